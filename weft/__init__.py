@@ -1,6 +1,6 @@
 """Weft: an LLM serving engine. ``from weft import LLM, AsyncLLM, SamplingParams``.
 
-The names below are imported when first used, so that parts without torch stay without it.
+Public names are imported on first use. So processes without torch never load torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on first use. Raise AttributeError for any other name."""
     if name not in _HOME:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     result = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,6 +1,7 @@
-"""The Python API: ``LLM`` runs prompts to their end, ``AsyncLLM`` streams; both hold an engine themselves.
+"""The Python API: ``LLM`` runs prompts to completion, ``AsyncLLM`` streams. The engine runs in the caller's
+process.
 
-Importing it settles how waiting CPU threads wait, if torch was not imported before.
+The import also sets how waiting CPU threads wait. The setting has no effect if torch was imported before.
 """
 
 from weft.common import env

@@ -1,4 +1,7 @@
-"""``AsyncLLM``: streams outputs on an event loop, many requests at a time. The engine has its own thread."""
+"""``AsyncLLM``: streams outputs of concurrent requests on an event loop.
+
+The engine runs in its own thread.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """A model and its engine, for use from event loops. Settings are those of ``LLM``.
+    """A model and its engine, for event loops. All settings of ``LLM`` are valid.
 
-    Loading happens in the constructor and takes a while. The engine's death ends every wait with EngineDead.
+    The constructor loads the model and blocks meanwhile. If the engine dies, every waiting call raises
+    EngineDead.
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
@@ -41,7 +45,7 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's ``weft.text.tokenizer.Tokenizer``."""
+        """Tokenizer of the model: a ``weft.text.tokenizer.Tokenizer``."""
         return self._text.tokenizer
 
     async def generate(
@@ -53,15 +57,15 @@ class AsyncLLM:
         priority: int = 0,
         grammar: Grammar | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields everything so far each time something comes; the last output has ``finished``.
+        """Yield the accumulated output after each change. The last output has ``finished``.
 
-        ``prompt`` is a string, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}`` or
-        ``{"messages": [...]}`` (a conversation, through the chat template; the other options of
-        ``LLM.chat`` may stand beside it). ``grammar``: what each whole output may be, see ``LLM.generate``.
-        Smaller ``priority`` comes first. Leaving the iterator, or cancelling it, ends the request.
+        ``prompt`` is a string, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}`` or ``{"messages":
+        [...]}``. Messages are a conversation, rendered by the chat template; the other options of
+        ``LLM.chat`` may be further keys. ``grammar`` constrains each whole output: see ``LLM.generate``. A
+        smaller ``priority`` runs first. Leaving or cancelling the iterator cancels the request.
 
-        Raises InvalidRequest, ContextLength, Overloaded, or EngineDead. When only one of the sequences
-        fails, that output has finish_reason "error" and ``error``.
+        Raise InvalidRequest, ContextLength, Overloaded or EngineDead. If only one sequence fails, its output
+        has finish_reason "error" and ``error``.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         seed = self._maker.seeds.mint()
@@ -85,14 +89,15 @@ class AsyncLLM:
             self._end(request)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a running request: its iterator yields a last output with finish_reason "abort".
+        """Cancel a running request: its iterator yields a last output with finish_reason "abort".
 
-        False when no such request runs.
+        Return False if no such request runs.
         """
         found = self._requests.get(request_id)
         if found is None:
             return False
         request, sink = found
+        # The engine sends no event for an ended sequence, so the terminal event is made here.
         for choice in request.choices:
             if not choice.finished:
                 sink(TokenEvent(sequence=choice.sequence, finish="abort"))
@@ -100,14 +105,17 @@ class AsyncLLM:
         return True
 
     async def stats(self) -> HeadStats:
-        """The engine's counters. Raises EngineDead."""
+        """Return the engine's counters. Raise EngineDead."""
         answers: asyncio.Queue[HeadStats] = asyncio.Queue()
         if not self._thread.stats(_on_loop(answers.put_nowait)):
             raise _dead(self._thread.death)
         return await self._wait(answers)
 
     def shutdown(self) -> None:
-        """Ends the engine; iterators that still run raise EngineDead. Idempotent."""
+        """End the engine; running iterators raise EngineDead.
+
+        Idempotent. Block until the engine thread has ended.
+        """
         self._thread.stop()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -121,7 +129,9 @@ class AsyncLLM:
     async def _prepare(
         self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
     ) -> Request:
-        """Makes the request off the event loop. If the caller is cancelled meanwhile, it is released."""
+        """Make the request in a thread. If the caller is cancelled meanwhile, release the request."""
+        # A thread cannot be cancelled. The shield lets the thread finish, so that the request can be
+        # released.
         making = asyncio.ensure_future(
             asyncio.to_thread(self._make, prompt, params, seed, request_id, grammar)
         )
@@ -134,11 +144,15 @@ class AsyncLLM:
             raise
 
     async def _wait(self, queue: asyncio.Queue[T]) -> T:
-        """The next item. Raises EngineDead when the engine makes no round for ``--engine-timeout``."""
+        """Return the next item of ``queue``.
+
+        Raise EngineDead if the engine thread makes no round for ``--engine-timeout``.
+        """
         while True:
             rounds = self._thread.rounds
             try:
-                # not wait_for, which in Python 3.11 loses a cancellation that comes with an item
+                # Not wait_for: in Python 3.11 wait_for loses a cancellation that arrives together with an
+                # item.
                 async with asyncio.timeout(self._patience):
                     return await queue.get()
             except TimeoutError:
@@ -149,6 +163,7 @@ class AsyncLLM:
     def _make(
         self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
     ) -> Request:
+        """Make the request, in a worker thread. Raise InvalidRequest or ContextLength."""
         if isinstance(prompt, dict) and "messages" in prompt:
             options = dict(prompt)
             messages = options.pop("messages")
@@ -162,7 +177,7 @@ class AsyncLLM:
     async def _stream(
         self, request: Request, events: asyncio.Queue[TokenEvent]
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of a request until it has ended; events that came together make one output."""
+        """Yield outputs until the request has ended. Events that arrive together make one output."""
         choices = {choice.sequence: choice for choice in request.choices}
         while not request.finished:
             news = False
@@ -175,12 +190,13 @@ class AsyncLLM:
                         _raise_whole(delta.error)
                     if delta.send_finish:
                         self._thread.finish([event.sequence])
+                # Take all queued events first. A slow reader then gets one output instead of a backlog.
                 event = None if events.empty() else events.get_nowait()
             if news:
                 yield request.output()
 
     def _end(self, request: Request) -> None:
-        """Takes a request out of the engine and forgets it, however its iterator was left."""
+        """Cancel the open sequences of a request and release its ids."""
         self._requests.pop(request.request_id, None)
         open_ones = [choice.sequence for choice in request.choices if not choice.finished]
         if open_ones:
@@ -189,11 +205,14 @@ class AsyncLLM:
 
 
 def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
-    """``put``, for other threads to call: it runs on this event loop, or not at all once that is closed."""
+    """Return a function for other threads: the function calls ``put`` on the running event loop.
+
+    Calls after the end of the loop are dropped.
+    """
     loop = asyncio.get_running_loop()
 
     def call(item: T) -> None:
-        # a loop that is closed has nobody waiting
+        # RuntimeError: the loop is closed, so nothing waits for the item.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(put, item)
 
@@ -201,7 +220,10 @@ def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
 
 
 def _raise_whole(error: ErrorInfo) -> None:
-    """Raises for an error that is about the whole request, not about one sequence's computation."""
+    """Raise the exception for an error of the whole request.
+
+    Return for an error of one sequence's computation.
+    """
     if (found := client_error(error)) is not None:
         raise found
     if error.code == EngineDead.code:
@@ -211,4 +233,5 @@ def _raise_whole(error: ErrorInfo) -> None:
 
 
 def _dead(error: ErrorInfo | None) -> WeftError:
+    """Return an EngineDead with the message of ``error``."""
     return EngineDead("the engine is dead" if error is None else error.message)

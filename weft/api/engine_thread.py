@@ -1,7 +1,7 @@
-"""An engine in a thread of its own, for callers on an event loop.
+"""An engine in its own thread, for callers on an event loop.
 
-The thread owns the engine. Commands reach it through a queue; what comes back goes to each sequence's sink,
-called in the thread. Every sink gets a terminal event, the engine's death included.
+The thread owns the engine. Commands reach the thread through a queue. Events go to the sink of each sequence,
+and sinks are called in the thread. Every sink gets a terminal event, even if the engine dies.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ Sink: TypeAlias = Callable[[TokenEvent], None]
 _Command: TypeAlias = Callable[[], None]
 
 AWAITING_POLL_S = 0.02
-"""Seconds of one wait for a command while sequences await something: it is noticed so late that it came."""
+"""Maximum seconds of one wait for a command while sequences are blocked. Bounds the delay of new input."""
 
 
 class EngineThread:
-    """Runs an EngineCore. Its methods may be called from any thread and do not wait for the engine."""
+    """Run an EngineCore in a thread.
+
+    All methods except ``stop`` return without a wait. Safe from any thread.
+    """
 
     def __init__(self, core: EngineCore | Replicas) -> None:
         self._core = core
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._lock = threading.Lock()
-        """Guards ``_death``: no command is queued after the thread took its last."""
+        """Guards ``_death``: no command is queued after the last command was taken."""
         self._death: ErrorInfo | None = None
         self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
@@ -42,43 +45,51 @@ class EngineThread:
 
     @property
     def death(self) -> ErrorInfo | None:
-        """Why the engine can't answer any more; None while it can."""
+        """Reason of the engine's death; None while the engine runs."""
         return self._death
 
     @property
     def rounds(self) -> int:
-        """How often the thread went round its loop: it grows unless the thread waits for work, or hangs."""
+        """Number of rounds of the thread's loop.
+
+        The number stands still while the thread waits for work, or hangs.
+        """
         return self._rounds
 
     def give_up(self, message: str) -> None:
-        """Declares the engine dead although its thread does not answer. Later calls are refused."""
+        """Declare a hung engine dead. Later calls are refused."""
         with self._lock:
             if self._death is None:
                 self._death = EngineDead(message).info()
 
     def submit(self, submits: Sequence[Submit], sink: Sink) -> None:
-        """Starts the sequences of one request. Each of them will end with one terminal event to ``sink``.
+        """Start the sequences of one request. Send one terminal event per sequence to ``sink``, unless
+        ``finish`` is called.
 
-        A refusal (queue full, for example) is such an event, too.
+        A refusal (for example, queue full) is a terminal event too.
         """
         if not self._post(lambda: self._submit(submits, sink)):
             self._refuse(submits, sink)
 
     def finish(self, sequences: Sequence[int]) -> None:
-        """Ends sequences wherever they are. Unknown ones are fine. Their sinks hear no more of them."""
+        """End sequences in any state; ignore unknown ids. Their sinks get no more events."""
         self._post(lambda: self._finish(sequences))
 
     def stats(self, sink: Callable[[HeadStats], None]) -> bool:
-        """Sends the engine's counters to ``sink``; False when it is dead."""
+        """Send the engine's counters to ``sink``. Return False if the engine is dead."""
         return self._post(lambda: sink(self._core.stats()))
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Ends the thread and closes the engine; what runs gets EngineDead. Waits ``timeout`` s at most."""
+        """End the thread and close the engine.
+
+        Running sequences get EngineDead. Block for ``timeout`` seconds at most.
+        """
         with self._lock:
             self._commands.put(None)
         self._thread.join(timeout)
 
     def _post(self, command: _Command) -> bool:
+        """Queue a command. Return False if the engine is dead."""
         with self._lock:
             if self._death is not None:
                 return False
@@ -86,6 +97,7 @@ class EngineThread:
             return True
 
     def _run(self) -> None:
+        """Run the engine loop, in the thread, until a stop or a failure; then end all sequences."""
         error = EngineDead("the engine was shut down")
         try:
             while self._obey():
@@ -104,7 +116,10 @@ class EngineThread:
         self._die(error.info())
 
     def _obey(self) -> bool:
-        """Carries out what is queued, waiting for a command if there is nothing to compute. False: stop."""
+        """Carry out all queued commands; wait for a command if there is nothing to compute.
+
+        Return False on a stop.
+        """
         wait = not self._core.has_work()
         patience = AWAITING_POLL_S if self._core.awaiting else None
         while True:
@@ -118,9 +133,11 @@ class EngineThread:
             wait = False
 
     def _die(self, error: ErrorInfo) -> None:
+        """Record the death, run the remaining commands and end every sequence with ``error``."""
         with self._lock:
             self._death = error = self._death or error
-        while True:  # commands that came before: their sequences must hear of the end, too
+        # Commands queued before the death: the submitted sequences need a terminal event too.
+        while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
@@ -132,13 +149,17 @@ class EngineThread:
         self._attempt(self._core.close)
 
     def _attempt(self, command: _Command) -> None:
-        """Carries out a command of a dead engine: nothing may keep the others from hearing of the end."""
+        """Run a command of a dead engine and log any exception.
+
+        No exception may stop the other notifications.
+        """
         try:
             command()
         except Exception as error:
             log.error("after the engine's end: %s", error)
 
     def _submit(self, submits: Sequence[Submit], sink: Sink) -> None:
+        """Submit the sequences of a request, in the thread. End all of them if one is refused."""
         if self._death is not None:
             self._refuse(submits, sink)
             return
@@ -148,7 +169,8 @@ class EngineThread:
                 for event in self._core.submit(submit):
                     self._deliver(event)
             except WeftError as error:
-                # the request is refused as a whole; its first choices must not run on
+                # The engine refuses the request as a whole, so sequences submitted before the refusal must
+                # end too.
                 for begun in submits[: number + 1]:
                     self._core.finish(begun.sequence)
                 for refused in submits:
@@ -157,16 +179,19 @@ class EngineThread:
                 return
 
     def _refuse(self, submits: Sequence[Submit], sink: Sink) -> None:
+        """Send a terminal event with the engine's death for each sequence."""
         for submit in submits:
             sink(TokenEvent(sequence=submit.sequence, finish="error", error=self._death))
 
     def _finish(self, sequences: Sequence[int]) -> None:
+        """Remove the sinks and end the sequences, in the thread."""
         for sequence in sequences:
             self._sinks.pop(sequence, None)
             if self._death is None:
                 self._core.finish(sequence)
 
     def _deliver(self, event: TokenEvent) -> None:
+        """Pass an event to the sink of its sequence. A terminal event removes the sink."""
         sink = self._sinks.get(event.sequence)
         if sink is None:
             return

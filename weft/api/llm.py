@@ -32,11 +32,17 @@ from weft.types.sampling import SamplingParams
 log = get_logger(__name__)
 
 OVERDUE_POLL_S = 0.1
-"""Seconds of one wait for what all sequences await: it is noticed so late that something is overdue."""
+"""Maximum seconds of one sleep while all sequences are blocked.
+
+Bounds how late an expired deadline is noticed.
+"""
 
 
 def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
-    """The model's text side for a caller in this process, who may bring chat templates of their own."""
+    """Return the tokenizer and the chat format of the model.
+
+    Requests may bring chat templates, because the caller runs in the same process.
+    """
     facts = None if config.spec.vision is None else config.spec.vision.media
     images, hidden = image_rules(facts, config.media.limit_mm_per_prompt)
     loaded = TextModel.load(config.tokenizer_path, chat_template, hidden=hidden)
@@ -45,7 +51,7 @@ def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
 
 
 def request_maker(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> RequestMaker:
-    """What makes requests to this engine."""
+    """Return a request maker with the limits of this engine."""
     vision = config.spec.vision
     pictures = None if vision is None else LocalPictures(vision.media, config.media)
     limits = model_limits(config, core, text)
@@ -53,7 +59,7 @@ def request_maker(config: EngineConfig, core: EngineCore | Replicas, text: TextM
 
 
 def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> ModelLimits:
-    """What requests to this engine must respect."""
+    """Return the limits of requests to this engine."""
     welcome = core.welcome(0)
     ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
     return ModelLimits(vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends)
@@ -62,12 +68,12 @@ def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextMo
 class LLM:
     """A model and its engine.
 
-    ``model`` is a folder, a hub name or a bundled model's name; every other setting is a keyword (the flags
-    of ``weft serve`` with dashes as underscores). Raises ConfigError for settings that cannot work; an
-    unknown one is answered with the nearest that exists.
+    ``model`` is a folder, a hub name or the name of a bundled model. Every other setting is a keyword (the
+    flags of ``weft serve`` with dashes as underscores). Raises ConfigError for an invalid setting. For an
+    unknown setting the error suggests the nearest known name.
 
-    Text in prompts and messages never becomes a special token; ``LLM.tokenizer.encode(text,
-    parse_special=True)`` makes ids of text that should. Threads may share an LLM; their calls take turns.
+    Text in prompts and messages never becomes a special token. Use ``LLM.tokenizer.encode(text,
+    parse_special=True)`` to encode special tokens. Threads may share an LLM: calls run one after the other.
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
@@ -81,12 +87,12 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's ``weft.text.tokenizer.Tokenizer``."""
+        """Tokenizer of the model: a ``weft.text.tokenizer.Tokenizer``."""
         return self._text.tokenizer
 
     @property
     def deterministic(self) -> bool:
-        """Whether logits are bitwise equal whatever is computed beside a request (docs/determinism.md).
+        """True if logits are bitwise equal for any batch around a request (docs/determinism.md).
 
         Raises EngineDead after ``shutdown``.
         """
@@ -95,9 +101,9 @@ class LLM:
         return self._core.deterministic
 
     def stats(self) -> HeadStats:
-        """The engine's counters and gauges: steps, cache hits, preemptions, drafts.
+        """Return the engine's counters and gauges: steps, cache hits, preemptions, drafts.
 
-        Raises EngineDead after ``shutdown``.
+        Raise EngineDead after ``shutdown``.
         """
         core = self._core
         if core is None:
@@ -113,17 +119,18 @@ class LLM:
         priority: int | Sequence[int] = 0,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
-        """Runs prompts to their end; outputs come in the order of the prompts.
+        """Run prompts to completion and return the outputs in the order of the prompts.
 
-        A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``; ``prompts`` is one of
-        them or a list. ``sampling_params`` is one for all or a list with one for each, and so is
-        ``priority``: smaller ones come first, of equals the first come. ``grammar``: what each whole output
-        may be (``weft.types.grammar``; ``weft.grammar.build`` makes them from JSON schemas, patterns and the
-        like), one for all or a list with one, or None, for each.
+        A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``. ``prompts`` is one
+        prompt or a list of prompts. ``sampling_params``, ``priority`` and ``grammar`` are one value for all
+        prompts, or a list with one value per prompt. A smaller ``priority`` runs first; equal priorities run
+        in order of arrival. ``grammar`` constrains each whole output (``weft.types.grammar``; build grammars
+        from JSON schemas, patterns and the like with ``weft.grammar.build``). None in the list leaves a
+        prompt unconstrained.
 
-        Raises InvalidRequest before anything is computed, naming the prompt, when one cannot be used, and
-        EngineDead when the engine fails. When only one sequence fails, that output has finish_reason
-        "error" and ``error``.
+        Raise InvalidRequest for an invalid prompt, before any computation; the error names the prompt. Raise
+        EngineDead if the engine fails. If only one sequence fails, its output has finish_reason "error" and
+        ``error``.
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
         from_prompt = self._maker.from_prompt
@@ -143,14 +150,15 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation (a list of messages with role and content), or a list of conversations.
+        """Answer a conversation (a list of messages with role and content), or a list of conversations.
 
         Content may have parts, as in chat requests: ``{"type": "image_url", "image_url": {"url": ...}}`` and,
-        for images that Pillow has read, ``{"type": "image", "image": image}``.
+        for images loaded by Pillow, ``{"type": "image", "image": image}``.
 
-        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. ``grammar``,
-        and what is raised, are those of ``generate``.
+        ``chat_template`` replaces the model's template. ``chat_template_kwargs`` sets variables of the
+        template. For the other parameters and the errors, see ``generate``.
         """
+        # A list of messages is one conversation; a list of lists is several conversations.
         several = bool(messages) and isinstance(messages, list) and isinstance(messages[0], list | tuple)
         conversations = messages if several else [messages]
 
@@ -178,10 +186,11 @@ class LLM:
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """Makes a vector of each prompt, out of its final hidden states: the last one, or the mean of all.
+        """Return one vector per prompt, made from the final hidden states: the last state, or the mean of all
+        states.
 
-        ``prompts`` and ``priority`` are as for ``generate``. Vectors have length 1 unless ``normalize`` is
-        false. Raises as ``generate`` does; where only one prompt fails, its output has ``error``.
+        ``prompts`` and ``priority``: see ``generate``. Vectors have length 1 unless ``normalize`` is False.
+        Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
         """
         if pooling not in ("last", "mean"):
             raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")
@@ -194,7 +203,7 @@ class LLM:
         return [request.embedding(normalize) for request in made]
 
     def shutdown(self) -> None:
-        """Frees the engine. Idempotent; a call that runs ends first."""
+        """Free the engine. Idempotent. Wait for a call in another thread to return first."""
         with self._lock:
             core = self._core
             self._core = None
@@ -219,7 +228,10 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int],
     ) -> list[Request]:
-        """Runs requests to their end."""
+        """Make one request per prompt with ``make``, run all requests to completion and return the requests.
+
+        ``what`` names a prompt in error messages. Raise InvalidRequest before any computation.
+        """
         params = _spread(sampling_params, len(prompts))
         grammars = _spread_grammars(grammar, len(prompts))
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
@@ -229,6 +241,7 @@ class LLM:
             )
         requests: list[Request] = []
         try:
+            # Make every request before the first one runs, so that an invalid prompt costs no computation.
             for number, (prompt, own, its) in enumerate(zip(prompts, params, grammars, strict=True)):
                 try:
                     requests.append(make(prompt, own, self._maker.seeds.mint(), grammar=its))
@@ -243,7 +256,10 @@ class LLM:
         return requests
 
     def _drive(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Runs the engine until every request has ended. Whatever happens, none of them stays in it."""
+        """Run the engine until every request has ended. On any error, remove all requests from the engine.
+
+        Raise EngineDead if the engine fails; later calls then raise EngineDead at once.
+        """
         if self._core is None:
             raise EngineDead("this LLM was shut down")
         if self._death is not None:
@@ -253,6 +269,8 @@ class LLM:
         try:
             run.drive()
         except WeftError as error:
+            # InvalidRequest and Overloaded refuse requests of the caller. Any other error comes from a broken
+            # engine.
             if not isinstance(error, InvalidRequest | Overloaded):
                 self._death = error.message
             raise
@@ -266,6 +284,7 @@ class LLM:
                 self._clear(run)
 
     def _clear(self, run: _Run) -> None:
+        """Remove the requests of ``run`` from the engine. Mark the engine as dead if the removal fails."""
         try:
             run.clear()
         except WeftError as error:
@@ -277,13 +296,13 @@ class LLM:
 
 
 class _Run:
-    """One call's requests in the engine."""
+    """The requests of one call, and the loop that runs the engine for the call."""
 
     def __init__(self, core: EngineCore | Replicas, requests: list[Request], bar: Any) -> None:
         self._core = core
         self._bar = bar
-        # One client asks for all of it: its prompts need no fairness among each other, and choices of one run
-        # side by side, which share blocks.
+        # All sequences of a call count as one client request. So the prompts need no fairness among each
+        # other, and parallel samples run side by side and share blocks.
         owner = requests[0].submits[0].request if requests else 0
         self._waiting = deque(
             (msgspec.structs.replace(submit, owner=owner), request)
@@ -294,6 +313,7 @@ class _Run:
         self._tokens = 0
 
     def drive(self) -> None:
+        """Step the engine until every sequence has ended. Raise EngineDead if the engine loses a sequence."""
         while self._waiting or self._live:
             self._submit()
             for event in (*self._core.hear(), *self._core.step()):
@@ -302,10 +322,11 @@ class _Run:
                 continue
             if not self._core.awaiting:
                 raise EngineDead("the engine lost a sequence")
-            self._core.sleep(OVERDUE_POLL_S)  # what is awaited has a deadline
+            # Every sequence is blocked on external input. Each block has a deadline, so the loop ends.
+            self._core.sleep(OVERDUE_POLL_S)
 
     def clear(self) -> None:
-        """Takes what is left of the call out of the engine, and lets steps in flight end."""
+        """Cancel the remaining sequences of the call, and commit the steps in flight."""
         for sequence in self._live:
             self._core.finish(sequence)
         self._live.clear()
@@ -313,7 +334,10 @@ class _Run:
             self._core.step()
 
     def _submit(self) -> None:
-        """Submits as many sequences as the engine's queue takes."""
+        """Submit sequences until the engine's queue is full.
+
+        Raise Overloaded if the queue is full and the engine has no sequence of the call.
+        """
         while self._waiting:
             submit, request = self._waiting[0]
             try:
@@ -328,6 +352,10 @@ class _Run:
                 self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
+        """Apply an event to its choice.
+
+        Raise the error of an invalid request. Ignore events of ended sequences.
+        """
         found = self._live.get(event.sequence)
         if found is None:
             return
@@ -349,7 +377,7 @@ class _Run:
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    """One SamplingParams for each prompt. Raises InvalidRequest."""
+    """Return one SamplingParams per prompt. Raise InvalidRequest for a wrong type or length."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -368,7 +396,7 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
 def _spread_grammars(
     grammar: Grammar | Sequence[Grammar | None] | None, count: int
 ) -> Sequence[Grammar | None]:
-    """One grammar, or None, for each prompt. Raises InvalidRequest."""
+    """Return one grammar or None per prompt. Raise InvalidRequest for a wrong length."""
     if not isinstance(grammar, list | tuple):
         return [grammar] * count  # type: ignore[list-item]
     if len(grammar) != count:
@@ -377,7 +405,7 @@ def _spread_grammars(
 
 
 def _naming(error: WeftError, where: str | None) -> WeftError:
-    """The same error, saying which prompt it is about."""
+    """Return a copy of ``error`` with ``where`` in front of the message, or ``error`` without ``where``."""
     if where is None:
         return error
     return type(error)(f"{where}: {error.message}", param=error.param, code=error.error_code)

@@ -1,4 +1,4 @@
-"""What the Python API returns."""
+"""Outputs of the Python API."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from weft.text.logprobs import PositionLogprobs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sequence of a request."""
+    """Output of one sequence of a request."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None
-    """One entry for each of ``token_ids``, when asked for."""
+    """One entry per element of ``token_ids``; None if not requested."""
     finish_reason: FinishReason | None
-    """None while it runs."""
+    """None while the sequence runs."""
     stop_reason: str | int | None
-    """The stop string or stop token of the request that ended it; None for anything else."""
+    """The request's stop string or stop token at the end of the sequence; None for any other end."""
     error: ErrorInfo | None = None
-    """What went wrong when ``finish_reason`` is "error"."""
+    """The error if ``finish_reason`` is "error"."""
     num_accepted_drafts: int = 0
-    """Of ``token_ids``, those that a drafter had proposed."""
+    """Number of ``token_ids`` from accepted drafts."""
     num_rejected_drafts: int = 0
-    """Drafts that did not become tokens."""
+    """Number of rejected drafts."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request: its prompt and its sequences by choice number."""
+    """Output of a request: the prompt, and the sequences by choice number."""
 
     request_id: str
     prompt: str | None
-    """The prompt's text (a conversation's as the template wrote it); None for a prompt of token ids."""
+    """Text of the prompt, after the chat template for a conversation; None for a prompt of token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[PositionLogprobs | None] | None
-    """One entry a prompt token, None for the first, when asked for."""
+    """One entry per prompt token, None for the first token; None if not requested."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    """Prompt tokens whose cache was found instead of computed."""
+    """Number of prompt tokens found in the prefix cache."""
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of one prompt."""
+    """Embedding of one prompt."""
 
     request_id: str
     prompt: str | None
-    """The prompt's text; None for a prompt of token ids."""
+    """Text of the prompt; None for a prompt of token ids."""
     prompt_token_ids: list[int]
     embedding: np.ndarray
-    """float32 [hidden size]; empty when ``error`` says what went wrong."""
+    """float32 [hidden size]; empty if ``error`` is set."""
     num_cached_tokens: int = 0
     error: ErrorInfo | None = None
 
 
 def completion_of(choice: Choice) -> CompletionOutput:
-    """A choice as it stands. Its lists are copies."""
+    """Return the present state of a choice, with copied lists."""
     return CompletionOutput(
         index=choice.index,
         text=choice.text,

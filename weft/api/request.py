@@ -1,4 +1,4 @@
-"""From what a caller passes as a prompt to Submits and Choices."""
+"""Requests from a caller's prompts: ``Submit`` messages, and choices that collect the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMS = 'a string, {"prompt": "..."}, or {"prompt_token_ids": [...]} with or wi
 
 
 class Request:
-    """One prompt on its way: what goes to the engine, and the choices that take what comes back."""
+    """One prompt: the messages to the engine, and the choices that collect the output."""
 
     def __init__(
         self,
@@ -46,7 +46,10 @@ class Request:
         self.choices = choices
 
     def prioritise(self, priority: int) -> None:
-        """Before it is submitted: smaller comes first. Raises InvalidRequest."""
+        """Set the priority, before the request is submitted.
+
+        A smaller priority runs first. Raise InvalidRequest.
+        """
         if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
             raise InvalidRequest(
                 "priority must be an integer of 64 bits; smaller comes first", param="priority"
@@ -54,7 +57,7 @@ class Request:
         self.submits = [msgspec.structs.replace(submit, priority=priority) for submit in self.submits]
 
     def show(self, media: tuple[MediaItem, ...]) -> None:
-        """Before it is submitted: the images of the prompt, which were checked."""
+        """Attach the checked images of the prompt, before the request is submitted."""
         if media:
             self.submits = [msgspec.structs.replace(submit, media=media) for submit in self.submits]
 
@@ -63,7 +66,7 @@ class Request:
         return all(choice.finished for choice in self.choices)
 
     def embedding(self, normalize: bool) -> EmbeddingOutput:
-        """The output of a prompt that was embedded, when it has ended."""
+        """Return the output of an ended embedding request. ``normalize``: scale the vector to length 1."""
         choice = self.choices[0]
         raw = np.frombuffer(choice.embedding, "<f4").astype(np.float32)
         return EmbeddingOutput(
@@ -76,11 +79,11 @@ class Request:
         )
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Return the accumulated output."""
         first = self.choices[0]
         logprobs: list[PositionLogprobs | None] | None = None
         wanted = self.submits[0].params.prompt_logprobs >= 0
-        # a prompt of one token has only the first entry
+        # A prompt with one token has no logprobs beyond the first entry, which is None.
         if wanted and (first.prompt_logprobs is not None or first.token_ids):
             logprobs = [None, *([] if first.prompt_logprobs is None else first.prompt_logprobs.read())]
         return RequestOutput(
@@ -95,7 +98,7 @@ class Request:
 
 
 class RequestMaker:
-    """Turns prompts into requests. Thread-safe."""
+    """Make requests from prompts. Thread-safe."""
 
     def __init__(
         self,
@@ -105,7 +108,10 @@ class RequestMaker:
         images: MediaLimits | None = None,
         pictures: LocalPictures | None = None,
     ) -> None:
-        """``images``: what the model takes of them, ``pictures``: what makes them; None: none."""
+        """Bind to a model.
+
+        ``seed``: base of minted seeds. ``images`` and ``pictures``: image limits and loader, or None.
+        """
         self._pictures = pictures
         self._text = text
         self._limits = limits
@@ -121,7 +127,10 @@ class RequestMaker:
         request_id: str | None = None,
         grammar: Grammar | None = None,
     ) -> Request:
-        """``prompt`` in any of its forms. Raises InvalidRequest or ContextLength; then no id is taken."""
+        """Return the request for a prompt in any form.
+
+        Raise InvalidRequest or ContextLength; no id is taken then.
+        """
         text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
         self._check(media, ids)
@@ -138,13 +147,17 @@ class RequestMaker:
         grammar: Grammar | None = None,
         **options: Any,
     ) -> Request:
-        """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
+        """Return the request for a conversation. ``options``: keywords of ``ChatFormat.encode``.
+
+        Raise InvalidRequest or ContextLength.
+        """
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
         ids = made.ids
         media: tuple[MediaItem, ...] = ()
         if made.shown and self._pictures is not None:
             items = self._pictures.items(made.shown)
+            # One placeholder per image becomes as many placeholders as the image has embedding rows.
             ids, starts = expanded(ids, self._pictures.facts.placeholders, [item.count for item in items])
             media = placed(items, starts)
             self._check(media, ids)
@@ -162,7 +175,7 @@ class RequestMaker:
         return request
 
     def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
-        """``prompt``, of which an embedding is wanted. Raises as ``from_prompt`` does."""
+        """Return the embedding request for a prompt. Raise the errors of ``from_prompt``."""
         text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
         data = prompt_bytes(ids, self._limits, param)
@@ -171,6 +184,7 @@ class RequestMaker:
             message = f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten it"
             raise ContextLength(message, param=param)
         self._check(media, ids)
+        # An embedding ends with the prompt; the parameters are placeholders.
         params = SamplingParams(max_tokens=1)
         submits = submits_of(data, TokenParams(max_tokens=1), 1, ids=self.ids, seed=seed, pooling=pooling)
         choice = Choice(self._text.tokenizer, params, sequence=submits[0].sequence)
@@ -179,23 +193,26 @@ class RequestMaker:
         return made
 
     def release(self, request: Request) -> None:
-        """Ends the life of a request's ids."""
+        """Release the ids of a request."""
         for submit in request.submits:
             self.ids.release(submit.sequence)
         self.ids.release(request.submits[0].request)
 
     def _check(self, media: tuple[MediaItem, ...], ids: list[int]) -> None:
+        """Check the images against the model's limits. Raise InvalidRequest."""
         if media:
             check_media(media, len(ids), self._images, computes=True)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
-        """(text, ids, images) of a prompt in any of its forms. Raises InvalidRequest."""
+        """Return (text, ids, images) of a prompt in any form. Raise InvalidRequest."""
         if isinstance(prompt, str):
             return prompt, self._text.tokenizer.encode(prompt), ()
+        # Extra keys are refused, not ignored.
         if isinstance(prompt, Mapping) and len(prompt) == 1 and isinstance(text := prompt.get("prompt"), str):
             return text, self._text.tokenizer.encode(text), ()
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt_token_ids", "media"}:
             ids, media = prompt.get("prompt_token_ids"), prompt.get("media", ())
+            # Checks further on expect Python ints.
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
             if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
@@ -216,6 +233,10 @@ class RequestMaker:
         param: str,
         grammar: Grammar | None,
     ) -> Request:
+        """Build the submits and choices of a request. Raise InvalidRequest or ContextLength.
+
+        ``continues``: the output continues text of the prompt. ``param``: field to name in errors.
+        """
         if grammar is not None and not isinstance(grammar, Grammar):
             raise InvalidRequest("grammar must be one of weft.types.grammar", param="grammar")
         tokenizer = self._text.tokenizer
@@ -240,7 +261,7 @@ class RequestMaker:
 
 
 def client_error(error: ErrorInfo) -> WeftError | None:
-    """The exception for an error that is the request's own fault, else None."""
+    """Return the exception for an error with blame "client", else None."""
     if error.blame != "client":
         return None
     return InvalidRequest(error.message, param=error.param, code=error.code)

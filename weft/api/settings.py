@@ -1,4 +1,4 @@
-"""Keywords of ``LLM`` and ``AsyncLLM``: every flag of the server, by its name with underscores."""
+"""Keywords of ``LLM`` and ``AsyncLLM``: every flag of the server, with underscores in the name."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ SERVER_ONLY = (
     "drain_timeout",
     "request_timeout",
 )
-"""Settings that say something about an HTTP server, and nothing where there is none."""
+"""Settings of the HTTP server, without effect in the caller's process."""
 
 log = get_logger(__name__)
 
 
 def read_settings(model: str, keywords: Mapping[str, Any]) -> Config:
-    """The configuration of an engine in this process. Raises ConfigError for unknown or wrong keywords.
+    """Return the configuration of an engine in this process. Raise ConfigError for unknown or invalid
+    keywords.
 
-    Settings that only a server heeds are valid, and named in a warning.
+    Settings without effect outside a server are valid, but logged as a warning.
     """
     idle = [name for name in SERVER_ONLY if name in keywords]
     if idle:

@@ -1,4 +1,4 @@
-"""What a supervisor and a front that it runs tell each other, over a socket pair that the front inherits."""
+"""Messages between a supervisor and an API server, over a socket pair that the API server inherits."""
 
 from __future__ import annotations
 
@@ -15,30 +15,37 @@ from weft.cluster.supervisor import Order
 from weft.common.errors import ErrorInfo, WeftError
 
 ALIVE_S = 1.0
-"""Seconds between two ``FrontAlive`` of a front without other messages."""
+"""Seconds between two ``FrontAlive`` messages."""
 MOST_BYTES = 64 << 10
+"""Maximum size of a message."""
 
 
 class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Front to supervisor, once: it answers requests."""
+    """API server to supervisor, once: ready for requests."""
 
 
 class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Front to supervisor, every ``ALIVE_S`` seconds: its event loop runs."""
+    """API server to supervisor, every ``ALIVE_S`` seconds: the event loop runs."""
 
 
 class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Front to supervisor: an operator asks by HTTP that the server drains, as a SIGTERM does."""
+    """API server to supervisor: an operator requested a drain of the server by HTTP.
+
+    The effect is that of SIGTERM.
+    """
 
 
 class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Front to supervisor: an operator asks by HTTP for the retired heads of a group, or for one head."""
+    """API server to supervisor: an operator revives the retired engines of a group by HTTP.
+
+    ``name`` is a group or a single engine.
+    """
 
     name: str
 
 
 class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Front to supervisor: it has lost that process of a head."""
+    """API server to supervisor: the API server has lost the connection to an engine process."""
 
     name: str
     incarnation: int
@@ -46,7 +53,7 @@ class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Supervisor to front: finish the requests and end, or end now."""
+    """Supervisor to API server: finish open requests and end, or end now."""
 
     order: Order
 
@@ -57,20 +64,27 @@ _to_front = msgspec.msgpack.Decoder(Stop)
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """The supervisor's end and the front's."""
+    """Return the supervisor's end and the API server's end of a new socket pair.
+
+    The supervisor's end never blocks.
+    """
+    # SEQPACKET keeps message borders, so a received frame is a whole message.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
 
 
 def tell(link: socket.socket, order: Order) -> None:
-    """From the supervisor. A front that is gone hears nothing, and one that does not read will be killed."""
+    """Send an order to an API server. Never block or raise: a hung or dead API server is killed later."""
     with contextlib.suppress(OSError):
         link.send(msgspec.msgpack.encode(Stop(order)))
 
 
 def hear(link: socket.socket) -> list[FromFront] | None:
-    """What a front has said since the last call; None when it is gone."""
+    """Return all messages since the last call, or None after the end of the API server. Never block.
+
+    Raise MsgspecError for an invalid message.
+    """
     heard: list[FromFront] = []
     while True:
         try:
@@ -80,22 +94,29 @@ def hear(link: socket.socket) -> list[FromFront] | None:
         except OSError:
             return None
         if not frame:
+            # End of the stream. Deliver the last messages first; the next call returns None.
             return heard or None
         heard.append(_from_front.decode(frame))
 
 
 class SupervisorLink:
-    """The front's end of the socket pair. See ``weft.front.server.Supervisor``. Used from one event loop."""
+    """The API server's end of the socket pair.
+
+    Implement ``weft.front.server.Supervisor``. Use from one event loop.
+    """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
-        """``serving``: see ``weft.front.server.Supervisor``."""
+        """Take over the socket ``link``. ``serving``: see ``weft.front.server.Supervisor``."""
         self.serving = serving
         link.setblocking(False)
         self._link = link
         self._unsent: deque[bytes] = deque()
 
     def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Has the one called when this front is told to drain, and the other when it is told to stop now."""
+        """Register the callbacks for a drain and for a stop, and begin to send ``FrontAlive``.
+
+        Call from the event loop. The end of the supervisor counts as a stop.
+        """
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -105,7 +126,7 @@ class SupervisorLink:
                 return
             except OSError:
                 frame = b""
-            if not frame:  # the supervisor is gone
+            if not frame:  # the supervisor has ended
                 loop.remove_reader(self._link)
                 stop()
             elif _to_front.decode(frame).order == "drain":
@@ -121,28 +142,33 @@ class SupervisorLink:
         live()
 
     def ready(self) -> None:
-        """This front answers requests."""
+        """Report readiness for requests."""
         self._say(FrontReady())
 
     def drain(self) -> None:
-        """The whole server is to drain and end."""
+        """Request a drain of the whole server."""
         self._say(DrainAsked())
 
     def revive(self, name: str) -> None:
-        """Retired heads of the group, or the head, of that name are to be started again."""
+        """Request a restart of the retired engines of group ``name``, or of engine ``name``."""
         self._say(GroupRevived(name))
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
-        """Reports that this process of a head is lost."""
+        """Report the loss of an engine process."""
         self._say(HeadLost(name, incarnation, error.info()))
 
     def _say(self, message: FromFront) -> None:
-        """In order; what can't be sent now is sent with what follows."""
+        """Send messages in order.
+
+        Unsent messages wait for the next call; ``FrontAlive`` is dropped instead.
+        """
+        # A backlog proves that the supervisor is not reading; more signs of life would only grow the backlog.
         if not self._unsent or not isinstance(message, FrontAlive):
             self._unsent.append(msgspec.msgpack.encode(message))
         while self._unsent:
             try:
                 self._link.send(self._unsent[0])
-            except OSError:  # full: the supervisor stands still; or it is gone, and this front will be
+            # The buffer is full because the supervisor is suspended, or the supervisor has ended.
+            except OSError:
                 return
             self._unsent.popleft()

@@ -1,4 +1,4 @@
-"""The owner of the heads of a front in the same process: what it reports as lost is replaced."""
+"""The owner of the engine processes in a server with one API server. The owner replaces lost engines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ log = get_logger(__name__)
 
 
 class Starter(Protocol):
-    """Starts and ends the processes of heads. See ``weft.engine.heads.HeadProcesses``."""
+    """Start and end engine processes. The implementation is ``weft.engine.heads.HeadProcesses``."""
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Does not wait for it."""
+        """Start the process and return its address, without a wait for readiness."""
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends what is left of it, at once. It may have ended."""
+        """Kill the process and its children at once. The process may have ended already."""
 
 
 class HeadOwner:
-    """See ``weft.links.links.Owner``. From the thread whose end may end the heads: see ``HeadProcesses``."""
+    """Implementation of ``weft.links.links.Owner``.
+
+    Create the owner in a thread that lives as long as the engines: see ``HeadProcesses``.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,9 @@ class HeadOwner:
         clock: Clock | None = None,
         on_switch: Callable[[], None] = lambda: None,
     ) -> None:
-        """``restarts`` and ``serves``: see ``ProcessTable``. ``drain_timeout``: see ``RollingRestart``.
+        """Build the process table; start nothing.
+
+        ``restarts`` and ``serves``: see ``ProcessTable``. ``drain_timeout``: see ``RollingRestart``.
         ``on_switch`` carries out `Switch`.
         """
         self._table = ProcessTable("head", names, restarts, serves)
@@ -54,41 +59,53 @@ class HeadOwner:
         self._on_switch = on_switch
 
     def start(self) -> None:
-        """Starts every head; does not wait for them."""
+        """Start every engine process without a wait for readiness."""
         self._carry_out(self._table.start(self._clock.now()))
 
     def restart(self) -> None:
-        """Has all heads replaced, one after the other, with their work done. From a signal's handler, too."""
+        """Request a rolling restart: engines finish their work and are replaced in turn.
+
+        Safe in a signal handler.
+        """
         self._asked = True
 
     def switch(self) -> None:
-        """Has all heads replaced together at an idle moment: see ``RollingRestart``. From any thread."""
+        """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
+
+        Safe from any thread.
+        """
         self._switch_asked = True
 
     def drain(self) -> None:
-        """The server drains: from now on heads are replaced only when they die."""
+        """Stop rolling restarts because the server drains. From now on only dead engines are replaced."""
         self._draining = True
         self._rolling.end()
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """For each head its present process, or why none will be started again. Polled: starts those whose
-        time has come.
+        """Return, by name, the address of the present process, or the error if the engine is retired.
+
+        The caller polls this method. Each call also advances restarts and starts processes with a due time in
+        the past.
         """
         self._turn()
         present: dict[str, Address | WeftError] = {}
         for name, entry in self._table.entries.items():
             if entry.state is ProcessState.RETIRED and entry.error is not None:
                 present[name] = entry.error
+            # A waiting name keeps its last address: the link then finds the process ended.
             elif name in self._addresses:
                 present[name] = self._addresses[name]._replace(draining=entry.draining)
         return present
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
-        """A front has lost it."""
+        """Replace an engine process after a loss report from the API server."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
     def revive(self, name: str) -> list[str]:
-        """See ``weft.links.links.Owner``."""
+        """Start retired engines again: see ``weft.links.links.Owner``.
+
+        Raise Unavailable while the server shuts down.
+        """
         entries = self._table.entries
         members = {one: entry.member for one, entry in entries.items()}
         retired = [one for one, entry in entries.items() if entry.state is ProcessState.RETIRED]
@@ -99,7 +116,9 @@ class HeadOwner:
         return found
 
     def _turn(self) -> None:
+        """Handle requested restarts, probe answers and time. Carry out the resulting actions."""
         now = self._clock.now()
+        # Signal handlers and other threads only set flags. The state machine runs in this thread alone.
         if self._asked:
             self._asked = False
             if not self._draining:
@@ -113,6 +132,7 @@ class HeadOwner:
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
 
     def _carry_out(self, actions: Iterable[Step]) -> None:
+        """Carry out each action in order."""
         for action in actions:
             if isinstance(action, Start):
                 self._start(action.name, action.incarnation)
@@ -124,17 +144,18 @@ class HeadOwner:
                 self._starter.kill(action.name, action.incarnation)
 
     def _start(self, name: str, incarnation: int) -> None:
-        """One that cannot be started, for want of memory or processes, is lost at once."""
+        """Start the process. A failed start (no memory, no process slots) counts as a loss."""
         try:
             self._addresses[name] = self._starter.start(name, incarnation)
         except OSError as failed:
+            # A loss leads to a delayed restart, so a lack of memory does not cause a busy loop.
             error = EngineDead(f"the engine's process cannot be started ({failed.strerror})")
             log.error("%s", error.message)
             self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
 
 class Probes:
-    """The probes of the heads that are being replaced."""
+    """Probes of the engines under replacement. A probe is a connection that shows readiness and idleness."""
 
     def __init__(self) -> None:
         self._probes: dict[str, tuple[int, HeadProbe]] = {}
@@ -142,10 +163,10 @@ class Probes:
     def look(
         self, watched: Mapping[str, int], addresses: Mapping[str, Address]
     ) -> list[tuple[str, int, bool | None]]:
-        """(name, incarnation, whether it is idle, if it said so now) of those of ``watched``, name ->
-        incarnation, that answer.
+        """Return (name, incarnation, idle) of each watched engine that answers.
 
-        Probes of others are closed.
+        ``watched`` maps names to incarnations. ``idle`` is None if the engine has not reported since the last
+        call. Probes of all other processes are closed.
         """
         for name, (incarnation, probe) in list(self._probes.items()):
             if watched.get(name) != incarnation:
@@ -155,6 +176,7 @@ class Probes:
         for name, incarnation in watched.items():
             if name not in self._probes:
                 address = addresses.get(name)
+                # The new process is not started yet; the known address belongs to the old process.
                 if address is None or address.incarnation != incarnation:
                     continue
                 self._probes[name] = incarnation, HeadProbe(address)
@@ -165,10 +187,10 @@ class Probes:
         return seen
 
     def quit(self, name: str) -> None:
-        """Tells a head that is being watched to end."""
+        """Order a watched engine to end. No effect on other engines."""
         if name in self._probes:
             self._probes[name][1].quit()
 
     def close(self) -> None:
-        """Closes all. Idempotent."""
+        """Close all probes. Idempotent."""
         self.look({}, {})

@@ -1,7 +1,8 @@
-"""The registry of a server: a file that lists its processes, for fronts that do not own them.
+"""The registry of a server: a file that lists all processes, for API servers that share engines.
 
-It is in the server's private folder. Only the supervisor writes it, each time as a whole; fronts read it when
-it has changed. So a front always sees a consistent state.
+The file is in the server's private folder. Only the supervisor writes the file, and replaces the whole
+content each time. API servers read the file after each change. So an API server always sees a consistent
+state.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ NAME = "registry"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process, as the registry lists it."""
+    """Registry entry of one process."""
 
     role: Role
     name: str
     incarnation: int
     state: Literal["running", "draining", "waiting", "ended", "retired"]
     domain: str = ""
-    """Heads of one domain work together or not at all; "" is none."""
+    """Name of the engine's expert-parallel group; "" if none."""
     group: str = ""
-    """Of a head: the group that it belongs to."""
+    """Engine only: name of the group."""
     endpoint: str | None = None
-    """Where a head listens; None while that is not known."""
+    """Address of an engine's socket; None if unknown so far."""
     pid: int | None = None
-    """On this host."""
+    """Process id on this host; None for processes of other hosts."""
     secret: str | None = None
-    """File with the group's secret, where the head is on another host."""
+    """Path of the file with the group's secret, for an engine that needs encryption keys."""
     error: ErrorInfo | None = None
-    """Of a retired one: why."""
+    """Retired only: reason of the retirement."""
 
 
 class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,21 +49,23 @@ class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: tuple[ProcessRecord, ...] = ()
 
     def of(self, role: Role) -> list[ProcessRecord]:
-        """The processes of one role, in order."""
+        """Return the processes of one role, in start order."""
         return [record for record in self.processes if record.role == role]
 
 
 def write(folder: Path, registry: ProcessRegistry) -> None:
-    """Replaces the file by ``registry``, atomically."""
+    """Replace the registry file in ``folder`` atomically. Raise OSError if the file cannot be written."""
     partial = folder / f".{NAME}"
+    # Mode 0600: the registry names the file with the group's secret.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(msgspec.json.encode(registry))
+    # A rename is atomic, so a reader sees the old or the new file, never a part.
     partial.replace(folder / NAME)
 
 
 class RegistryReader:
-    """Reads the registry's file when it has changed."""
+    """Reader of the registry file, with a cache of the last content."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -70,9 +73,13 @@ class RegistryReader:
         self._registry = ProcessRegistry()
 
     def read(self) -> ProcessRegistry:
-        """The present registry; the last one read when the file cannot be read, because the server ends."""
+        """Return the present registry.
+
+        Return the last content if the file is gone, because the server ends.
+        """
         try:
             status = self._path.stat()
+            # Each write makes a new file. The inode detects changes within the clock's resolution.
             seen = (status.st_ino, status.st_mtime_ns)
             if seen != self._seen:
                 self._registry = msgspec.json.decode(self._path.read_bytes(), type=ProcessRegistry)
@@ -83,14 +90,15 @@ class RegistryReader:
 
 
 class _Elsewhere:
-    """A process of another owner: its end shows in the registry."""
+    """Stand-in for a process of another owner. The registry, not ``poll``, reports the end."""
 
     def poll(self) -> int | None:
+        """Return None: the process counts as running."""
         return None
 
 
 class RegistryOwner:
-    """The owner of heads as a front sees it that shares them: see ``weft.links.links.Owner``."""
+    """Engine owner for an API server that shares the engines. Implement ``weft.links.links.Owner``."""
 
     def __init__(
         self,
@@ -98,21 +106,26 @@ class RegistryOwner:
         report: Callable[[str, int, WeftError], None],
         revive: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """``report`` tells the supervisor that a head is lost, ``revive`` that a group is to come back."""
+        """``report`` notifies the supervisor of a lost engine.
+
+        ``revive`` requests a restart of a retired group.
+        """
         self._reader = reader
         self._report, self._revive = report, revive
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """For each head the address of its present process, or why none will be started again."""
+        """Return, by name, the address of each present engine, or the error that ended the engine for
+        good.
+        """
         return {record.name: self._of(record) for record in self._reader.read().of("head")}
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
-        """Reports to the supervisor that this front has lost the head."""
+        """Report a lost engine to the supervisor."""
         self._report(name, incarnation, error)
 
     def revive(self, name: str) -> list[str]:
-        """See ``weft.links.links.Owner``."""
+        """Request a restart of retired engines: see ``weft.links.links.Owner``."""
         heads = self._reader.read().of("head")
         members = {one.name: Member(one.domain, one.group) for one in heads}
         found = to_revive(name, members, [one.name for one in heads if one.state == "retired"])
@@ -120,23 +133,27 @@ class RegistryOwner:
         return found
 
     def drain(self) -> None:
-        """The supervisor knows: it said so."""
+        """Do nothing: the order to drain came from the supervisor."""
 
     def _of(self, record: ProcessRecord) -> Address | WeftError:
+        """Return the address of the process in ``record``, or the error if the process has ended for good."""
         if record.state in ("retired", "ended"):
             why = record.error
             return EngineDead("the engine has ended") if why is None else ReportedError(why)
         keys = None if record.secret is None else self._keys_of(record.secret)
+        # The address of an engine on another host may be unknown at first. The link then polls the function.
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
         draining = record.state == "draining"
         return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain)
 
     def _keys_of(self, secret: str) -> CurveKeys:
+        """Return the encryption keys of a secret file. Each file is read once."""
         if secret not in self._keys:
             self._keys[secret] = read_keys(secret)
         return self._keys[secret]
 
     def _endpoint(self, name: str, incarnation: int) -> str | None:
+        """Return the address of an engine process from the present registry, or None if unknown."""
         for record in self._reader.read().of("head"):
             if (record.name, record.incarnation) == (name, incarnation):
                 return record.endpoint

@@ -1,9 +1,12 @@
-"""The processes of a server with several fronts: carries out what ``weft.cluster.supervisor`` decides.
+"""The processes of a server with several API servers. This module carries out the decisions of
+``weft.cluster.supervisor``.
 
 supervisor ──starts, watches──► heads ◄──zmq── front 0, front 1, ..
     │ registry (a file) ─────read by────────────►│
     │ channel: drain, stop ─────────────────────►│
     │◄──────────── ready, alive, this head is lost
+
+A head is an engine process, a front is an API server.
 """
 
 from __future__ import annotations
@@ -33,14 +36,17 @@ from weft.links.shutdown import shut_down
 log = get_logger(__name__)
 
 TURN_S = 0.1
-"""Seconds between two looks at processes."""
+"""Maximum seconds between two checks of all processes."""
 
 StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
-"""Starts the front of a name and incarnation, with its end of the channel. Does not wait for it."""
+"""Start an API server process, without a wait for readiness.
+
+Arguments: name, incarnation, and the child's end of the channel.
+"""
 
 
 class ClusterServer:
-    """The shell of ``Supervisor``. Used from the main thread, which owns all processes: they end with it."""
+    """Run a ``Supervisor``. Use from the main thread: all processes end with the calling thread."""
 
     def __init__(
         self,
@@ -54,9 +60,11 @@ class ClusterServer:
         clock: Clock | None = None,
         on_switch: Callable[[], None] = lambda: None,
     ) -> None:
-        """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
-        ``secret``: file with the group's secret, where heads may be on other hosts. ``on_switch`` carries
-        out `Switch`.
+        """Set up the server; start nothing.
+
+        ``folder``: folder of the registry. ``announce`` is called once all API servers answer requests.
+        ``secret``: path of the file with the group's secret, if engines may run on other hosts. ``on_switch``
+        carries out `Switch`.
         """
         self._supervisor = supervisor
         self._heads = heads
@@ -67,21 +75,21 @@ class ClusterServer:
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
         self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
-        """Name -> incarnation, process and channel."""
+        """Name -> incarnation, process and channel of each API server."""
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
         self._asked = self._switch_asked = False
-        """Whether a rolling restart, or a switch, was asked for."""
+        """True while a requested rolling restart, or a requested switch, is not handled yet."""
         self._on_switch = on_switch
         self._probes = Probes()
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
     def run(self) -> int:
-        """Serves until told to stop, or until nothing can be served any more; returns the exit status.
+        """Serve until a stop signal, or until no request can be served any more. Return the exit status.
 
-        Heads have been told to stop then, unless the status is over 128. Takes ``signals.STOPS``, and leaves
-        them ignored.
+        On return, engines have the order to stop, unless the status is above 128. Set the handlers of
+        ``signals.STOPS``, and leave these signals ignored.
         """
         for number in signals.heeded():
             signal.signal(number, lambda caught, _: self._signals.append(caught))
@@ -97,24 +105,31 @@ class ClusterServer:
             self._end()
 
     def _ask(self) -> None:
+        """Request a rolling restart, from a signal handler."""
         self._asked = True
 
     def switch(self) -> None:
-        """Has all heads replaced together at an idle moment: see ``RollingRestart``. From any thread."""
+        """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
+
+        Safe from any thread.
+        """
         self._switch_asked = True
 
     def _start(self) -> None:
+        """Start the engines, write the registry, then start the API servers."""
         actions = self._supervisor.start(self._clock.now())
         heads = [one for one in actions if isinstance(one, Start) and one.role == "head"]
         self._carry_out(heads)
-        self._publish()  # a front finds it when it starts
+        self._publish()  # API servers read the registry at start
         self._carry_out([one for one in actions if one not in heads])
 
     def _turn(self) -> None:
+        """Run one round: read messages, pass events to the supervisor, write the registry."""
         ready = self._selector.select(TURN_S)
         for key, _ in ready:
             name, incarnation = key.data
             self._hear(name, incarnation, key.fileobj)
+        # Signal handlers only append to the queue. The supervisor runs in this thread alone.
         while self._signals:
             self._on(s.Signalled(self._signals.popleft()))
         for name, (incarnation, process, _) in list(self._fronts.items()):
@@ -135,13 +150,15 @@ class ClusterServer:
         self._publish()
 
     def _hear(self, name: str, incarnation: int, link: object) -> None:
+        """Turn the messages of an API server into events. Stop reading after the end of the stream."""
         assert isinstance(link, socket.socket)
         try:
             heard = channel.hear(link)
         except msgspec.MsgspecError:
             log.error("front %s said what is no message", name)
             heard = None
-        if heard is None:  # it ends: its process says how
+        # The process status reports the end of the API server, so the closed channel is no event.
+        if heard is None:
             self._selector.unregister(link)
         for message in heard or ():
             if isinstance(message, channel.FrontReady):
@@ -156,10 +173,13 @@ class ClusterServer:
                 self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 
     def _on(self, event: s.Event) -> None:
+        """Pass an event to the supervisor and carry out the resulting actions."""
         self._carry_out(self._supervisor.on(event, self._clock.now()))
 
     def _carry_out(self, actions: Sequence[s.Action]) -> None:
+        """Carry out each action in order."""
         for action in actions:
+            # Order matters: the patterns for role "head" come before the patterns for any role.
             match action:
                 case Start("head", name, incarnation):
                     self._start_head(name, incarnation)
@@ -181,13 +201,15 @@ class ClusterServer:
                     self._status = status
 
     def _start_head(self, name: str, incarnation: int) -> None:
+        """Start an engine. A failed start counts as the end of the process."""
         try:
             self._addresses[name] = self._heads.start(name, incarnation)
-        except OSError as error:  # for want of memory or processes
+        except OSError as error:  # no memory, or no process slots
             log.error("head %s cannot be started: %s", name, error)
             self._on(s.ProcessEnded("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
+        """Start an API server with a new channel."""
         ours, theirs = channel.channel()
         with theirs:
             process = self._start_front(name, incarnation, theirs)
@@ -195,6 +217,7 @@ class ClusterServer:
         self._selector.register(ours, selectors.EVENT_READ, (name, incarnation))
 
     def _end_front(self, name: str) -> None:
+        """Close the channel of an API server and kill the process. Wait up to 30 s for the end."""
         _, process, link = self._fronts.pop(name)
         if link in self._selector.get_map():
             self._selector.unregister(link)
@@ -203,17 +226,18 @@ class ClusterServer:
         process.wait(30.0)
 
     def _publish(self) -> None:
-        """Writes the registry, if it says anything new."""
+        """Write the registry if its content has changed."""
         found = process_registry.ProcessRegistry((*self._head_records(), *self._front_records()))
         if found != self._published:
             try:
                 process_registry.write(self._folder, found)
-            except OSError as error:  # a full disk: the next turn tries again
+            except OSError as error:  # for example a full disk; the next round tries again
                 log.error("the registry cannot be written: %s", error)
             else:
                 self._published = found
 
     def _head_records(self) -> list[process_registry.ProcessRecord]:
+        """Return the registry entries of all started engines."""
         records = []
         for name, entry in self._supervisor.heads.entries.items():
             if (address := self._addresses.get(name)) is None:
@@ -237,6 +261,7 @@ class ClusterServer:
         return records
 
     def _front_records(self) -> list[process_registry.ProcessRecord]:
+        """Return the registry entries of all API servers."""
         return [
             process_registry.ProcessRecord(
                 role="front",
@@ -249,11 +274,13 @@ class ClusterServer:
         ]
 
     def _end(self) -> None:
-        """Ends fronts, and tells heads to stop."""
+        """Kill all API servers, close all probes and order the running engines to stop."""
         for name in list(self._fronts):
             self._end_front(name)
         self._selector.close()
         self._probes.close()
+        # After a signal during the start, or a second signal, engines are not asked: they end with this
+        # process.
         if self._status is not None and self._status <= 128:
             running = [
                 n for n, e in self._supervisor.heads.entries.items() if e.state is ProcessState.RUNNING

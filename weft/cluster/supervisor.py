@@ -1,12 +1,12 @@
-"""The supervisor of a server with several fronts, as a pure state machine: it starts, kills and drains
-processes.
+"""The supervisor of a server with several API servers, as a pure state machine.
 
     starting ──all fronts ready──► serving ──signal──► draining ──all fronts ended──► ended
         │ anything ends, or a signal   │ no front, or no head left                      ▲
         ╰──────────────────────────────┴────────────────────────────────────────────────╯
 
-Fronts and heads are replaced by the same rule (``weft.cluster.table``). A front never starts or ends a head;
-it reports lost heads. Heads outlive fronts, and end with the server.
+A front is an API server, a head is an engine process. The actions start, kill and drain processes. One rule
+replaces processes of both roles (``weft.cluster.table``). An API server never starts or ends an engine; API
+servers only report lost engines. Engines outlive API servers, and end with the server.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 SILENT_S = 30.0
-"""Seconds without a message after which a front counts as gone: it hangs, or was stopped."""
+"""Seconds without a message after which an API server counts as lost (hung or stopped)."""
 STALL_S = 2.0
-"""Seconds by which a tick may be late; more, and this process stood still."""
+"""Tolerated delay of a tick in seconds. A longer delay means that the supervisor process was suspended."""
 END_S = 15.0
-"""Seconds beyond ``--drain-timeout``, or after a second signal, in which a front must have ended."""
+"""Seconds for an API server to end after ``--drain-timeout``, or after a second signal."""
 CONFIG_ERROR = 2
-"""Exit status of a process that its configuration does not let work."""
+"""Exit status of a process with an invalid configuration."""
 FORCED = 130
-"""Exit status when a second signal cut requests off."""
+"""Exit status after a second signal cut off requests."""
 
 
 class ServerPhase(Enum):
-    """Of the whole server; the module's docstring has the transitions."""
+    """Phase of the whole server; see the transitions at the head of the module."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -50,7 +50,7 @@ class ServerPhase(Enum):
 
 
 class ProcessEnded(NamedTuple):
-    """A process has ended with ``status``. May come more than once."""
+    """A process has ended with ``status``. The event may repeat."""
 
     role: t.Role
     name: str
@@ -59,7 +59,7 @@ class ProcessEnded(NamedTuple):
 
 
 class FrontLostHead(NamedTuple):
-    """A front has lost a head: the head is gone, silent, or makes no progress."""
+    """An API server has lost an engine: the engine is gone, silent, or makes no progress."""
 
     name: str
     incarnation: int
@@ -67,41 +67,41 @@ class FrontLostHead(NamedTuple):
 
 
 class FrontIsReady(NamedTuple):
-    """A front answers requests."""
+    """An API server answers requests."""
 
     name: str
     incarnation: int
 
 
 class FrontIsAlive(NamedTuple):
-    """A front reports that its event loop runs."""
+    """An API server reports a running event loop."""
 
     name: str
     incarnation: int
 
 
 class Signalled(NamedTuple):
-    """The supervisor's process got a signal that asks it to stop."""
+    """The supervisor process received a stop signal."""
 
     number: int
 
 
 class RestartAsked(NamedTuple):
-    """All heads are to be replaced, one after the other: see ``weft.cluster.rolling``."""
+    """Request for a rolling restart of all engines: see ``weft.cluster.rolling``."""
 
 
 class SwitchAsked(NamedTuple):
-    """All heads are to be replaced together at an idle moment: see ``weft.cluster.rolling``."""
+    """Request to replace all engines together at an idle moment: see ``weft.cluster.rolling``."""
 
 
 class ReviveAsked(NamedTuple):
-    """An operator asks for the retired heads of a group, or for one of them: see ``ProcessTable.revive``."""
+    """An operator revives the retired engines of a group, or one engine: see ``ProcessTable.revive``."""
 
     name: str
 
 
 class HeadSeen(NamedTuple):
-    """A head that is to be replaced, or was, answers. ``idle``: see ``RollingRestart.seen``."""
+    """A watched engine answers the probe. ``idle``: see ``RollingRestart.seen``."""
 
     name: str
     incarnation: int
@@ -109,7 +109,7 @@ class HeadSeen(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed. Comes several times a second."""
+    """Time has passed. The event comes several times per second."""
 
 
 Event: TypeAlias = (
@@ -131,18 +131,18 @@ Order: TypeAlias = Literal["drain", "stop"]
 
 
 class Tell(NamedTuple):
-    """Tell a front to finish its requests and end (drain), or to end now (stop)."""
+    """Order an API server to finish open requests and end (drain), or to end now (stop)."""
 
     name: str
     order: Order
 
 
 class Announce(NamedTuple):
-    """Announce that the server answers requests."""
+    """Announce that the server is ready for requests."""
 
 
 class Exit(NamedTuple):
-    """End the server with ``status``, and all processes that still run."""
+    """End the server with ``status``, and kill all remaining processes."""
 
     status: int
 
@@ -151,8 +151,9 @@ Action: TypeAlias = t.Action | Quit | Switch | Tell | Announce | Exit
 
 
 class Supervisor:
-    """Decides what the processes of a server do: ``on(event, now)`` returns actions. Times are seconds of
-    one monotonic clock, which never falls.
+    """State machine for the processes of a server: ``on(event, now)`` returns actions.
+
+    All times are in seconds on one monotonic clock.
     """
 
     def __init__(
@@ -164,8 +165,10 @@ class Supervisor:
         drain_timeout: float,
         serves: Callable[[set[str]], bool] = bool,
     ) -> None:
-        """``restarts``: of the fronts, and of each group of heads, how many may be started again in
-        ``table.WINDOW`` seconds. ``serves``: see ``table.ProcessTable``.
+        """Set up the process tables; start nothing.
+
+        ``restarts``: maximum restarts within ``table.WINDOW`` seconds, for the API servers together and for
+        each engine group. ``serves``: see ``table.ProcessTable``.
         """
         self.heads = t.ProcessTable("head", heads, restarts, serves)
         self.rolling = RollingRestart(self.heads, drain_timeout)
@@ -173,31 +176,34 @@ class Supervisor:
         self.phase = ServerPhase.STARTING
         self._drain_timeout = drain_timeout
         self._deadline = math.inf
-        """While it drains: when fronts must have ended."""
+        """Draining only: time by which API servers must have ended."""
         self._forced = False
         self._failed = False
-        """Whether a front that drained ended with an error."""
+        """True if an API server failed while draining."""
         self._ticked = math.inf
         self._now = -math.inf
 
     def start(self, now: float) -> list[Action]:
-        """The first processes."""
+        """Return the actions that start all engines and API servers."""
         return [*self.heads.start(now), *self.fronts.start(now)]
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What is to be done after ``event``, which happened at ``now``."""
+        """Return the actions for ``event`` at time ``now``. Return no action after the end of the server."""
         self._now = now
         return [] if self.phase is ServerPhase.ENDED else _HANDLERS[type(event)](self, event)
 
     # -- processes
 
     def _ended(self, event: ProcessEnded) -> list[Action]:
+        """Handle the end of a process: exit, accept a planned end, or replace the process."""
         entry = self._table(event.role).running(event.name, event.incarnation)
         if entry is None:
             return []
-        if self.phase is ServerPhase.STARTING:  # nothing is tried twice at the first start
+        # A failure during the first start is not retried. Most such failures are configuration errors.
+        if self.phase is ServerPhase.STARTING:
             log.error("%s %s ended with status %d", event.role, event.name, event.status)
             return self._exit(event.status if event.status == CONFIG_ERROR else 1)
+        # API servers end on request while draining, and on their own once no engine is left. Replace none.
         if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.heads.over):
             self._failed |= entry.ready and event.status not in (0, FORCED)
             self.fronts.end(event.name, event.incarnation)
@@ -211,15 +217,18 @@ class Supervisor:
         return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
 
     def _lost(self, event: FrontLostHead) -> list[Action]:
+        """Replace an engine after a loss report."""
         return self._lose("head", event.name, event.incarnation, event.error)
 
     def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
+        """Report the loss to the process table and return the resulting actions."""
         return self._after([*self._table(role).lose(name, incarnation, error, self._now)])
 
     def _after(self, actions: list[Action]) -> list[Action]:
-        """``actions``, and the end of the server when no front is left.
+        """Return ``actions``, plus the exit action if no API server is left.
 
-        Without heads fronts end by themselves, once they have told their clients.
+        Without engines the API servers notify clients and end without an order. So waiting restarts are
+        cancelled.
         """
         if self.phase is ServerPhase.DRAINING or self.heads.over:
             self.fronts.give_up()
@@ -234,6 +243,7 @@ class Supervisor:
     # -- fronts
 
     def _ready(self, event: FrontIsReady) -> list[Action]:
+        """Mark an API server as ready. Announce the server when the last API server becomes ready."""
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is None:
             return []
@@ -245,6 +255,7 @@ class Supervisor:
         return []
 
     def _alive(self, event: FrontIsAlive) -> list[Action]:
+        """Note a sign of life from an API server."""
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is not None:
             entry.heard = self._now
@@ -253,25 +264,33 @@ class Supervisor:
     # -- the server
 
     def _restart(self, event: RestartAsked) -> list[Action]:
+        """Begin a rolling restart. Ignored outside the serving phase."""
         if self.phase is ServerPhase.SERVING:
             self.rolling.begin()
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:
+        """Begin a switch of operations. Ignored while draining."""
         if self.phase in (ServerPhase.STARTING, ServerPhase.SERVING):
             self.rolling.begin_switch()
         return []
 
     def _revive(self, event: ReviveAsked) -> list[Action]:
+        """Revive retired engines. Ignored outside the serving phase."""
         if self.phase is not ServerPhase.SERVING:
             return []
         return [*self.heads.revive(event.name, self._now)]
 
     def _seen(self, event: HeadSeen) -> list[Action]:
+        """Pass a probe answer to the rolling restart."""
         self.rolling.seen(event.name, event.incarnation, event.idle)
         return []
 
     def _signalled(self, event: Signalled) -> list[Action]:
+        """Handle a stop signal: the first signal drains, the second signal cuts off requests.
+
+        During the start a signal ends the server.
+        """
         if self.phase is ServerPhase.STARTING:
             return self._exit(128 + event.number)
         if self.phase is ServerPhase.SERVING:
@@ -281,7 +300,8 @@ class Supervisor:
             return self._after(
                 [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
             )
-        # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
+        # A closed terminal sends SIGHUP more than once, and so does its shell. SIGHUP never cuts off
+        # requests.
         if event.number == signal.SIGHUP or self._forced:
             return []
         self._forced = True
@@ -289,22 +309,25 @@ class Supervisor:
         return [Tell(name, "stop") for name, _ in self._running_fronts()]
 
     def _tick(self, event: Tick) -> list[Action]:
+        """Check deadlines, start due processes and replace silent API servers."""
         late = max(0.0, self._now - self._ticked - STALL_S)
         self._ticked = self._now
         if late:
+            # The supervisor was suspended, so messages could not arrive. Do not count the pause as silence.
             for entry in self.fronts.entries.values():
                 entry.heard += late + STALL_S
         if self._now >= self._deadline:
             log.error("fronts did not end in time")
             return self._exit(FORCED if self._forced else 1)
         actions: list[Action] = [*self.heads.tick(self._now)]
-        if self.phase is ServerPhase.SERVING:  # before, the end of any process ends the server
+        # In the starting phase any planned end of a process would end the server.
+        if self.phase is ServerPhase.SERVING:
             actions += self.rolling.tick(self._now)
         if self.phase is ServerPhase.DRAINING:
             return actions
         actions += self.fronts.tick(self._now)
         for name, entry in self._running_fronts():
-            # Before it is ready it loads, which takes as long as the heads' loading.
+            # An API server sends nothing while loading, and loading takes as long as the engines' loading.
             if entry.ready and self._now - entry.heard > SILENT_S:
                 log.error("front %s has been silent for %g seconds", name, SILENT_S)
                 error = EngineDead("the front was silent")
@@ -312,11 +335,13 @@ class Supervisor:
         return actions
 
     def _running_fronts(self) -> list[tuple[str, t.ProcessEntry]]:
+        """Return the names and entries of all running API servers."""
         return [
             (name, one) for name, one in self.fronts.entries.items() if one.state is t.ProcessState.RUNNING
         ]
 
     def _exit(self, status: int) -> list[Action]:
+        """Enter the ended phase and return the exit action."""
         self.phase = ServerPhase.ENDED
         return [Exit(status)]
 

@@ -1,8 +1,9 @@
-"""The processes of one kind, by name, and the one rule by which what died is started again. Pure.
+"""Process table: the processes of a server by name, and the rule for restarts. Pure.
 
-Every process of a name has a number of its own, its *incarnation*. What is said of an earlier one is old
-news, so one that several fronts report as lost is replaced once. One that dies again and again is started
-again later and later, and in the end never: then the others go on, if they still serve something.
+Each process of a name has a separate *incarnation* number. Reports about an earlier incarnation are ignored.
+So a process is replaced once, even when several API servers report the same loss. Repeated deaths delay the
+next restart more and more. Without a restart left in the group's budget, a process is retired together with
+its expert-parallel group. The other processes go on as long as the remaining roles can serve requests.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from weft.common.restarts import RestartBudget
 log = get_logger(__name__)
 
 WINDOW = 600.0
-"""Seconds in which the number of restarts is limited, over all processes of a group."""
+"""Length of the restart window in seconds. The limit counts restarts over all processes of a group."""
 SHORT_S = 60.0
-"""Seconds from its start in which the death of a process is one of a row."""
+"""Lifetime in seconds below which a death counts as a repeated death."""
 AT_ONCE = 2
-"""Deaths in a row after which the next process is started at once."""
+"""Number of repeated deaths with an immediate restart."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Seconds until the next process after one death more than that; each further one doubles them."""
+"""Seconds of the first delay, doubled by each further death, and the maximum delay."""
 
 Role: TypeAlias = Literal["head", "front"]
 
 
 class ProcessState(Enum):
-    """RUNNING ──lost──► WAITING (for its time) ──► RUNNING (the next incarnation); RUNNING ──lost──► RETIRED;
-    RUNNING or WAITING ──► ENDED, as it was told to; RETIRED ──revived──► RUNNING.
+    """States of a process name.
+
+    RUNNING ──lost──► WAITING (for its restart time) ──► RUNNING (the next incarnation)
+    RUNNING ──lost, no restart left──► RETIRED ──revived──► RUNNING
+    RUNNING or WAITING ──► ENDED (on request)
     """
 
     RUNNING = "running"
@@ -43,7 +47,7 @@ class ProcessState(Enum):
 
 
 class Start(NamedTuple):
-    """Start a process. The caller must not wait for it."""
+    """Start a process. The caller must not wait for the process."""
 
     role: Role
     name: str
@@ -51,7 +55,7 @@ class Start(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Kill the rest of a process at once. It may have ended already."""
+    """Kill the process and its children at once. The process may have ended already."""
 
     role: Role
     name: str
@@ -62,38 +66,41 @@ Action: TypeAlias = Start | Kill
 
 
 class Member(NamedTuple):
-    """What the table must know of a process."""
+    """Properties of a process that the table uses."""
 
     domain: str = ""
-    """Processes of one domain work together or not at all; "" is none."""
+    """Name of the expert-parallel group; "" if none. Members of an expert-parallel group fail together."""
     group: str = ""
-    """Processes of one group share a budget of restarts."""
+    """Name of the group. All processes of a group share a restart budget."""
     role: str = "unified"
-    """Of a head: what its group does."""
+    """Role of the group of an engine process."""
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
-    """``names`` alone are all of one group, and none needs another."""
+    """Return the members by name.
+
+    Plain names become members of one unnamed group, without an expert-parallel group.
+    """
     return dict(names) if isinstance(names, Mapping) else {name: Member() for name in names}
 
 
 def named(name: str, members: Mapping[str, Member]) -> list[str]:
-    """Return the processes of the group ``name``, or the process of that name."""
+    """Return the names of all processes in group ``name``, or of the process called ``name``."""
     return [one for one, member in members.items() if name in (one, member.group)]
 
 
 def with_domains(names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
-    """Return ``names`` and all processes that work together with them, in the order of ``members``."""
+    """Return ``names`` and all members of the same expert-parallel groups, in the order of ``members``."""
     asked = set(names)
     domains = {members[one].domain for one in asked} - {""}
     return [one for one, member in members.items() if one in asked or member.domain in domains]
 
 
 def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
-    """Return the ``retired`` processes that come back when an operator revives ``name``: a group, or one of
-    its processes.
+    """Return the ``retired`` processes to start when an operator revives ``name`` (a group or a process).
 
-    Raises NotFound for a name that nobody has, and InvalidRequest where nothing is retired.
+    The result includes retired members of the same expert-parallel groups. Raise NotFound for an unknown
+    name, and InvalidRequest if no process of ``name`` is retired.
     """
     names = with_domains(named(name, members), members)
     if not name or not names:
@@ -111,31 +118,32 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
 
 @dataclass(slots=True)
 class ProcessEntry:
-    """The state of one name: its present process, or its end."""
+    """State of one name: the present process, or how the last process ended."""
 
     member: Member
     incarnation: int = 0
-    """Incarnation of its last process; 0 before the first."""
+    """Incarnation of the newest process; 0 before the first start."""
     state: ProcessState = ProcessState.RUNNING
     error: WeftError | None = None
-    """Of a retired one: how its last process was lost."""
+    """Retired only: how the last process was lost."""
     ready: bool = False
-    """Of a front: whether it answers requests."""
+    """API server only: True if the process answers requests."""
     draining: bool = False
-    """Of one that runs: whether it is to be replaced, and gets no new work."""
+    """Running only: True if the process is about to be replaced and gets no new work."""
     heard: float = -math.inf
-    """When its last message came."""
+    """Time of the last message from the process."""
     began: float = -math.inf
-    """When its last process was started."""
+    """Start time of the newest process."""
     deaths: int = 0
-    """In a row."""
+    """Number of deaths in a row."""
     due: float = math.inf
-    """Of one that waits: when the next process is started."""
+    """Waiting only: start time of the next process."""
 
 
 class ProcessTable:
-    """The processes of one kind and the rule that restarts them. Times are seconds of one monotonic clock,
-    which never falls.
+    """All processes of one role, and the rule for restarts.
+
+    All times are in seconds on one monotonic clock.
     """
 
     def __init__(
@@ -145,8 +153,11 @@ class ProcessTable:
         restarts: int,
         serves: Callable[[set[str]], bool] = bool,
     ) -> None:
-        """``restarts``: how many of each group may be started again in ``WINDOW`` seconds. ``serves``: says
-        whether processes of these roles serve anything; if not, all are retired.
+        """Set up one entry per name.
+
+        ``restarts``: maximum restarts per group within ``WINDOW`` seconds. ``serves``: return True if
+        processes of the given roles can serve requests. If the remaining roles cannot, all processes are
+        retired.
         """
         self.role = role
         self._entries = {name: ProcessEntry(member) for name, member in members_of(names).items()}
@@ -156,21 +167,21 @@ class ProcessTable:
 
     @property
     def entries(self) -> Mapping[str, ProcessEntry]:
-        """In order; states change here only."""
+        """Entries by name, in start order. Only the table changes ``state``."""
         return self._entries
 
     @property
     def over(self) -> bool:
-        """Whether none runs, and none will."""
+        """True if no process runs and none is waiting to start."""
         return not any(_lives(entry) for entry in self._entries.values())
 
     @property
     def ready(self) -> bool:
-        """Whether all that run answer requests."""
+        """True if every running process answers requests."""
         return all(entry.ready for entry in self._entries.values() if entry.state is ProcessState.RUNNING)
 
     def running(self, name: str, incarnation: int) -> ProcessEntry | None:
-        """The entry, if that is its present process."""
+        """Return the entry if ``incarnation`` is the running process of ``name``, else None."""
         entry = self._entries.get(name)
         present = (
             entry is not None and entry.state is ProcessState.RUNNING and entry.incarnation == incarnation
@@ -178,19 +189,27 @@ class ProcessTable:
         return entry if present else None
 
     def start(self, now: float) -> list[Action]:
-        """The first process of each name."""
+        """Return the actions that start the first process of each name."""
         return [self._next(name, entry, now) for name, entry in self._entries.items()]
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
-        """A process is gone or unusable: returns the actions that replace it, or retires its name."""
+        """Handle the loss of a process: return the actions that kill and replace the process, or retire the
+        name.
+
+        Return no action for an earlier incarnation. A draining process is replaced at once, without a charge
+        to the restart budget.
+        """
         entry = self.running(name, incarnation)
         if entry is None:
             return []
         actions: list[Action] = [Kill(self.role, name, incarnation)]
-        if entry.draining:  # it ended as it was to, or before
+        # A planned replacement: the process ended on request, or died just before.
+        if entry.draining:
             return [*actions, self._next(name, entry, now)]
+        # Only deaths soon after the start count in a row: a long life resets the delay.
         budget = self._budgets[entry.member.group]
         entry.deaths = entry.deaths + 1 if now - entry.began < SHORT_S else 1
+        # A budget of 0 restarts is a choice of the operator, not an error to log.
         if not budget.grant(now):
             if budget.most:
                 log.error("%d %ss died in %g minutes", budget.most + 1, self._kind(entry), WINDOW / 60)
@@ -204,15 +223,20 @@ class ProcessTable:
         return [*actions, self._next(name, entry, now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: starts those whose time has come."""
+        """Return the actions that start all waiting processes with a due time up to ``now``."""
         due = [(name, entry) for name, entry in self._entries.items() if entry.due <= now]
         return [self._next(name, entry, now) for name, entry in due]
 
     def _retire(self, lost: ProcessEntry, error: WeftError) -> list[Action]:
-        """Its own domain goes with it, and everything once what is left serves nothing."""
+        """Retire ``lost`` and the members of the same expert-parallel group. Retire all if the rest cannot
+        serve.
+
+        Return the actions that kill the other retired processes.
+        """
         domain = lost.member.domain
         gone = {id(entry) for entry in self._entries.values() if domain and entry.member.domain == domain}
         gone.add(id(lost))
+        # The remaining roles decide if the server can still serve requests.
         roles = {e.member.role for e in self._entries.values() if _lives(e) and id(e) not in gone}
         actions: list[Action] = []
         for name, entry in self._entries.items():
@@ -223,8 +247,10 @@ class ProcessTable:
         return actions
 
     def revive(self, name: str, now: float) -> list[Action]:
-        """Starts retired processes again, with new budgets: those of the group or the process ``name``, and
-        of their domains. Without effect once none is left that serves.
+        """Start the retired processes of group or process ``name``, and of its expert-parallel group, with
+        new budgets.
+
+        Return no action if no process is alive any more: the server is about to end.
         """
         entries = self._entries
         members = {one: entry.member for one, entry in entries.items()}
@@ -234,6 +260,7 @@ class ProcessTable:
         actions: list[Action] = []
         for one in with_domains(named(name, members), members):
             if one in retired:
+                # Without a new budget the next death would retire the group again.
                 self._budgets[members[one].group].renew()
                 entries[one].deaths, entries[one].error = 0, None
                 actions.append(self._next(one, entries[one], now))
@@ -241,10 +268,11 @@ class ProcessTable:
         return actions
 
     def _kind(self, entry: ProcessEntry) -> str:
+        """Return the role and the group of ``entry`` as log text."""
         return " ".join(filter(None, (self.role, entry.member.group)))
 
     def end(self, name: str, incarnation: int) -> bool:
-        """A process ended as it was told to. Whether that is news."""
+        """Mark a process as ended on request. Return False for an earlier incarnation."""
         entry = self.running(name, incarnation)
         if entry is not None:
             entry.state = ProcessState.ENDED
@@ -252,17 +280,18 @@ class ProcessTable:
         return entry is not None
 
     def drain(self, name: str, incarnation: int) -> None:
-        """Gives this process no new work; it is replaced when it ends, however it ends."""
+        """Mark a process as draining: no new work, and a replacement after any end of the process."""
         if (entry := self.running(name, incarnation)) is not None:
             entry.draining = True
 
     def give_up(self) -> None:
-        """Starts none of the waiting processes again."""
+        """Cancel the restart of all waiting processes."""
         for entry in self._entries.values():
             if entry.state is ProcessState.WAITING:
                 entry.state, entry.due = ProcessState.ENDED, math.inf
 
     def _next(self, name: str, entry: ProcessEntry, now: float) -> Start:
+        """Advance the incarnation, reset the entry and return the start action."""
         entry.incarnation += 1
         entry.state = ProcessState.RUNNING
         entry.ready = entry.draining = False
@@ -272,11 +301,12 @@ class ProcessTable:
 
 
 def _lives(entry: ProcessEntry) -> bool:
-    """Whether it has a process, or will have one."""
+    """Return True if the entry has a process or waits for a restart."""
     return entry.state in (ProcessState.RUNNING, ProcessState.WAITING)
 
 
 def _wait(deaths: int) -> float:
-    """Seconds until the next process of one that died so often in a row."""
+    """Return the restart delay in seconds after ``deaths`` deaths in a row."""
     further = deaths - AT_ONCE
+    # The limit on the exponent avoids an overflow after very many deaths.
     return 0.0 if further <= 0 else min(FIRST_WAIT_S * 2.0 ** min(further - 1, 10), LONGEST_WAIT_S)

@@ -1,5 +1,7 @@
-"""Descriptions of the bundled models: abilities, and an input that works. Each stands beside its checkpoint,
-in ``about.json``. The page, ``weft chat``, ``weft models`` and the line at ready show the same one.
+"""Descriptions of the bundled models: abilities, and a working example input.
+
+Each description is in ``about.json`` beside the checkpoint. The web page, ``weft chat``, ``weft models`` and
+the log line at ready use the same description.
 """
 
 from __future__ import annotations
@@ -11,24 +13,24 @@ import msgspec
 from weft.config.hub import BUNDLED
 
 EXAMPLE_IMAGE = BUNDLED / "spool-vision" / "line.png"
-"""A drawn line of text, 1 bit a pixel, small enough for a command line."""
+"""Image of a line of text, 1 bit per pixel, small enough for a command line."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Abilities of a model, and an example of what it answers."""
+    """Abilities of a model, with an example input."""
 
     does: str = ""
-    """One or two sentences. "" where nothing is known of the model."""
+    """One or two sentences; "" for an unknown model."""
     question: str = "Tom has 12 apples and buys 7 more. How many apples does he have?"
-    """A message of a user."""
+    """Example message of a user."""
     completion: str = "The capital of France is"
-    """A text that the model continues."""
+    """Example text to continue."""
     image: str = ""
-    """Name of a file beside the checkpoint: the image that goes with ``question``."""
+    """Name of the image file for ``question``, beside the checkpoint; "" for none."""
 
 
 def about(model_path: str) -> About:
-    """The description of the bundled model in the folder ``model_path``; a general one for other models."""
+    """Return the description of the bundled model in folder ``model_path``, or a general description."""
     folder = Path(model_path)
     if folder.parent != BUNDLED:
         return About()

@@ -1,4 +1,4 @@
-"""The token budget of a step against the sequences that may run."""
+"""The token budget of a step, checked against the number of sequences."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
 
 DEFAULT_TOKENS = {"cuda": 2048, "cpu": 512}
-"""Tokens of a step. A CPU computes 512 tokens at the rate of 2048, and decode rows beside them wait a quarter
-of the time (docs/adr/0017)."""
+"""Default tokens per step. A CPU computes 512 tokens at the throughput of 2048, and decode rows in the step
+then wait a quarter of the time (docs/adr/0017).
+"""
 
 
 def with_budget(scheduler: SchedulerSection, device: str, drafts: int = 0) -> SchedulerSection:
-    """``scheduler`` with a token budget as set or, by default, by the device.
+    """Return ``scheduler`` with a token budget: as set, or a default by device.
 
-    That is enough for the decode rows of ``max_num_seqs`` sequences, and prompts beside them.
+    The default has room for the decode rows of ``max_num_seqs`` sequences, plus prompts.
     """
     if scheduler.max_num_batched_tokens:
         return scheduler
@@ -25,12 +26,12 @@ def with_budget(scheduler: SchedulerSection, device: str, drafts: int = 0) -> Sc
 
 
 def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> None:
-    """Decode is reserved first: what it can leave for prefill must be a block (of ``block`` tokens) at least.
+    """Raise ConfigError if decode rows can leave less than one block of ``block`` tokens for prefill.
 
-    A decoding sequence takes ``1 + drafts`` tokens of a step. While a sequence is prefilled at most
-    ``max_num_seqs - 1`` others decode. Under the exclusive policy nothing is reserved, but every decoding
-    sequence must have its tokens in a decode step. Raises ConfigError naming both flags, with values that
-    work; also for a target that the policy could not keep.
+    A decoding sequence takes ``1 + drafts`` tokens per step, reserved before prefill. While one sequence
+    prefills, at most ``max_num_seqs - 1`` others decode. The exclusive policy reserves nothing, but a decode
+    step must have tokens for every sequence. The exclusive policy also excludes an ITL target. The error
+    names the flags, with values that work.
     """
     tokens = scheduler.max_num_batched_tokens
     sequences = scheduler.max_num_seqs
@@ -52,6 +53,7 @@ def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> No
                 param="--max-num-batched-tokens",
             )
         return
+    # The worst case: one sequence prefills, all others decode.
     left = tokens - (sequences - 1) * each
     if left < block:
         most = (tokens - block) // each + 1

@@ -1,17 +1,17 @@
-"""What the caches of a rank are made of: every tensor of every kind, described once.
+"""The layout of every cache tensor of a rank, described once for each KV cache group.
 
-Sizing, allocation and transfers of caches between ranks read these descriptions: of a whole model's
-kinds what a group has in all, of those of ``sharding.local_spec`` what each of its ranks has.
+Sizing, allocation and transfers between ranks use these descriptions. The groups of a whole model describe
+the total of all ranks; the groups of ``sharding.local_spec`` describe one rank.
 
     full, window    KV entries    [layer, block, kv, head, position, width]
     latent          latents       [layer, block, position, width]
-    compressed      likewise, one for each ``ratio`` positions of a block
+    compressed      latents       [layer, block, position, width], one position per ``ratio`` positions
     state           of a slot     [layer, slot, copy, head, row, width], for each part
                     snapshots     [layer, block, head, row, width], for each part
-    embedding       of images     [layer, block, position, width]; layer 0 are the rows that stand for an
-                    image, further ones those that are added behind the text model's first layers
+    embedding       of images     [layer, block, position, width]; layer 0: rows in place of token embeddings,
+                    other layers: rows added after the first layers of the text model
 
-Entries in 8 bits have their scales, and elements that keep the model's dtype, in tensors of their own.
+Entries in 8 bits have separate tensors for scales, and for elements that keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Dims: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class TensorLayout(NamedTuple):
-    """One tensor. Dims are named; the last varies fastest."""
+    """Layout of one tensor. Dims are named; the last dim varies fastest."""
 
     name: str
     dims: Dims
-    """(name, size) of each, as the module's docstring has them; ``kv`` is keys and values."""
+    """(name, size) per dim, with the names of the table above; ``kv`` selects keys or values."""
     dtype: str
-    """As torch names it."""
+    """Name of the dtype in torch."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,13 +46,19 @@ class TensorLayout(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks have different heads of it (``sharding.share_of_kv``); else each has all of it."""
+        """True if each rank has its own heads (``sharding.share_of_kv``).
+
+        False if every rank has the whole tensor.
+        """
         return any(name == "head" for name, _ in self.dims)
 
 
 def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str) -> tuple[TensorLayout, ...]:
-    """The memory of a pool that gives out ``num_blocks`` blocks, of ``block_size`` positions, in a model of
-    ``dtype``. Block 0 is the null block. Of a state they hold snapshots."""
+    """Return the tensors of a pool with ``num_blocks`` blocks of ``block_size`` positions, plus the null
+    block 0.
+
+    ``dtype``: type of the model. Blocks of a state group hold snapshots.
+    """
     first: Dims = (("layer", len(cache.layers)), ("block", 1 + num_blocks))
     if cache.kind == "state":
         return _parts(cache, first, dtype)
@@ -60,6 +66,8 @@ def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str)
     if not cache.width:
         entries = (*first, ("kv", 2), ("head", cache.kv_heads), ("position", block_size))
     width = cache.width or cache.head_dim
+    # [layer, block, position, width] for latents, [layer, block, kv, head, position, width] for keys and
+    # values
     if not cache.fp8:
         return (TensorLayout("values", (*entries, ("width", width)), dtype),)
     values = TensorLayout("values", (*entries, ("width", width - cache.exact)), FP8)
@@ -70,14 +78,16 @@ def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str)
 
 
 def slot_tensors(cache: CacheSpec, num_slots: int, copies: int, dtype: str) -> tuple[TensorLayout, ...]:
-    """The memory of a recurrent state: ``copies`` of it for each slot, and for the spare slot."""
+    """Return the tensors of a recurrent state: ``copies`` per slot, for all slots and the spare slot."""
     first = (("layer", len(cache.layers)), ("slot", 1 + num_slots), ("copy", copies))
     return _parts(cache, first, dtype)
 
 
 def embedding_tensor(levels: int, width: int, num_blocks: int, dtype: str) -> TensorLayout:
-    """The memory of a pool of images' embeddings: ``levels`` rows of ``width`` for each of their tokens.
-    Block 0 is the null block."""
+    """Return the tensor of a pool of image embeddings: ``levels`` rows of ``width`` per token.
+
+    The pool has ``num_blocks`` blocks plus the null block 0.
+    """
     dims: Dims = (
         ("layer", levels),
         ("block", 1 + num_blocks),
@@ -88,11 +98,12 @@ def embedding_tensor(levels: int, width: int, num_blocks: int, dtype: str) -> Te
 
 
 def block_bytes(cache: CacheSpec, block_size: int, dtype: str) -> int:
-    """Bytes of one block (one snapshot of a state) over all the layers."""
+    """Return the bytes of one block over all layers; for a state group, of one snapshot."""
     return sum(tensor.nbytes for tensor in pool_tensors(cache, block_size, 0, dtype))
 
 
 def _parts(cache: CacheSpec, first: Dims, dtype: str) -> tuple[TensorLayout, ...]:
+    """Return one tensor per part of a state, with ``first`` as leading dims."""
     wide = dtype if dtype == "float64" else "float32"
     return tuple(
         TensorLayout(part.name, (*first, *_part_dims(part.shape)), wide if part.wide else dtype)
@@ -101,6 +112,6 @@ def _parts(cache: CacheSpec, first: Dims, dtype: str) -> tuple[TensorLayout, ...
 
 
 def _part_dims(shape: tuple[int, ...]) -> Dims:
-    """Heads, rows, width; or the first of these."""
+    """Return the named dims of a part: (head, row, width), (head, width) or (head)."""
     names = ("head", "row", "width") if len(shape) > 2 else ("head", "width")
     return tuple(zip(names[: len(shape)], shape, strict=True))

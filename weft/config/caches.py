@@ -1,4 +1,4 @@
-"""The caches of a group, from settings: how many bytes each rank gives them, and which pools those make."""
+"""The caches of a group: bytes per rank, and the pools made from the bytes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from weft.config.sharding import local_spec
 from weft.config.spec import ModelSpec
 
 _CPU_CACHE_MOST = 4 * GIB
-#: Share of the memory that the weights leave which the cache may take by default on a CPU.
+#: Default share of the memory left by the weights, for the cache on a CPU.
 _CPU_CACHE_SHARE = 0.5
 
 
 def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: HostShare) -> KVConfig:
-    """What a rank keeps of sequences and of images. ``spec``: of the whole model; ``config``: with the depth
-    and the budget that were chosen. Raises ConfigError."""
+    """Return the KV and image cache configuration of a rank. Raise ConfigError.
+
+    ``spec``: the whole model. ``config``: with the chosen depth and token budget.
+    """
     model, cache, scheduler, transfer = config.model, config.cache, config.scheduler, config.transfer
     copies = 1 + config.speculation.drafts
     rooms = transfer.role != "unified"
@@ -44,6 +46,7 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     if tower or transfer.take_embeddings:
         longest = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
         images = embedding_bytes(spec, dtype, longest, config.media, host=device == "cpu")
+    # Without a tower, no memory is planned for tower weights.
     num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, rooms, images)
     kv = divide_cache(local_spec(loaded, config.parallel.layout), dtype, num_bytes, *parts, rooms)
     limits = media_limits(
@@ -64,8 +67,10 @@ def divide_cache(
     copies: int,
     rooms: bool,
 ) -> KVConfig:
-    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share.
-    ``rooms``: as in ``bytes_for``."""
+    """Return the pools that a rank makes of ``num_bytes``, with the context length. Raise ConfigError.
+
+    ``spec``: the share of one rank. ``rooms``: see ``bytes_for``.
+    """
     max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies, rooms)
     return KVConfig(
         pools=pools_for(
@@ -100,14 +105,13 @@ def cache_bytes(
     rooms: bool = False,
     images: int = 0,
 ) -> int:
-    """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
-    use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
+    """Return the bytes for a rank's cache pools: as set, or the free memory up to the need of all sequences.
 
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
-    ``images``: bytes of a rank's embeddings.
+    Ranks on one CPU or one GPU share its memory evenly. On a GPU the default is a first division from
+    estimates. The engine divides again, with ``pools_for``, after the weights are loaded.
 
-    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
-    when the weights are loaded.
+    ``spec``: the whole model. ``copies``: copies of the recurrent state per slot. ``rooms``: see
+    ``bytes_for``. ``images``: bytes of a rank's embedding cache. Raise ConfigError.
     """
     weights = planned_weights(spec, dtype, device, model, parallel)
     ranks = ranks_on_device(parallel, device, host)
@@ -126,6 +130,8 @@ def cache_bytes(
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         available //= ranks
+        # At most half of the memory that weights leave, and at most 4 GiB unless one full sequence needs
+        # more.
         share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
@@ -151,7 +157,7 @@ def cache_bytes(
 def planned_weights(
     spec: ModelSpec, dtype: str, device: str, model: ModelSection, parallel: ParallelSection
 ) -> int:
-    """Bytes of a rank's share of the weights: see ``weight_bytes``. ``spec``: of the whole model."""
+    """Return the bytes of a rank's share of the weights: see ``weight_bytes``. ``spec``: the whole model."""
     packed = _stays_packed(spec, dtype, device)
     kind, extra = model.quantization, parallel.redundant_experts
     return weight_bytes(spec, dtype, kind, parallel.layout, extra, packed=packed)
@@ -166,10 +172,12 @@ def check_weights(
     parallel: ParallelSection,
     ranks: int,
 ) -> None:
-    """Raises ConfigError where a rank's ``weights``, in bytes, exceed its device's memory.
+    """Raise ConfigError if a rank's ``weights`` (bytes) exceed the memory of its device.
 
-    ``ranks``: that share the device's memory. On a CPU ``--quantization`` rounds what was loaded whole.
+    ``ranks``: number of ranks that share the device's memory. On a CPU ``--quantization`` first loads the
+    unrounded weights, which then count.
     """
+    # ``until`` and ``way`` are parts of the message: the reason for the size, and a smaller checkpoint.
     until, way = "", "that is published quantized" if spec.quantized is None else "quantized to fewer bits"
     if device == "cpu" and model.quantization != "none" and model.load_format != "dummy":
         whole = msgspec.structs.replace(model, quantization="none")
@@ -191,21 +199,24 @@ def check_weights(
 
 
 def _stays_packed(spec: ModelSpec, dtype: str, device: str) -> bool:
-    """Whether matrices that are published quantized are not dequantized (``loader.keeps_codes``)."""
+    """Return True if matrices published in quantized form are never dequantized (``loader.keeps_codes``)."""
     if device == "cpu" or spec.quantized is None:
         return device == "cpu"
     return spec.quantized.method != "gguf" and dtype != "float64" and devices.has_triton()
 
 
 def ranks_on_device(parallel: ParallelSection, device: str, host: HostShare) -> int:
-    """Ranks that share the memory of a device."""
+    """Return the number of ranks that share the memory of a device."""
     if device == "cpu":
         return host.ranks or parallel.ranks_here
     return sharers(parallel, devices.gpus(), host)
 
 
 def _check_asked(asked: int, device: str, ranks: int) -> None:
-    """``ranks``: that share the device's memory."""
+    """Raise ConfigError if --kv-cache-memory exceeds a rank's memory.
+
+    ``ranks``: ranks that share the device.
+    """
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     shared = ""
     if have is not None and ranks > 1:
@@ -229,7 +240,10 @@ def choose_max_model_len(
     copies: int = 1,
     rooms: bool = False,
 ) -> int:
-    """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
+    """Return the context length: as set, the model's own, or with ``auto`` the longest that fits the cache.
+
+    Raise ConfigError.
+    """
     if isinstance(model.max_model_len, int):
         if model.max_model_len > spec.max_position:
             raise ConfigError(
@@ -245,7 +259,7 @@ def choose_max_model_len(
     )
     if longest < 1:
         if live_bytes(spec, dtype, scheduler):
-            # This says more.
+            # With recurrent states pools_for raises the better error.
             pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies, rooms=rooms)
         one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies, rooms=rooms)
         raise ConfigError(

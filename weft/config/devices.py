@@ -1,4 +1,4 @@
-"""What the machine has, found without torch: a usable GPU and free memory. All in bytes."""
+"""GPU and free memory of the machine, found without torch. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from weft.common import env
 
 _DRIVER = "libcuda.so.1"
-#: Tests and other platforms put another root here.
+#: Root of the file system; tests replace the root.
 _ROOT = Path("/")
 
 
 def gpu_memory() -> int | None:
-    """Total memory of the first GPU that this process may use; None where there is none."""
+    """Return the total memory of the first usable GPU, or None without a GPU."""
     driver = _driver()
     device = ctypes.c_int()
     total = ctypes.c_size_t()
@@ -32,7 +32,7 @@ def gpu_memory() -> int | None:
 
 
 def gpus() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: numbers or UUIDs."""
+    """Return the usable GPUs as in CUDA_VISIBLE_DEVICES: numbers or UUIDs."""
     driver = _driver()
     count = ctypes.c_int()
     if driver is None:
@@ -43,12 +43,15 @@ def gpus() -> tuple[str, ...]:
     except AttributeError:
         return ()
     named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name.strip()]
-    # The driver takes the names up to the first one that is none.
+    # The driver ignores all names after the first invalid name, so ``count`` limits the list.
     return tuple((named or [str(number) for number in range(count.value)])[: count.value])
 
 
 def _driver() -> ctypes.CDLL | None:
-    """The CUDA driver, which heeds CUDA_VISIBLE_DEVICES; None where torch could not use it, or it fails."""
+    """Return the CUDA driver, or None if the driver fails or torch is a CPU build.
+
+    The driver respects CUDA_VISIBLE_DEVICES.
+    """
     if torch_is_cpu_only():
         return None
     try:
@@ -59,12 +62,12 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def has_triton() -> bool:
-    """Whether kernels for GPUs can be compiled."""
+    """Return True if GPU kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
 
 
 def torch_is_cpu_only() -> bool:
-    """Whether the installed torch is a CPU build, by its version (``2.13.0+cpu``); False without torch."""
+    """Return True if the installed torch is a CPU build, by version (``2.13.0+cpu``); False without torch."""
     try:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -72,12 +75,16 @@ def torch_is_cpu_only() -> bool:
 
 
 def available_memory() -> int | None:
-    """Memory that new allocations can take without swapping, cgroup limits included; None where unknown."""
+    """Return the memory for new allocations without swapping, within cgroup limits; None if unknown."""
     known = [found for found in (_system_available(), _cgroup_available()) if found is not None]
     return min(known) if known else None
 
 
 def _system_available() -> int | None:
+    """Return the available memory of the machine, or None if unknown.
+
+    Without /proc/meminfo the result is half of the total memory.
+    """
     try:
         for line in (_ROOT / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -91,7 +98,7 @@ def _system_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """What the memory limit of this container leaves; None where there is no limit."""
+    """Return the memory left under the limit of this container; None without a limit."""
     for limit, used in (
         ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
         ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -101,5 +108,6 @@ def _cgroup_available() -> int | None:
             now = int((_ROOT / used).read_text())
         except (OSError, ValueError):
             continue
+        # A limit near 2^63 means no limit in cgroup version 1; "max" in version 2 fails to parse.
         return max(most - now, 0) if most < 1 << 60 else None
     return None

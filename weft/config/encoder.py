@@ -1,4 +1,4 @@
-"""A group that only encodes images (``--role encode``): what it loads and keeps, from its settings."""
+"""A group that only encodes images (``--role encode``): the loaded weights and the memory, from settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.config.spec import ModelSpec
 
 
 def check_encoder(config: Config) -> None:
-    """Raises ConfigError for settings that a group which encodes images can have no part in."""
+    """Raise ConfigError for settings without meaning in an encode group."""
     if config.model.language_model_only:
         raise ConfigError(
             "--role encode and --language-model-only: one loads the vision tower alone, the other all but "
@@ -35,8 +35,10 @@ def check_encoder(config: Config) -> None:
 
 
 def encoder_spec(spec: ModelSpec) -> ModelSpec:
-    """``spec`` of a group that keeps no sequences: it has no cache kinds. Raises ConfigError for a model
-    without a tower."""
+    """Return ``spec`` without KV cache groups and MTP modules.
+
+    Raise ConfigError for a model without a tower.
+    """
     if spec.vision is None:
         raise ConfigError(
             f"--role encode: {spec.architecture} has no vision tower; use a model that takes images, or "
@@ -47,8 +49,10 @@ def encoder_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def encoder_caches(spec: ModelSpec, dtype: str, config: Config, host: HostShare) -> KVConfig:
-    """No pools, and room for embeddings. Raises ConfigError where a rank's memory does not hold these, the
-    tower, and what a step needs."""
+    """Return a configuration with an embedding cache and no KV pools.
+
+    Raise ConfigError if a rank's memory cannot hold the tower, one step and the cached embeddings.
+    """
     vision = spec.vision
     assert vision is not None
     asked = config.model.max_model_len

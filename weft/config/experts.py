@@ -1,4 +1,4 @@
-"""Settings of expert parallelism that contradict each other, or the model."""
+"""Check of the expert-parallel settings against each other and against the model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from weft.config.spec import ModelSpec
 
 
 def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
-    """``spec``. Raises ConfigError that names the flags at fault and values that would work."""
+    """Return ``spec``. Raise ConfigError with the flags at fault and values that would work."""
     if not parallel.enable_expert_parallel:
+        # Without expert parallelism, settings of expert parallelism are refused instead of ignored.
         for flag, name, default in (
             ("--moe-dispatch", "moe_dispatch", "auto"),
             ("--redundant-experts", "redundant_experts", 0),
@@ -36,6 +37,7 @@ def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
             f"--data-parallel-size {replicas} they have others; use auto, throughput, low-latency or gather",
             param="--moe-dispatch",
         )
+    # A rank has at most one copy of each expert.
     most = spec.moe.experts * (ranks - 1)
     if parallel.redundant_experts > most:
         raise ConfigError(

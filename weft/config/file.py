@@ -1,6 +1,6 @@
-"""The YAML configuration file: one flat mapping whose keys are flags without their dashes.
+"""The YAML configuration file: one flat mapping, with flags without dashes as keys.
 
-What it is made of serves for topology files, too: see ``weft.config.topology``.
+Topology files use the same functions: see ``weft.config.topology``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from weft.config.flags import ALIASES, SETTINGS, check_same
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Field name to parsed value, for every key of the file.
+    """Return field name to parsed value, for every key of the file.
 
-    ``max-num-seqs`` and ``max_num_seqs`` are the same key, and short names (``tp``) are keys, too. Raises
-    ConfigError naming the file and the key when the file can't be read, a key is unknown or given twice, or a
+    ``max-num-seqs`` and ``max_num_seqs`` are the same key; short names (``tp``) are keys too. Raise
+    ConfigError with the file and the key if the file cannot be read, a key is unknown or duplicate, or a
     value is wrong.
     """
     name = f"--config {Path(path).name}"
@@ -33,9 +33,9 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, Any]:
-    """Field name to parsed value, of keys and values as YAML has them; see ``read_values``.
+    """Return field name to parsed value, for the pairs of a YAML mapping; see ``read_values``.
 
-    ``name`` is what errors call the mapping, and ``param`` their parameter.
+    ``name``: name of the mapping in errors. ``param``: parameter of the errors.
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -46,6 +46,7 @@ def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, A
             near = foreign.unknown(key, (setting.key for setting in SETTINGS.values()))
             raise ConfigError(f"{name}: unknown key {key!r}.{near}", param=param)
         parsed = SETTINGS[field].parse(value, f"{name}: {key.replace('_', '-')}")
+        # A key may come once by its name and once by its short name, if both have the same value.
         if field in values:
             if SETTINGS[field].alias not in (key, spelled[field]):
                 raise ConfigError(f"{name}: {key!r} is given twice", param=param)
@@ -55,16 +56,19 @@ def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, A
 
 
 def field_of(key: str) -> str:
-    """The field that a key of a file means, if there is one: ``max-num-seqs``, ``max_num_seqs``, ``tp``."""
+    """Return the field name that a key stands for: ``max-num-seqs``, ``max_num_seqs``, ``tp``.
+
+    May be unknown.
+    """
     field = key.replace("-", "_")
     return ALIASES.get(field, field)
 
 
 def load_yaml(path: str | Path, name: str, param: str) -> Any:
-    """What the file holds; None if it is empty.
+    """Return the content of the file; None for an empty file.
 
-    Raises ConfigError, which calls the file ``name``, when it can't be read, is no YAML, or has a key twice
-    in one mapping (a plain load keeps only the last).
+    Raise ConfigError, with ``name`` as the name of the file, if the file cannot be read, is not valid YAML,
+    or has a duplicate key in any mapping. (A plain YAML load silently keeps the last value.)
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -84,6 +88,7 @@ def load_yaml(path: str | Path, name: str, param: str) -> Any:
 
 
 def _check_keys(root: yaml.Node, name: str, param: str) -> None:
+    """Raise ConfigError for a duplicate key in any mapping below ``root``."""
     nodes = [root]
     while nodes:
         node = nodes.pop()

@@ -1,8 +1,8 @@
-"""What the caches of two groups must have in common to be moved from one to the other, as one short string.
+"""Fingerprints: short strings that are equal if caches can move between two groups.
 
-Of the model: its facts, its weights, their types, and what cache entries are made of. Not how a group divides
-it: tensor parallel and block sizes, slots and lengths may differ. Of embeddings of images likewise: the tower
-alone, wherever its tensors lie.
+A fingerprint covers the model spec, the weights, the types and the layout of cache entries. A fingerprint
+does not cover the division over ranks: tensor parallel size, block size, slots and lengths may differ. A
+tower fingerprint covers the vision tower alone, independent of the files that hold the tensors.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from weft.config.spec import CacheSpec, VisionSpec
 from weft.types import rooms
 
 _SAMPLE = 64
-"""Bytes of a sample."""
+"""Bytes per sample."""
 _EACH = 3
-"""Samples of a tensor: where it begins, in its middle, where it ends."""
+"""Samples per tensor: at the beginning, in the middle and at the end."""
 _OF_FILE = 1024
-"""Samples of a file whose tensors are not known."""
+"""Samples of a file with unknown tensors."""
 _HEADER = 100 << 20
-"""A safetensors header is no longer."""
+"""Maximum size of a safetensors header in bytes."""
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """32 hex digits, equal for groups whose caches are of one model. Reads little of the weights' files.
+    """Return 32 hex digits, equal for groups with caches of the same model. Read only samples of the weights.
 
-    Raises ConfigError when they cannot be read.
+    Raise ConfigError if the weights cannot be read.
     """
     facts = {
         "messages": rooms.VERSION,
-        # Caches are alike whether or not the tower is loaded beside them.
+        # The text caches do not depend on a loaded tower.
         "spec": msgspec.to_builtins(msgspec.structs.replace(config.spec, vision=None)),
         "dtype": config.dtype,
         "quantization": config.model.quantization,
@@ -51,10 +51,10 @@ def fingerprint(config: EngineConfig) -> str:
 
 
 def tower_fingerprint(config: EngineConfig) -> str:
-    """32 hex digits, equal for groups whose embeddings of images are of one tower; "" where none move.
+    """Return 32 hex digits, equal for groups with the same tower; "" if the group moves no embeddings.
 
-    Of a checkpoint the tower's tensors alone are looked at: it may have no others, or other files. Raises
-    ConfigError when they cannot be read.
+    Only the tower's tensors count, because checkpoints may hold other tensors or use other files. Raise
+    ConfigError if the weights cannot be read.
     """
     vision, media = config.spec.vision, config.kv.media
     if vision is None or media is None or not (media.takes or config.transfer.role == "encode"):
@@ -68,7 +68,7 @@ def tower_fingerprint(config: EngineConfig) -> str:
 
 
 def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
-    """Name, form and some bytes of each of the tower's tensors, in order of names."""
+    """Return a digest over name, layout and samples of each tower tensor, in order of names."""
     found: dict[str, bytes] = {}
     try:
         for file in _files(Path(config.model_path), pickles=False):
@@ -84,12 +84,13 @@ def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
 
 
 def _tensors_of(file: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """(name, digest) of the tensors in a safetensors file whose names begin with one of ``prefixes``."""
+    """Yield (name, digest) for each tensor of a safetensors file with a name prefix in ``prefixes``."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if length > min(os.fstat(descriptor).st_size, _HEADER):
-            return  # the loader says what is wrong with it
+            # A damaged header: the loader reports the error later.
+            return
         for name, fact in json.loads(os.pread(descriptor, length, 8)).items():
             if not name.startswith(prefixes):
                 continue
@@ -103,15 +104,16 @@ def _tensors_of(file: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, by
 
 
 def _form(cache: CacheSpec, dtype: str) -> list[object]:
-    """Tensors of a kind, without layers and blocks."""
+    """Return name, dims and type of the tensors of a KV cache group, without layer and block dims."""
     tensors = pool_tensors(cache, 64 * cache.ratio, 0, dtype)
     return [(tensor.name, tensor.dims[2:], tensor.dtype) for tensor in tensors]
 
 
 def _weights(config: EngineConfig) -> bytes:
-    """Which weights: random ones by their seed; of a checkpoint each tensor's place, form and some bytes."""
+    """Return a digest of the weights: the seed for random weights, else headers and samples of all files."""
     if config.model.load_format == "dummy":
         return f"dummy {config.model.seed or 0}".encode()
+    # Headers hold names, places and types of all tensors. Samples tell versions of equal shape apart.
     made = hashlib.blake2b(digest_size=16)
     try:
         if config.model.load_format == "partial":
@@ -126,11 +128,13 @@ def _weights(config: EngineConfig) -> bytes:
 
 
 def _files(folder: Path, pickles: bool) -> list[Path]:
+    """Return the weight files of ``folder``, sorted by name."""
     patterns = ("*.bin", "*.pt", "*.pth") if pickles else ("*.safetensors",)
     return sorted((file for pattern in patterns for file in folder.glob(pattern)), key=lambda file: file.name)
 
 
 def _samples(file: Path) -> Iterator[bytes]:
+    """Yield the header and samples of each tensor of a weight file."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
@@ -139,7 +143,7 @@ def _samples(file: Path) -> Iterator[bytes]:
             return
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if length > min(size, _HEADER):
-            yield from _spread(descriptor, 0, size, _OF_FILE)  # the loader says what is wrong with it
+            yield from _spread(descriptor, 0, size, _OF_FILE)  # damaged: the loader reports it later
             return
         header = os.pread(descriptor, length, 8)
         yield header
@@ -150,7 +154,7 @@ def _samples(file: Path) -> Iterator[bytes]:
 
 
 def _tensors(header: bytes) -> Iterable[tuple[int, int]]:
-    """[begin, end) of each tensor behind the header; none where that is not one."""
+    """Return [begin, end) of each tensor, counted from the end of the header; [] for a damaged header."""
     try:
         facts = json.loads(header)
         found = [tuple(fact["data_offsets"]) for name, fact in facts.items() if name != "__metadata__"]
@@ -160,7 +164,7 @@ def _tensors(header: bytes) -> Iterable[tuple[int, int]]:
 
 
 def _spread(descriptor: int, begin: int, end: int, count: int) -> Iterator[bytes]:
-    """``count`` samples of [begin, end), the first and the last bytes among them."""
+    """Yield ``count`` samples from [begin, end) at even distances, with the first and the last bytes."""
     last = max(end - _SAMPLE, begin)
     for number in range(count):
         at = begin + (last - begin) * number // max(count - 1, 1)

@@ -1,8 +1,8 @@
 """Flags, keywords and file keys, all derived from the fields of ``sections``.
 
-``SETTINGS`` lists them. A value comes as text (command line), as a Python object (keyword of ``LLM``) or
-from YAML; ``Setting.parse`` turns each into the field's type or raises ConfigError naming the setting and
-what it takes. ``python -m weft.config.flags`` prints the frozen list, ``docs/flags.txt``.
+``SETTINGS`` lists all settings. A value is text (command line), a Python object (keyword of ``LLM``) or a
+YAML value. ``Setting.parse`` converts each to the field's type, or raises ConfigError with the setting's name
+and the accepted values. ``python -m weft.config.flags`` prints the frozen list, ``docs/flags.txt``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Kind = Literal["bool", "int", "float", "text", "size", "choice"]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
 _SIZE_HELP = "a size such as 512M, 4G, 1.5GiB or a number of bytes"
-#: Settings whose values are never repeated in a message.
+#: Settings with secret values: messages never repeat the value.
 _SECRET = frozenset({"api_key", "admin_key"})
 
 
@@ -44,19 +44,19 @@ class Setting:
     many: bool = False
     optional: bool = False
     choices: tuple[str | int, ...] = ()
-    """Allowed words; for ``int`` words allowed beside numbers."""
+    """Allowed words. For kind ``int``: words allowed besides numbers."""
     low: float | None = None
     high: float | None = None
     open_low: bool = False
-    """Whether ``low`` itself is out of range."""
+    """True if ``low`` itself is out of range."""
     alias: str = ""
-    """A second, shorter name: as a flag, as a keyword and as a file key."""
+    """Short second name for the flag, the keyword and the file key."""
     reader: Callable[[Any], Any] | None = None
-    """Turns other spellings of a value into the value; leaves any other value as it is."""
+    """Function that maps other spellings of a value to the value, and returns all other values unchanged."""
 
     @property
     def key(self) -> str:
-        """The name with dashes, as in the YAML file."""
+        """Name with dashes, as in the YAML file."""
         return self.name.replace("_", "-")
 
     @property
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def takes(self) -> str:
-        """What a value must be, in words: ``an integer of at least 1``."""
+        """Accepted values, in words: ``an integer of at least 1``."""
         words = {
             "bool": "true or false",
             "int": "an integer",
@@ -80,6 +80,7 @@ class Setting:
         return words
 
     def _range_words(self) -> str:
+        """Return the range in words, with a space in front; "" without a range."""
         parts = []
         if self.low is not None:
             parts.append(f"{'greater than' if self.open_low else 'of at least'} {self.low:g}")
@@ -89,7 +90,7 @@ class Setting:
 
     @property
     def range_text(self) -> str:
-        """The range, short: ``1..65536``, ``>0..1``, ``>=0``; empty where there is none."""
+        """Range in short form: ``1..65536``, ``>0..1``, ``>=0``; "" without a range."""
         if self.low is None:
             return ""
         if self.high is None:
@@ -98,13 +99,13 @@ class Setting:
 
     @property
     def type_name(self) -> str:
-        """The type for lists and help: ``int``, ``auto|cpu|cuda``, ``text...``."""
+        """Type for lists and help: ``int``, ``auto|cpu|cuda``, ``text...``."""
         words = [] if self.kind == "choice" else [str(self.kind)]
         return "|".join([*words, *map(str, self.choices)]) + ("..." if self.many else "")
 
     @property
     def default_text(self) -> str:
-        """The default for lists and help; ``-`` where there is none."""
+        """Default for lists and help; ``-`` if there is none."""
         if self.default is None or self.default == ():
             return "-"
         if isinstance(self.default, bool):
@@ -112,10 +113,11 @@ class Setting:
         return str(self.default)
 
     def parse(self, value: Any, label: str | None = None) -> Any:
-        """``value`` as the field's type. Text is converted; a text for many is split at commas and spaces.
+        """Return ``value`` as the field's type. Text for a setting with many values is split at commas and
+        spaces.
 
-        Raises ConfigError that calls the setting ``label`` (its flag by default). A text without any word is
-        wrong for many, too: ``--api-key "$KEY"`` with an unset variable must not open the server.
+        Raise ConfigError that calls the setting ``label`` (default: the flag). Blank text is an error even
+        for many values: ``--api-key "$KEY"`` with an unset variable must not open the server.
         """
         label = label or self.flag
         value = value if self.reader is None else self.reader(value)
@@ -123,6 +125,7 @@ class Setting:
             return self.default
         if not self.many:
             return self._one(value, label)
+        # Blank text becomes one empty word, which every kind refuses.
         if isinstance(value, str):
             value = [part for part in re.split(r"[,\s]+", value) if part] or [""]
         if not isinstance(value, list | tuple):
@@ -130,11 +133,14 @@ class Setting:
         return tuple(self._one(item, label) for item in value)
 
     def _refused(self, value: Any, label: str) -> ConfigError:
+        """Return the error for a bad value, without the value if the setting is a secret."""
         shown = "" if self.name in _SECRET else f", not {str(value)[:80]!r}"
         return ConfigError(f"{label} must be {self.takes}{shown}", param=self.flag)
 
     def _one(self, value: Any, label: str) -> Any:
+        """Return one value as the field's type. Raise ConfigError."""
         result: Any
+        # Each branch yields None for a value that the kind does not accept.
         if self.kind == "bool":
             result = _as_bool(value)
         elif self.kind == "choice":
@@ -154,8 +160,9 @@ class Setting:
         return result
 
     def _number(self, value: Any, of: Callable[[Any], float]) -> float | None:
-        """``value`` as a number in range, or None."""
+        """Return ``value`` as a number within the range, or None."""
         allowed: tuple[type, ...] = (str, int) if of is int else (str, int, float)
+        # bool is a subclass of int, but true and false are not numbers here.
         if isinstance(value, bool) or not isinstance(value, allowed):
             return None
         try:
@@ -172,6 +179,7 @@ class Setting:
 
 
 def _as_bool(value: Any) -> bool | None:
+    """Return the bool that ``value`` stands for, or None."""
     if isinstance(value, bool):
         return value
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -179,7 +187,10 @@ def _as_bool(value: Any) -> bool | None:
 
 
 def parse_size(value: object) -> int | None:
-    """Bytes of ``512M``, ``4G``, ``1.5GiB`` or a plain number; units are powers of 1024. None: not a size."""
+    """Return the bytes of ``512M``, ``4G``, ``1.5GiB`` or a plain number, or None.
+
+    Units are powers of 1024.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     found = _SIZE.fullmatch(str(value))
@@ -190,7 +201,7 @@ def parse_size(value: object) -> int | None:
 
 
 def _described(kind: inspect.Type) -> tuple[inspect.Type, str, dict[str, Any]]:
-    """(type without its description, description, extra)."""
+    """Return (type without its metadata, description, extra) of an annotated type."""
     if not isinstance(kind, inspect.Metadata):
         return kind, "", {}
     schema = kind.extra_json_schema or {}
@@ -198,6 +209,7 @@ def _described(kind: inspect.Type) -> tuple[inspect.Type, str, dict[str, Any]]:
 
 
 def _setting(section: str, found: inspect.Field) -> Setting:
+    """Return the Setting for a declared field. Raise TypeError for a type without a flag form."""
     kind, description, extra = _described(found.type)
     members = list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
     facts: dict[str, Any] = {"section": section, "name": found.name, "default": found.default}
@@ -205,6 +217,7 @@ def _setting(section: str, found: inspect.Field) -> Setting:
     facts["reader"] = extra.get("reader")
     facts["optional"] = any(isinstance(m, inspect.NoneType) for m in members)
     members = [_described(m)[0] for m in members if not isinstance(m, inspect.NoneType)]
+    # A tuple takes many values: the facts below are those of one element.
     if len(members) == 1 and isinstance(members[0], inspect.VarTupleType):
         facts["many"] = True
         members = [_described(members[0].item_type)[0]]
@@ -228,10 +241,12 @@ def _setting(section: str, found: inspect.Field) -> Setting:
 
 
 def _word_order(word: str | int) -> tuple[bool, str]:
+    """Return a sort key that puts "auto" first."""
     return (word != "auto", str(word))
 
 
 def _all_settings() -> dict[str, Setting]:
+    """Return the settings of all sections by field name. Raise TypeError for a duplicate name."""
     result: dict[str, Setting] = {}
     root = inspect.type_info(Config)
     assert isinstance(root, inspect.StructType)
@@ -245,22 +260,23 @@ def _all_settings() -> dict[str, Setting]:
 
 
 SETTINGS: dict[str, Setting] = _all_settings()
-"""Field name to setting, in the order of the sections."""
+"""Settings by field name, in the order of the sections."""
 
 ALIASES: dict[str, str] = {s.alias: name for name, s in SETTINGS.items() if s.alias}
-"""Short name to field name."""
+"""Field names by short name."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean X?`` for the one of ``known`` that ``name`` misspells, or nothing."""
+    """Return `` Did you mean X?`` for the name in ``known`` closest to a misspelled ``name``, or ""."""
     near = misspelt(name, known)
     return f" Did you mean {near}?" if near else ""
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
-    """The configuration with ``values`` (field name to parsed value); everything else at its default.
+    """Return the configuration with ``values`` (field name to parsed value) and defaults for all other
+    fields.
 
-    ``WEFT_LOG_LEVEL`` is the default of ``log_level``. Raises ConfigError when that variable is wrong.
+    ``WEFT_LOG_LEVEL`` is the default of ``log_level``. Raise ConfigError for a bad value of the variable.
     """
     values = dict(values)
     level = env.get("WEFT_LOG_LEVEL")
@@ -274,7 +290,10 @@ def from_values(values: Mapping[str, Any]) -> Config:
 
 
 def from_keywords(keywords: Mapping[str, Any]) -> Config:
-    """The configuration of ``LLM(**keywords)``. Raises ConfigError for unknown keywords and wrong values."""
+    """Return the configuration of ``LLM(**keywords)``.
+
+    Raise ConfigError for unknown keywords and bad values.
+    """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for given, value in foreign.fields(keywords).items():
@@ -288,7 +307,7 @@ def from_keywords(keywords: Mapping[str, Any]) -> Config:
 
 
 def check_same(first: str, one: Any, second: str, other: Any) -> None:
-    """Raises ConfigError when two names of one setting were given different values."""
+    """Raise ConfigError if two names of one setting have different values."""
     if one != other:
         raise ConfigError(
             f"{first} {one} and {second} {other} are the same setting: give one of them", param=second
@@ -296,7 +315,7 @@ def check_same(first: str, one: Any, second: str, other: Any) -> None:
 
 
 def listing() -> str:
-    """The frozen list: flag, type, range, default and section, one setting a line."""
+    """Return the frozen list, one setting per line: flag, type, range, default and section."""
     rows = [("flag", "type", "range", "default", "section")]
     for setting in SETTINGS.values():
         flag = f"{setting.flag} / --no-{setting.key}" if setting.kind == "bool" else setting.flag
@@ -307,7 +326,9 @@ def listing() -> str:
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
+        # The last column (section) is not padded.
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]])
+        for row in rows
     ]
     return "\n".join(lines) + "\n"
 

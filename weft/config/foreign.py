@@ -1,5 +1,7 @@
-"""Settings as vLLM and SGLang spell them. A spelling that means one of Weft's settings is taken; a setting
-that Weft lacks is refused with the name of what Weft does in its place. docs/from-vllm.md lists both.
+"""Settings in the spelling of vLLM and SGLang.
+
+A foreign spelling of a Weft setting is accepted. A setting without a counterpart is refused with a hint at
+the replacement in Weft. docs/from-vllm.md lists both.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ SHORT = {
     "-n": "--nnodes",
     "-r": "--node-rank",
 }
-"""vLLM's short flags that Weft has in long."""
+"""Short flags of vLLM and the long flags of Weft."""
 SAME = {
     "enable_log_requests": "log_requests",
     "disable_log_requests": "no_log_requests",
@@ -27,14 +29,14 @@ SAME = {
     "enforce_eager": "no_decode_graphs",
     "uvicorn_log_level": "log_level",
 }
-"""vLLM's flags that have another name here and the same meaning."""
+"""Flags of vLLM with another name in Weft and the same meaning."""
 _SPECULATION = {
     "method": "speculative_method",
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_min": "ngram_min_length",
     "prompt_lookup_max": "ngram_max_length",
 }
-"""Keys of vLLM's ``--speculative-config`` to Weft's fields."""
+"""Keys of vLLM's ``--speculative-config`` and the fields of Weft."""
 
 _PARSERS = "--tool-call-parser and --reasoning-parser name other formats"
 _ALWAYS = "this is always on, leave the flag out"
@@ -143,17 +145,19 @@ INSTEAD: dict[str, str] = {
     "log_level_http": "use --log-level",
     "json_model_override_args": _OWN_FORMAT,
 }
-"""Field name to what Weft does in place of the setting."""
+"""Foreign field name to the hint at the replacement in Weft."""
 
 
 def spelled(same: Mapping[str, str]) -> Callable[[Any], Any]:
-    """A reader of values that takes each key of ``same`` for its value."""
+    """Return a value reader that maps each key of ``same`` to its value. Other values stay unchanged."""
     return lambda value: same.get(value, value) if isinstance(value, str) else value
 
 
 def most_images(value: Any) -> Any:
-    """The number of images in vLLM's ``--limit-mm-per-prompt``: ``{"image": 4}``, ``{"image": {"count": 4}}``
-    or ``image=4``. Any other value is returned as it is. Raises ConfigError for limits of other media.
+    """Return the number of images in vLLM's ``--limit-mm-per-prompt``.
+
+    Accepted forms: ``{"image": 4}``, ``{"image": {"count": 4}}`` and ``image=4``. Other values are returned
+    unchanged. Raise ConfigError for limits of other media.
     """
     flag = "--limit-mm-per-prompt"
     if isinstance(value, str) and "=" in value:
@@ -165,6 +169,7 @@ def most_images(value: Any) -> Any:
             raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
     if not isinstance(value, Mapping):
         return value
+    # A limit of 0 for video or audio asks for nothing, so vLLM's usual form passes.
     others = {kind: count for kind, count in value.items() if kind != "image" and count not in (0, "0", None)}
     if others or "image" not in value:
         raise ConfigError(
@@ -177,29 +182,35 @@ def most_images(value: Any) -> Any:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown setting ``name``: what Weft does in its place, the name that
-    ``name`` misspells, or nothing. ``known``: names as the caller spells them.
+    """Return the end of an error about the unknown setting ``name``: a replacement, a similar name, or "".
+
+    ``known``: names in the caller's spelling.
     """
     field = name.lstrip("-").replace("-", "_").lower()
     instead = INSTEAD.get(field) or INSTEAD.get(field.removeprefix("no_"))
     if instead:
         return f" Weft has no such setting: {instead}"
+    # Very short names resemble too many others.
     near = misspelt(name, (one for one in known if len(one) > 2))
     return f" Did you mean {near}?" if near and len(name) > 2 else ""
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """A command line with Weft's spellings: underscores in flags become dashes, vLLM's short flags become
-    long, and ``--speculative-config`` becomes the flags that it means. Raises ConfigError.
+    """Return a command line in Weft's spelling. Raise ConfigError.
+
+    Underscores in flags become dashes, vLLM's short flags become long flags, and ``--speculative-config``
+    becomes several flags.
     """
     found: list[str] = []
     rest = iter(given)
     for word in rest:
-        if word == "--":  # positional words, or flags of another command
+        # All words after "--" are positional, or flags of another command.
+        if word == "--":
             return [*found, word, *rest]
         flag, equals, value = word.partition("=")
         flag = SHORT.get(flag, flag)
         if not flag.startswith("--"):
+            # A short flag with a replacement, for example -pp.
             if flag.startswith("-") and flag[1:] in INSTEAD:
                 raise ConfigError(f"there is no flag {flag}.{unknown(flag, ())}", param=flag)
             found.append(word)
@@ -216,7 +227,10 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords or keys of a file with Weft's spellings, as ``arguments`` has them. Raises ConfigError."""
+    """Return keywords, or keys of a file, in Weft's spelling, by the rules of ``arguments``.
+
+    Raise ConfigError.
+    """
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -232,7 +246,10 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculation(value: Any) -> dict[str, Any]:
-    """Weft's fields for vLLM's ``--speculative-config``, a JSON object or a mapping. Raises ConfigError."""
+    """Return Weft's fields for vLLM's ``--speculative-config``: a JSON object or a mapping.
+
+    Raise ConfigError.
+    """
     flag = "--speculative-config"
     try:
         given = json.loads(value) if isinstance(value, str) else value
@@ -250,5 +267,5 @@ def speculation(value: Any) -> dict[str, Any]:
             )
         found[_SPECULATION[key]] = one
     if "speculative_method" in found and str(found["speculative_method"]).endswith("_mtp"):
-        found["speculative_method"] = "mtp"  # vLLM's older names begin with the model: deepseek_mtp
+        found["speculative_method"] = "mtp"  # older vLLM names contain the model: deepseek_mtp
     return found

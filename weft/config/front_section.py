@@ -215,17 +215,18 @@ class FrontSection(Section, frozen=True, kw_only=True):
 
     @property
     def log_settings(self) -> str:
-        """Level and form of the log, for ``weft.common.log.configure`` and for other processes."""
+        """Level and format of the log as one string, for ``weft.common.log.configure``."""
         return joined(self.log_level, self.log_format)
 
 
 def check_front(front: FrontSection) -> None:
-    """What values of flags alone can't say. Raises ConfigError."""
+    """Check values that the types of the flags cannot express. Raise ConfigError."""
     if front.root_path and not _ROOT_PATH.fullmatch(front.root_path):
         raise ConfigError("--root-path must be a path such as /llm, without a last /", param="--root-path")
     for flag, keys in (("--api-key", front.api_key), ("--admin-key", front.admin_key)):
         if any(not (key.isascii() and key.isprintable()) for key in keys):
             raise ConfigError(f"{flag} must be printable ASCII, as it is sent in a header", param=flag)
+    # A key in both lists would give ordinary clients the admin routes.
     if set(front.api_key) & set(front.admin_key):
         raise ConfigError("--admin-key must not be an --api-key, too", param="--admin-key")
     if any(not _ORIGIN.fullmatch(origin) for origin in front.allowed_origins):
@@ -243,10 +244,14 @@ def check_front(front: FrontSection) -> None:
 
 
 def template_variables(front: FrontSection) -> dict[str, Any]:
-    """``--default-chat-template-kwargs``. Raises ConfigError."""
+    """Return the parsed ``--default-chat-template-kwargs``.
+
+    Raise ConfigError unless the value is a JSON object.
+    """
     flag = "--default-chat-template-kwargs"
     try:
         found = json.loads(front.default_chat_template_kwargs or "{}")
+    # RecursionError: deeply nested JSON.
     except (ValueError, RecursionError):
         raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
     if not isinstance(found, dict):

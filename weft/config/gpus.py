@@ -1,7 +1,7 @@
-"""Ranks and the GPUs of their host: which rank has which, and what cannot be.
+"""Assignment of a host's GPUs to ranks, and checks of the assignment.
 
-The ranks of a host get its GPUs in order, one each, those of one group after those of another. A rank's
-process sees no other GPU, by CUDA_VISIBLE_DEVICES, so in every rank the device is torch's first.
+The ranks of a host get GPUs in order, one GPU per rank, group after group. CUDA_VISIBLE_DEVICES hides all
+other GPUs from a rank's process, so the device is always torch's first device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from weft.config.sections import ParallelSection
 
 
 def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
-    """This host's, for ranks on ``device``. Raises ConfigError, naming the flags, when they cannot run so."""
+    """Return the GPUs of this host for ranks on ``device``; () for a CPU.
+
+    Raise ConfigError with the flags if the ranks cannot run on the GPUs.
+    """
     if device != "cuda":
         if parallel.collectives == "nccl":
             raise ConfigError(
@@ -40,8 +43,9 @@ def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
 
 
 def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShare) -> tuple[str, ...]:
-    """The GPUs, of this host's ``gpus``, that a group's ranks have, in order: they follow those of the groups
-    before it and, where there are fewer GPUs than ranks, begin again with the first.
+    """Return the GPUs of a group's ranks on this host, in rank order.
+
+    GPUs of earlier groups in the server are skipped. With fewer GPUs than ranks, the assignment wraps around.
     """
     if not host.ranks:
         return tuple(gpus)
@@ -50,19 +54,19 @@ def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShar
 
 
 def sharers(parallel: ParallelSection, gpus: Sequence[str], host: HostShare = HostShare()) -> int:
-    """Ranks of this host that have the same GPU, at most. ``gpus``: the group's."""
+    """Return the maximum number of ranks per GPU on this host. ``gpus``: the group's GPUs."""
     if host.ranks:
         return -(-host.ranks // max(host.gpus, 1))
     return -(-len(ranks_on(parallel, parallel.node_rank)) // max(len(gpus), 1))
 
 
 def gpu_of(parallel: ParallelSection, gpus: Sequence[str], rank: int) -> str:
-    """Which of this host's ``gpus`` its ``rank`` has."""
+    """Return the GPU of ``rank`` among ``gpus``."""
     return gpus[(rank - ranks_on(parallel, parallel.node_rank).start) % len(gpus)]
 
 
 def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
-    """What the process of ``rank`` has in its environment besides; nothing where it is the only rank."""
+    """Return the extra environment variables for the process of ``rank``; none for a lone rank."""
     alone = config.parallel.layout.ranks == 1 and not config.host.ranks
     if config.device != "cuda" or not config.gpus or alone:
         return {}
@@ -70,5 +74,5 @@ def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
 
 
 def head_rank(config: EngineConfig) -> int:
-    """The rank of the replica's head."""
+    """Return the rank of the replica's engine process."""
     return config.replica * config.parallel.tensor_parallel_size

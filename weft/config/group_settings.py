@@ -1,4 +1,4 @@
-"""What the ranks of a group must have in common: every setting that affects wire, shapes or collectives."""
+"""Settings with equal values on all ranks of a group. The settings affect messages, shapes or collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft import __version__
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 
-#: Each rank's own affair: where files are on its host, which host it is, what it writes where.
+#: Settings that may differ between ranks: file locations, host numbers, outputs.
 _OWN = (
     "model_path",
     "tokenizer_path",
@@ -37,25 +37,27 @@ _OWN = (
     "host.gpus",
 )
 _LONGEST = 120
-"""Characters of a value; longer ones are told by a hash."""
+"""Maximum length of a value; longer values are replaced by a hash."""
 
 
 def shared_settings(config: EngineConfig) -> dict[str, str]:
-    """Name -> value of what all ranks must have alike."""
+    """Return name -> value of all settings that must be equal on all ranks."""
     found: dict[str, str] = {"weft": __version__}
     facts = msgspec.to_builtins(config)
     if config.cache.kv_cache_memory is None:
         for pool in facts["kv"]["pools"]:
-            del pool["num_blocks"]  # what each rank found room for: they agree on the least of it
+            del pool["num_blocks"]  # depends on free memory: ranks agree on the minimum
     _flatten(facts, "", found)
     return {name: value for name, value in found.items() if name not in _OWN}
 
 
 def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
+    """Add ``value`` to ``found`` as text; add nested values under dotted names."""
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
             _flatten(inner, f"{name}.{key}" if name else key, found)
         return
+    # Lists of objects, for example pools and cache groups, get one name per field.
     if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         for number, inner in enumerate(value):
             _flatten(inner, f"{name}[{number}]", found)
@@ -67,7 +69,7 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
 
 
 def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: str) -> None:
-    """Raises ConfigError that names the first setting that differs, and both values."""
+    """Raise ConfigError with the first differing setting and both values."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         mine = ours.get(name)
         other = theirs.get(name)
@@ -83,6 +85,7 @@ def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: s
 
 
 def _show(value: str | None) -> str:
+    """Return the value for a message."""
     return "no such setting" if value is None else value
 
 

@@ -1,4 +1,7 @@
-"""Ranks that are spread over several hosts: which are where, and what that takes."""
+"""Distribution of ranks over hosts, and checks of the distribution.
+
+In this module a head is the engine process of a replica: the rank with place 0.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from weft.config.sections import ParallelSection
 
 
 def check_hosts(parallel: ParallelSection) -> ParallelSection:
-    """``parallel``. Raises ConfigError, naming the flags, when the hosts cannot work as they are given."""
+    """Return ``parallel``.
+
+    Raise ConfigError with the flags if the hosts cannot work together as configured.
+    """
     if parallel.node_rank >= parallel.nnodes:
         raise ConfigError(
             f"--node-rank {parallel.node_rank}: with --nnodes {parallel.nnodes} the last host is "
@@ -20,6 +26,7 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
             f"{parallel.nnodes - 1}",
             param="--only-host",
         )
+    # A single host needs no rendezvous.
     if parallel.nnodes == 1:
         return parallel
     if parallel.rdzv is None or parallel.group_secret is None:
@@ -41,7 +48,7 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
 
 
 def meeting_place(parallel: ParallelSection) -> tuple[str, int]:
-    """(host, port) of ``--rdzv``. Raises ConfigError."""
+    """Return (host, port) of ``--rdzv``. Raise ConfigError."""
     host, _, port = (parallel.rdzv or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError("--rdzv: expected HOST:PORT", param="--rdzv")
@@ -49,7 +56,7 @@ def meeting_place(parallel: ParallelSection) -> tuple[str, int]:
 
 
 def ranks_on(parallel: ParallelSection, node: int) -> range:
-    """The ranks of host ``node``: as many on each, in order, unless one has all."""
+    """Return the ranks of host ``node``: equal contiguous shares, or all ranks with --only-host."""
     if parallel.only_host is not None:
         return range(parallel.layout.ranks if node == parallel.only_host else 0)
     each = parallel.ranks_here
@@ -57,48 +64,51 @@ def ranks_on(parallel: ParallelSection, node: int) -> range:
 
 
 def host_of(parallel: ParallelSection, rank: int) -> int:
-    """The host that ``rank`` is on."""
+    """Return the host of ``rank``."""
     if parallel.only_host is not None:
         return parallel.only_host
     return rank // parallel.ranks_here
 
 
 def head_of(parallel: ParallelSection, rank: int) -> int:
-    """The rank that is the head of the replica of ``rank``."""
+    """Return the head's rank in the replica of ``rank``."""
     return rank - parallel.layout.place(rank)
 
 
 def heads_on(parallel: ParallelSection, node: int) -> list[int]:
-    """The replicas whose heads run on host ``node``."""
+    """Return the replicas with a head on host ``node``."""
     layout = parallel.layout
     return [layout.replica(rank) for rank in ranks_on(parallel, node) if not layout.place(rank)]
 
 
 def workers_on(parallel: ParallelSection, node: int) -> list[int]:
-    """The ranks of host ``node`` whose head is on another one; a head starts those on its own host itself."""
+    """Return the ranks of host ``node`` with a head on another host.
+
+    A head starts the workers of its host.
+    """
     return [r for r in ranks_on(parallel, node) if host_of(parallel, head_of(parallel, r)) != node]
 
 
 def replica_spans(parallel: ParallelSection, replica: int) -> bool:
-    """Whether the ranks of ``replica`` are on more than one host."""
+    """Return True if the ranks of ``replica`` are on several hosts."""
     first = replica * parallel.tensor_parallel_size
     last = first + parallel.tensor_parallel_size - 1
     return host_of(parallel, first) != host_of(parallel, last)
 
 
 def domain_spans(parallel: ParallelSection, replica: int) -> bool:
-    """Whether the ranks that ``replica`` exchanges tensors with are on more than one host."""
+    """Return True if ``replica`` exchanges tensors between hosts."""
     several = parallel.nnodes > 1 and parallel.only_host is None
     return several if parallel.enable_expert_parallel else replica_spans(parallel, replica)
 
 
 def uses_board(parallel: ParallelSection) -> bool:
-    """Whether heads may run on several hosts, and find each other by the board on host 0."""
+    """Return True if heads may run on several hosts, and meet by the rendezvous store on host 0."""
     if parallel.only_host is not None:
         return parallel.only_host > 0
     return parallel.nnodes > 1 and parallel.data_parallel_size > 1
 
 
 def has_ranks(parallel: ParallelSection) -> bool:
-    """Whether any of them are on this host."""
+    """Return True if this host has any ranks."""
     return bool(ranks_on(parallel, parallel.node_rank))

@@ -1,5 +1,6 @@
-"""Where a model is: a bundled one, a local folder or GGUF file, or a repository on the Hugging Face hub. No
-torch.
+"""Location of a model: bundled, a local folder or GGUF file, or a repository on the Hugging Face hub.
+
+No torch.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from weft.gguf.folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 
-#: Configuration, tokenizer, templates: everything but weights.
+#: All files except weights: configuration, tokenizer, templates.
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHTS = {"pickle": ["*.bin", "*.pt", "*.pth"], "dummy": []}
 _OTHER_FORMATS = ["original/*", "consolidated*", "*.gguf", "onnx/*", "openvino/*"]
 
 
 def bundled_models() -> dict[str, str]:
-    """Name to folder of the models that come with Weft."""
+    """Return name -> folder of the models that come with Weft."""
     if not BUNDLED.is_dir():
         return {}
     return {path.name: str(path) for path in sorted(BUNDLED.iterdir()) if (path / "config.json").is_file()}
 
 
 def cached_models(cache_dir: str | None = None) -> list[str]:
-    """Names of the model repositories in the hub client's local cache; empty where there is no cache."""
+    """Return the names of the model repositories in the hub client's local cache; [] without a cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -42,21 +43,22 @@ def cached_models(cache_dir: str | None = None) -> list[str]:
 def resolve_model_path(
     name: str, revision: str | None = None, *, load_format: str = "auto", cache_dir: str | None = None
 ) -> str:
-    """The local folder of ``name``, downloading what is missing from the hub.
+    """Return the local folder of ``name``; download missing files from the hub.
 
-    A bundled model's name comes first (write ``./name`` for a folder of the same name), then an existing
-    folder or GGUF file (which becomes a folder: ``weft.gguf``), then a hub repository ``owner/name`` at
-    ``revision`` (branch, tag or commit; the default branch if None). Weights of ``load_format`` only; "dummy"
-    fetches none. With HF_HUB_OFFLINE set, or without a network, what the local cache holds is used.
-    cache_dir: another cache than the hub client's own.
+    The search order: a bundled model (write ``./name`` for a folder of the same name), an existing folder or
+    GGUF file (converted to a folder: ``weft.gguf``), a hub repository ``owner/name``. ``revision``: branch,
+    tag or commit; None for the default branch. ``load_format`` selects the weights; "dummy" downloads no
+    weights. With HF_HUB_OFFLINE set, or without a network, only the local cache is used. ``cache_dir``
+    replaces the hub client's cache folder.
 
-    Raises ConfigError that says what was tried.
+    Raise ConfigError with the places that were tried.
     """
     bundled = bundled_models()
     if name in bundled:
         if revision is not None:
             raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
         return bundled[name]
+    # A GGUF file is converted once; afterwards the converted folder is used.
     folder = Path(name).expanduser()
     if name and (folder.is_dir() or folder.suffix == ".gguf"):
         found = find_gguf(folder)
@@ -73,13 +75,15 @@ def resolve_model_path(
 
 
 def _is_repository(name: str) -> bool:
+    """Return True for a name of the form owner/name."""
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/"))
 
 
 def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
-    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError, also for the folder of a
-    GGUF file with a tokenizer that cannot be read.
+    """Return the folder of ``--tokenizer``, by default the model's folder.
+
+    Raise ConfigError, also for a GGUF folder with an unreadable tokenizer.
     """
     path = model_path if name is None else resolve_model_path(name, load_format="dummy")
     check_tokenizer(Path(path))
@@ -87,6 +91,7 @@ def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
 
 
 def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
+    """Download a hub repository and return the local folder. Raise ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -114,8 +119,9 @@ def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str 
         small = fetched(_SMALL_FILES)
         if not weights:
             return small
-        refuse_unserved(Path(small))  # weights can take hours
+        refuse_unserved(Path(small))  # refuse before a download of hours
         return fetched(_SMALL_FILES + weights)
+    # Order matters: GatedRepoError is a RepositoryNotFoundError, and most others are OSErrors.
     except GatedRepoError as error:
         raise ConfigError(
             f"{shown} is gated: accept its terms on the hub and log in (hf auth login)"

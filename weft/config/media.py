@@ -1,6 +1,6 @@
-"""How images become patches, as a checkpoint says it: sizes, colours, and the tokens that stand for them.
+"""Conversion of images to patches, as configured by the checkpoint: sizes, colours and placeholder tokens.
 
-Torch-free: the front counts tokens with it, media workers resize with it, ranks cut and normalize with it.
+Torch-free. API servers count tokens, media workers resize, and ranks cut and normalize with these rules.
 """
 
 from __future__ import annotations
@@ -15,77 +15,80 @@ from weft.common.errors import InvalidRequest
 BICUBIC = 3
 """Pillow's number of the filter."""
 MOST_ASPECT = 200
-"""The longer side of an image is at most so many times the shorter one (kind ``area``)."""
+"""Maximum ratio of the longer to the shorter side of an image (kind ``area``)."""
 
 
 class Fit(NamedTuple):
-    """What an image of some size becomes. Sizes are (height, width) in pixels."""
+    """Result of fitting an image. Sizes are (height, width) in pixels."""
 
     size: tuple[int, int]
-    """To which it is resized."""
+    """Size after resizing."""
     padded: tuple[int, int]
-    """To which zeros are added behind its last row and column: whole tokens. ``size`` of kind ``area``."""
+    """Size after zero padding at the bottom and right to whole tokens. Equals ``size`` for kind ``area``."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches."""
     tokens: int
-    """How many stand for it."""
+    """Number of placeholder tokens."""
 
 
 class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How the frames of a video are fitted, where that differs from images (kind ``area``)."""
+    """Fitting of video frames, if different from images (kind ``area``)."""
 
     min_pixels: int
     max_pixels: int
-    """Bounds of the area of all frames together."""
+    """Bounds of the total area of all frames."""
     fps: float = 2.0
-    """Frames a second of a video that does not say it: what the model is used to."""
+    """Assumed frames per second of a video without a stated rate."""
     frame_tokens: int = 0
-    """Tokens that bound the area of each frame; 0: nothing but ``max_pixels`` does."""
+    """Tokens that bound the area of each frame; 0: only ``max_pixels`` bounds the area."""
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """How the images of a model are fitted, coloured and counted."""
+    """Fitting, colours and token count of a model's images."""
 
     kind: Literal["area", "patches"]
-    """area      resized so that the area is within bounds and both sides are whole tokens (Qwen)
-    patches   made smaller until the patches are within bounds, then padded (MoonViT)"""
+    """Rule for the size of an image:
+
+        area      resize to whole tokens on both sides, with the area within bounds (Qwen)
+        patches   shrink until the patches are within bounds, then pad (MoonViT)
+    """
     patch: int
-    """Pixels of a patch's side."""
+    """Side of a patch in pixels."""
     temporal: int
-    """Frames of a patch; a single image is repeated. 1 for kind ``patches``."""
+    """Frames per patch; a single image is repeated. 1 for kind ``patches``."""
     merge: int
-    """Patches along a token's side."""
+    """Side of a token in patches."""
     min_pixels: int = 0
     max_pixels: int = 0
     """Bounds of the area, kind ``area``."""
     max_patches: int = 0
     max_side: int = 0
-    """Bounds of the patches of an image and along one side, kind ``patches``."""
+    """Bounds of the number of patches per image and per side, kind ``patches``."""
     resample: int = BICUBIC
-    """Pillow's number of the filter that resizes."""
+    """Pillow's number of the resize filter."""
     rescale: float = 1 / 255
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     """A colour c becomes (c * rescale - mean) / std."""
     placeholder: int
-    """The token that stands for (a part of) an image."""
+    """Token that stands for a part of an image."""
     video: int | None = None
-    """Likewise of a video."""
+    """Token that stands for a part of a video frame; None if the model takes no videos."""
     start: int | None = None
     end: int | None = None
-    """What the template writes around an image, where config.json names it."""
+    """Tokens that the template writes around an image, if named in config.json."""
     frames: VideoFacts | None = None
-    """None where the model takes no videos."""
+    """Fitting of video frames; None if the model takes no videos."""
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """The tokens that stand for images, and for frames of videos."""
+        """Tokens that stand for images and video frames."""
         return (self.placeholder,) if self.video is None else (self.placeholder, self.video)
 
     def grid_of(self, height: int, width: int) -> Fit:
-        """What an image of ``height`` x ``width`` pixels becomes.
+        """Return the fit of an image of ``height`` x ``width`` pixels.
 
-        Raises InvalidRequest for one without pixels, or too long for its width.
+        Raise InvalidRequest for an image without pixels, or with an extreme aspect ratio.
         """
         if height < 1 or width < 1:
             raise InvalidRequest(f"an image of {width} x {height} pixels has none")
@@ -93,44 +96,53 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self._fit(size)
 
     def video_grid_of(self, video: VideoFacts, frames: int, height: int, width: int) -> Fit:
-        """What each group of ``temporal`` frames becomes, of a video with ``frames`` frames of one size.
+        """Return the fit of each group of ``temporal`` frames in a video of ``frames`` equal frames.
 
-        Raises InvalidRequest for frames without pixels, or too long for their width.
+        Raise InvalidRequest for frames without pixels, or with an extreme aspect ratio.
         """
         if height < 1 or width < 1:
             raise InvalidRequest(f"a frame of {width} x {height} pixels has none")
         token = self.patch * self.merge
+        # Frames smaller than one token are enlarged.
         if min(height, width) < token:
             scale = max(token / height, token / width)
             height, width = int(height * scale), int(width * scale)
         _check_aspect("a frame", height, width)
+        # A bound per frame, if set, times the number of frames. Each frame gets at least the minimum area.
         most = video.max_pixels
         if video.frame_tokens:
             each = min(video.frame_tokens * token * token, video.max_pixels // frames)
             most = max(each, int(video.min_pixels * 1.05)) * frames
+        # The area bounds count whole frame groups.
         rounded = round(frames / self.temporal) * self.temporal
         return self._fit(self._within(height, width, (frames, rounded), (video.min_pixels, most)))
 
     def _fit(self, size: tuple[int, int]) -> Fit:
+        """Return the fit of an image of ``size`` after resizing."""
         token = self.patch * self.merge
         padded = (-(-size[0] // token) * token, -(-size[1] // token) * token)
         rows, columns = padded[0] // self.patch, padded[1] // self.patch
+        # merge x merge patches become one token.
         return Fit(size, padded, (1, rows, columns), rows * columns // self.merge**2)
 
     def _by_area(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size for kind ``area``. Raise InvalidRequest for an extreme aspect ratio."""
         _check_aspect("an image", height, width)
         return self._within(height, width, (1, 1), (self.min_pixels, self.max_pixels))
 
     def _within(
         self, height: int, width: int, frames: tuple[int, int], bounds: tuple[int, int]
     ) -> tuple[int, int]:
-        """Rounded to whole tokens, and scaled where the area of all ``frames`` (as they are, and in whole
-        groups) is outside of ``bounds``."""
+        """Return the size rounded to whole tokens, and scaled if the total area is outside of ``bounds``.
+
+        ``frames``: number of frames, as given and rounded to whole groups.
+        """
         token = self.patch * self.merge
         count, rounded = frames
         least, most = bounds
-        # To the nearest, halves to the even one, as Python rounds.
+        # Round to the nearest, halves to even, as in Python.
         rows, columns = round(height / token) * token, round(width / token) * token
+        # Round down when shrinking and up when stretching, so that the area stays within the bounds.
         if rounded * rows * columns > most:
             shrink = math.sqrt((count * height * width) / most)
             rows = max(token, math.floor(height / shrink / token) * token)
@@ -142,7 +154,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         return rows, columns
 
     def _by_patches(self, height: int, width: int) -> tuple[int, int]:
-        """Never larger than it is."""
+        """Return the size for kind ``patches``. Never enlarge an image."""
         patches = max(1.0, height // self.patch) * max(1.0, width // self.patch)
         most = self.max_side * self.patch
         scale = min(1.0, math.sqrt(self.max_patches / patches), most / height, most / width)
@@ -150,6 +162,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_aspect(what: str, height: int, width: int) -> None:
+    """Raise InvalidRequest for an extreme aspect ratio. ``what`` names the image in the message."""
     if max(height, width) > MOST_ASPECT * min(height, width):
         raise InvalidRequest(
             f"{what} of {width} x {height} pixels is too long: the longer side may be at most {MOST_ASPECT} "

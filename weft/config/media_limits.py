@@ -1,4 +1,4 @@
-"""What a group keeps and takes of images, from its model and settings."""
+"""Image limits and embedding memory of a group, from the model and the settings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def media_limits(
     tower: bool = True,
     takes: bool = False,
 ) -> MediaLimits | None:
-    """None for a model that takes no images. ``tower``: whether they are encoded here; ``takes``: whether
-    embeddings come from other groups.
+    """Return the image limits of a group; None for a model without images.
 
-    Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image, which takes
-    whole blocks, or --mm-host-cache-bytes not a block.
+    ``tower``: True if the group encodes images. ``takes``: True if embeddings arrive from other groups.
+
+    Raise ConfigError if --mm-cache-bytes cannot hold the embedding of the largest image in whole blocks, or
+    --mm-host-cache-bytes cannot hold one block.
     """
     vision = spec.vision
     if vision is None:
         return None
     media = vision.media
+    # One row per token, plus one row per deepstack level.
     row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
     block = BLOCK_ROWS * row_bytes
     largest = -(-min(most_tokens(media), max_model_len) // BLOCK_ROWS) * block
@@ -71,8 +73,10 @@ def media_limits(
 def embedding_bytes(
     spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
 ) -> int:
-    """About the memory that a rank's pools of embeddings take, to divide the rest: of its device and, with
-    ``host``, of the second tier, too."""
+    """Return the approximate memory of a rank's embedding pools on the device.
+
+    With ``host``, add the second tier in host memory.
+    """
     vision = spec.vision
     if vision is None:
         return 0
@@ -85,10 +89,13 @@ def embedding_bytes(
 
 
 def most_tokens(media: MediaFacts) -> int:
-    """Tokens of the largest image or group of frames; very long ones may have some more."""
+    """Return the tokens of the largest image or frame group.
+
+    Very elongated images may exceed the number slightly.
+    """
     if media.kind == "area":
         area = media.max_pixels
-        if media.frames is not None:  # of a video with as few frames as there can be
+        if media.frames is not None:  # a video of one frame group
             area = max(area, media.frames.max_pixels // media.temporal)
         return area // (media.patch * media.merge) ** 2
     side = -(-media.max_side // media.merge)

@@ -100,7 +100,7 @@ class MediaSection(Section, frozen=True, kw_only=True):
 
 
 def check_media(section: MediaSection) -> None:
-    """What values of flags alone can't say. Raises ConfigError."""
+    """Check values that the types of the flags cannot express. Raise ConfigError."""
     if any(not _DOMAIN.fullmatch(entry.lower()) for entry in section.allowed_media_domains):
         raise ConfigError(
             "--allowed-media-domains must be hosts without a scheme or path: example.org, *.example.org, "

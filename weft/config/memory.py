@@ -1,12 +1,13 @@
-"""How much memory a model and its caches need, and how a number of bytes becomes block pools.
+"""Memory need of a model and its caches, and the division of bytes into block pools.
 
-A pool is worth its weakest kind, so bytes are divided in proportion to what one sequence of
-``max_model_len`` needs of each: every kind can then hold the same number of such sequences. Each pool has
-one block more than it gives out, the null block; it is paid for here.
+A sequence needs blocks of every KV cache group. So bytes are divided in proportion to the need of one
+sequence of ``max_model_len``: every group can then hold the same number of such sequences. Each pool has one
+block more than the scheduler can allocate, the null block. The sizes here include the null block.
 
-A recurrent state is no entry in a pool: every slot has its copies of it, which come off first. The pool of
-its kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share. In groups
-that send or receive caches ("rooms") a state passes through a snapshot, and there are more of them.
+Recurrent states are not in a pool: every slot has its own copies, subtracted first. The pool of a state group
+holds snapshots. Snapshots are optional for a sequence, so the pool gets ``MIN_SNAPSHOTS`` plus a share. In
+groups that send or receive caches, each transfer passes the state through a snapshot, so the pool gets more
+(``ROOM_SNAPSHOTS``).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from weft.types.plan import MAX_PROMPT_LOGITS
 GIB = 1 << 30
 
 MIN_SNAPSHOTS = 4
-"""Snapshots of the recurrent state that every pool of them has."""
+"""Minimum number of snapshots in a pool of recurrent states."""
 ROOM_SNAPSHOTS = 32
-"""More of them, at most, where states are sent or received: one for each sequence that can run."""
+"""Maximum number of extra snapshots for transfers: one per sequence that can run."""
 MIN_STRIDE = 1024
-"""Positions between two snapshots of one prompt, at least."""
+"""Minimum number of positions between two snapshots of one prompt."""
 
 
 def show_bytes(count: int) -> str:
-    """``count`` as a value for --kv-cache-memory that is not smaller: ``3M``, ``12G``."""
+    """Return ``count`` as a value for --kv-cache-memory, rounded up: ``3M``, ``12G``."""
     for unit, scale in (("G", GIB), ("M", 1 << 20), ("K", 1 << 10)):
         if count >= 10 * scale or (count >= scale and count % scale == 0):
             return f"{-(-count // scale)}{unit}"
@@ -42,27 +43,26 @@ def show_bytes(count: int) -> str:
 
 
 def kind_block(cache: CacheSpec, block_size: int) -> int:
-    """Positions of one block of a kind, where a base block has ``block_size``.
+    """Return the positions per block of a KV cache group if a base block has ``block_size`` positions.
 
-    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one entry: a
-    prefix hit of the whole model ends at a block's border of every kind, so eight entries of 128 positions
-    a block would lose every hit below 1,024 tokens. A small block costs nothing in return: what reads
-    compressed entries picks them one by one, each of them a KiB or so, and blocks are taken less often than
-    base blocks are.
+    The result is the smallest common multiple of ``block_size`` and ``ratio``, even if a block then holds one
+    entry. Reason: a prefix hit ends at a block border of every group. With eight entries of 128 positions per
+    block, no hit below 1,024 tokens would survive. Small blocks cost little: compressed entries are read one
+    by one, and blocks are allocated less often than base blocks.
     """
     return math.lcm(block_size, cache.ratio)
 
 
 def hit_unit(spec: ModelSpec, block_size: int) -> int:
-    """Positions that every prefix hit is a multiple of."""
+    """Return the number of positions that divides the length of every prefix hit."""
     return math.lcm(block_size, *(kind_block(cache, block_size) for cache in spec.caches))
 
 
 def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
-    """Positions between the snapshots of a long prompt: a multiple of the ``hit_unit``.
+    """Return the positions between two snapshots of a long prompt: a multiple of ``hit_unit``.
 
-    So many that a snapshot costs no more bytes than the entries of those positions in the kinds that keep
-    all, and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
+    The stride is at least ``MIN_STRIDE``, because a snapshot ends a chunk early. A snapshot takes at most as
+    many bytes as the stride's entries in all groups without a window.
     """
     states = [cache for cache in spec.caches if cache.kind == "state"]
     snapshot = sum(block_bytes(cache, block_size, dtype) for cache in states)
@@ -70,53 +70,57 @@ def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
     unit = hit_unit(spec, block_size)
     entries = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
     if entries:
-        kept = sum(block_bytes(cache, unit, dtype) for cache in entries)  # of one unit of positions
+        kept = sum(block_bytes(cache, unit, dtype) for cache in entries)  # bytes of ``unit`` positions
         positions = max(positions, -(-snapshot * unit // kept))
     return -(-positions // unit) * unit
 
 
 def blocks_for_one(cache: CacheSpec, block_size: int, max_model_len: int, scheduler: SchedulerSection) -> int:
-    """Blocks, of ``block_size``, that a sequence of ``max_model_len`` alone needs at most, in any chunks."""
+    """Return the maximum number of blocks that one sequence of ``max_model_len`` needs, with any chunking.
+
+    ``block_size``: positions per block of this group. Recurrent states need no block: the result is 0.
+    """
     if cache.kind == "state":
         return 0
     full = -(-max_model_len // block_size)
     if not cache.window:
         return full
-    # Positions held at once: those that the first token of a chunk sees, and the chunk. They need not begin
-    # at a block's border, so they can touch one block more.
+    # Positions in use at once: the window of the chunk's first token, plus the chunk. The positions need not
+    # begin at a block border, so one more block may be touched.
     return min(full, -(-(cache.window - 1 + longest_chunk(scheduler, max_model_len)) // block_size) + 1)
 
 
 def longest_chunk(scheduler: SchedulerSection, max_model_len: int) -> int:
-    """Most tokens that one sequence computes in one step."""
+    """Return the maximum number of tokens of one sequence in one step."""
     chunk = min(scheduler.max_num_batched_tokens, max_model_len)
     return min(chunk, scheduler.long_prefill_token_threshold or chunk)
 
 
 def state_bytes(spec: ModelSpec, dtype: str, num_slots: int, copies: int = 1) -> int:
-    """Bytes of the recurrent state that slots have, ``copies`` each; one entry more than there are slots."""
+    """Return the bytes of the recurrent states of all slots and the spare slot, with ``copies`` per slot."""
     states = [cache for cache in spec.caches if cache.kind == "state"]
     return sum(t.nbytes for cache in states for t in slot_tensors(cache, num_slots, copies, dtype))
 
 
 def live_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection, copies: int = 1) -> int:
-    """``state_bytes`` of as many slots as ``scheduler`` has."""
+    """Return ``state_bytes`` for the number of slots that ``scheduler`` has."""
     return state_bytes(spec, dtype, scheduler.max_num_seqs * max(scheduler.steps_in_flight, 1), copies)
 
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Of the caches of a model: bytes that do not depend on how many sequences there are, and the rest."""
+    """Bytes that the caches of a model need: a fixed part, and a part per sequence."""
 
     fixed: int
+    """Bytes independent of the number of sequences."""
     sizes: list[int]
-    """Bytes of a block of each kind."""
+    """Bytes per block, for each KV cache group."""
     blocks: list[int]
-    """Of each kind, for one sequence."""
+    """Blocks per sequence, for each KV cache group."""
 
     @property
     def one(self) -> int:
-        """Bytes for one sequence."""
+        """Bytes per sequence."""
         return sum(blocks * size for blocks, size in zip(self.blocks, self.sizes, strict=True))
 
 
@@ -130,12 +134,14 @@ def _needs(
     snapshots: bool,
     rooms: bool,
 ) -> _Needs:
+    """Return the needs of sequences of ``max_model_len``. For the parameters see ``bytes_for``."""
     at = [kind_block(cache, block_size) for cache in spec.caches]
     sizes = [block_bytes(cache, size, dtype) for cache, size in zip(spec.caches, at, strict=True)]
     blocks = [
         blocks_for_one(cache, size, max_model_len, scheduler)
         for cache, size in zip(spec.caches, at, strict=True)
     ]
+    # sum(sizes) pays for the null block of each group.
     fixed = live_bytes(spec, dtype, scheduler, copies) + sum(sizes)
     states = [number for number, cache in enumerate(spec.caches) if cache.kind == "state"]
     if states:
@@ -144,7 +150,8 @@ def _needs(
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
             entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
-            # Entries are what lets sequences run; snapshots only save them time. So never the larger part.
+            # Sequences cannot run without entries; snapshots only save time. So snapshots never get the
+            # larger part.
             share = min(share, entries // snapshot) if entries else share
             for number in states:
                 blocks[number] = share
@@ -152,12 +159,15 @@ def _needs(
 
 
 def least_snapshots(scheduler: SchedulerSection, rooms: bool) -> int:
-    """Snapshots that a pool of them has in any case."""
+    """Return the minimum number of snapshots in a pool.
+
+    ``rooms``: True if the group sends or receives caches.
+    """
     return MIN_SNAPSHOTS + (min(scheduler.max_num_seqs, ROOM_SNAPSHOTS) if rooms else 0)
 
 
 def _snapshots_for_one(spec: ModelSpec, block_size: int, dtype: str, max_model_len: int) -> int:
-    """Snapshots that a prompt of ``max_model_len`` leaves: see ``weft.kv.snapshots``."""
+    """Return the number of snapshots that a prompt of ``max_model_len`` leaves: see ``weft.kv.snapshots``."""
     return max_model_len // snapshot_stride(spec, block_size, dtype) + 2
 
 
@@ -173,10 +183,10 @@ def bytes_for(
     snapshots: bool = False,
     rooms: bool = False,
 ) -> int:
-    """Cache bytes for ``sequences`` of ``max_model_len`` in every kind; live states, null blocks included.
+    """Return the cache bytes for ``sequences`` of ``max_model_len``, with live states and null blocks.
 
-    ``copies``: of a slot's recurrent state. ``snapshots``: whether beyond the least there are some.
-    ``rooms``: whether caches are sent to other groups or come from there.
+    ``copies``: copies of the recurrent state per slot. ``snapshots``: True to add snapshots beyond the
+    minimum. ``rooms``: True if the group sends caches to other groups or receives caches.
     """
     needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
     return needs.fixed + sequences * needs.one
@@ -194,14 +204,15 @@ def pools_for(
     snapshots: bool = True,
     rooms: bool = False,
 ) -> tuple[PoolSpec, ...]:
-    """The pools that ``num_bytes`` of cache make, one for each kind of ``spec``; see ``bytes_for``.
+    """Return the pools that fit into ``num_bytes``, one per KV cache group of ``spec``; see ``bytes_for``.
 
-    Where bytes are short, or without ``snapshots``, there are ``least_snapshots``.
+    Pools of states have only ``least_snapshots`` if memory is short or ``snapshots`` is False.
 
-    Raises ConfigError naming --max-model-len and --kv-cache-memory (and --max-num-seqs, where slots have
-    states), with values that would work, unless every kind can hold one sequence of ``max_model_len``.
+    Raise ConfigError unless every group can hold one sequence of ``max_model_len``. The error names
+    --max-model-len and --kv-cache-memory (and --max-num-seqs if slots have states), with values that work.
     """
     needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
+    # Not enough for one sequence: give up the optional snapshots before the length.
     if num_bytes < needs.fixed + needs.one:
         needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False, rooms)
     usable = num_bytes - needs.fixed
@@ -228,16 +239,17 @@ def pools_for(
 def _too_small(
     num_bytes: int, needed: int, max_model_len: int, longest: int, live: int, scheduler: SchedulerSection
 ) -> ConfigError:
-    """``needed`` bytes for a sequence of ``max_model_len``, ``live`` of them for the states of all slots.
+    """Return the error for too little cache memory, with every change that would help.
 
-    ``longest``: max_model_len that ``num_bytes`` hold, or 0.
+    ``needed``: bytes for one sequence of ``max_model_len``. ``live``: the part of ``needed`` for the states
+    of all slots. ``longest``: the max_model_len that fits into ``num_bytes``, or 0.
     """
     ways = [f"set --kv-cache-memory to at least {show_bytes(needed)}"]
     if longest:
         ways.append(f"--max-model-len to at most {longest}")
     if live:
         slots = scheduler.max_num_seqs * max(scheduler.steps_in_flight, 1)
-        over = -(-(needed - num_bytes) * (slots + 1) // live)  # slots that must go
+        over = -(-(needed - num_bytes) * (slots + 1) // live)  # number of slots to remove
         fewer = (slots - over) // max(scheduler.steps_in_flight, 1)
         ways += [f"--max-num-seqs to at most {fewer}"] if fewer >= 1 else []
     states = ""
@@ -262,9 +274,10 @@ def longest_that_fits(
     copies: int = 1,
     rooms: bool = False,
 ) -> int:
-    """The largest max_model_len up to ``most`` of which ``num_bytes`` hold one sequence; 0 if none does."""
+    """Return the largest max_model_len up to ``most`` for one sequence in ``num_bytes``; 0 if none fits."""
     low = 0
     high = most
+    # Binary search: the need grows with the length.
     while low < high:
         middle = (low + high + 1) // 2
         needed = bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies, rooms=rooms)
@@ -284,13 +297,13 @@ def weight_bytes(
     *,
     packed: bool = False,
 ) -> int:
-    """Bytes of a rank's share of the parameters (an estimate: norms, biases and scales are left out).
+    """Return the estimated bytes of a rank's share of the parameters, without norms, biases and channel
+    scales.
 
-    ``redundant``: further copies of experts that ranks have between them.
-
-    ``quantization`` is of the matrices of layers, experts' included; with any, heads (and tables that are
-    heads as well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are
-    published quantized stay so.
+    ``redundant``: extra copies of experts over all ranks. ``quantization`` applies to the matrices of layers
+    and experts. With any quantization, output heads (and tables used as output heads) have 8 bits; other
+    tables and routers keep their type. ``packed``: True if matrices published in quantized form stay
+    quantized.
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
@@ -306,6 +319,7 @@ def weight_bytes(
         moe = spec.moe
         routing = len(spec.moe.layers)
         matrices += (spec.layers - routing) * dense
+        # Expert parallelism divides whole experts over all ranks; otherwise each expert is divided.
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
         matrices += routing * 3 * spec.hidden * moe.shared
         routed = routing * 3 * spec.hidden * experts * moe.intermediate
@@ -314,6 +328,7 @@ def weight_bytes(
     head = table * (size if quantization == "none" else 1)
     embeddings = head if spec.tied else table * size + head * spec.head
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
+    # Bits per element of the matrices. A checkpoint's own quantization counts only without --quantization.
     bits = expert_bits = _BITS.get(quantization, 8.0 * size)
     if packed and quantization == "none" and spec.quantized is not None:
         bits = spec.quantized.bits or bits
@@ -321,12 +336,15 @@ def weight_bytes(
     return int((matrices * bits + routed * expert_bits) / 8) + routers + embeddings + tower
 
 
-#: Of an element, with its share of scales.
 _BITS = {"int8": 8.0, "w8a8": 8.0, "int4": 4 + 40 / 64, "w4a8": 4 + 40 / 64, "fp8": 8 + 32 / 128}
+"""Bits per element, with the element's share of the scales."""
 
 
 def tower_bytes(vision: VisionSpec, dtype: str) -> int:
-    """Bytes of a vision tower's parameters, which every rank has whole (norms and biases are left out)."""
+    """Return the bytes of a vision tower's parameters, without norms and biases.
+
+    Every rank has the whole tower.
+    """
     joined = vision.hidden * vision.media.merge**2
     blocks = vision.layers * vision.hidden * (4 * vision.hidden + 2 * vision.intermediate)
     mergers = (1 + len(vision.levels)) * joined * (joined + vision.output)
@@ -335,11 +353,12 @@ def tower_bytes(vision: VisionSpec, dtype: str) -> int:
 
 
 def _attention_elements(spec: ModelSpec) -> int:
-    """Of one layer; where layers differ, their mean."""
+    """Return the parameters of one attention layer; the mean if layers differ."""
     mla = spec.mla
     if spec.sparse is not None:
         return _sparse_elements(spec, spec.sparse)
     if mla is None:
+        # Query and output projections, plus the output gate; then keys and values.
         queries = spec.heads * (3 if spec.output_gate else 2)
         return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
     queries = spec.heads * (mla.nope + mla.rope)
@@ -353,6 +372,7 @@ def _attention_elements(spec: ModelSpec) -> int:
 
 
 def _delta_elements(spec: ModelSpec) -> int:
+    """Return the parameters of one delta net layer."""
     delta = spec.delta
     if delta is None:
         return 0
@@ -362,6 +382,7 @@ def _delta_elements(spec: ModelSpec) -> int:
 
 
 def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
+    """Return the mean number of parameters of a sparse attention layer."""
     queries = spec.heads * spec.head_dim
     inputs = sparse.q_lora * (spec.hidden + queries) + spec.hidden * spec.head_dim
     outputs = queries * sparse.o_lora + sparse.o_groups * sparse.o_lora * spec.hidden
@@ -375,7 +396,10 @@ def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
 
 
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
-    """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
+    """Return an upper estimate of the bytes of intermediate results in the largest step.
+
+    The estimate serves the first division of memory, before weights are loaded.
+    """
     tokens = scheduler.max_num_batched_tokens
     wide = spec.intermediate
     if spec.moe is not None:
@@ -386,8 +410,9 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
         inner = max(inner, 4 * heads)
     row = 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
     if spec.hyper is not None:
-        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
+        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)
+    # Four float32 arrays of logits per sampled row.
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     scores = _SCORES if _sparse_row(spec, 1) else 0
@@ -395,12 +420,13 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
 
 
 _SCORES = 2 * (4 << 22)
-"""Bytes of an indexer's scores that are held at a time, and of their growing: for any context."""
+"""Bytes of an indexer's scores in memory at a time, with room for growth; independent of the context."""
 
 
 def _sparse_row(spec: ModelSpec, size: int) -> int:
-    """Elements, of ``size`` bytes, of a token's intermediate results in a layer that chooses what it
-    reads.
+    """Return the elements of a token's intermediate results in a layer with an indexer, 0 without one.
+
+    ``size``: bytes per element.
     """
     if spec.mla is not None and spec.index is not None:
         mla = spec.mla
@@ -412,13 +438,15 @@ def _sparse_row(spec: ModelSpec, size: int) -> int:
 
 
 def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
-    """Bytes of intermediate results while the largest image is encoded, alone, or as many that have
-    ``together`` patches (likewise)."""
+    """Return the bytes of intermediate results while images are encoded.
+
+    The estimate covers the largest image alone, or ``together`` patches if that is more.
+    """
     media = vision.media
     patches = media.max_patches if media.kind == "patches" else media.max_pixels // media.patch**2
     patches = max(patches, together)
     size = DTYPE_BYTES[dtype]
-    pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and cut
+    pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and again cut into patches
     learned = 3 * vision.hidden * max(4, size)
     block = (8 * vision.hidden + 2 * vision.intermediate) * size
     return patches * max(pixels * size, learned, block)

@@ -1,6 +1,4 @@
-"""Names of the model that is served: those that are shown, and those that requests may use beside them; and
-names of the server's instances.
-"""
+"""Names of the served model, of the server's instances and of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +12,11 @@ from weft.config.sections import ModelSection
 
 
 def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
-    """Names of the model, the one reported first. A local folder at ``path`` has its last part as name."""
+    """Return the names of the model. Responses use the first name. The default for a folder is its last path
+    part.
+
+    Raise ConfigError for unprintable names.
+    """
     if model.served_model_name:
         names = model.served_model_name
     elif _is_folder(model, path):
@@ -27,20 +29,19 @@ def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
 
 
 def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
-    """Names that requests may use beside the served ones, and that are never listed: a folder, as it was
-    given.
-    """
+    """Return further names for requests, never listed: the model's folder as given on the command line."""
     return (model.model,) if not model.served_model_name and _is_folder(model, path) else ()
 
 
 def _is_folder(model: ModelSection, path: str) -> bool:
-    """Whether ``--model`` names the folder itself, not a bundled or a hub model that lies there."""
+    """Return True if ``--model`` is the folder itself, False for a bundled or hub model in the folder."""
     return str(Path(model.model).expanduser()) == path
 
 
 def instance_name(config: EngineConfig, replica: int) -> str:
-    """What fronts call a replica: ``1``; in a server of several groups ``decode1`` or, of several replicas of
-    one, ``decode1.0``.
+    """Return the name of a replica for API servers: ``1``.
+
+    In a server of several groups: ``decode1`` or, for a group of several replicas, ``decode1.0``.
     """
     if not config.group:
         return str(replica)
@@ -48,7 +49,7 @@ def instance_name(config: EngineConfig, replica: int) -> str:
 
 
 def process_name(config: EngineConfig, rank: int | None = None) -> str:
-    """What log lines of the replica's head, or of its worker ``rank``, name as their process."""
+    """Return the process name for log lines of the replica's engine, or of worker ``rank``."""
     if not config.group:
         return log.head_name(config.replica, config.parallel.data_parallel_size, rank)
     instance = instance_name(config, config.replica)

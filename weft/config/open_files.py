@@ -1,4 +1,4 @@
-"""How many files a server's processes have open: sockets, pipes and shared memory are files, too."""
+"""Number of open files of a server's processes. Sockets, pipes and shared memory count as files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 
 OF_EACH = 64
-"""Files of a process without peers; an idle one of each kind has 23 to 36."""
+"""Files of a process without peers. An idle process has 23 to 36, depending on the role."""
 OF_PEER = 12
-"""Files for one peer: connections with their pipes and monitors, and memory that is shown."""
+"""Files per peer: connections with pipes and monitors, and shared memory."""
 
 
 def files_needed(groups: Sequence[EngineConfig], front: FrontSection) -> int:
-    """Files that one process of the server may have open: each may have all others as peers."""
+    """Return the maximum number of open files of one process, with all other processes as peers."""
     heads = sum(group.parallel.layout.data for group in groups)
     ranks = sum(group.parallel.layout.ranks for group in groups)
     return OF_EACH + OF_PEER * (heads + ranks + front.fronts + front.spare_processes)
 
 
 def ask_for_files(groups: Sequence[EngineConfig], front: FrontSection) -> None:
-    """Raises this process's limit of open files as far as it may; children inherit the limit.
+    """Raise the limit of open files of this process to the maximum; child processes inherit the limit.
 
-    Raises ConfigError where that is too few: libraries abort without a reason when files run out.
+    Raise ConfigError if the maximum is too low. Without the check, libraries abort without a reason when
+    files run out.
     """
     needed, most = files_needed(groups, front), most_files()
     if most < needed:

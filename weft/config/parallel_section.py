@@ -1,4 +1,4 @@
-"""Settings of how a model lies over ranks; one of the sections (see ``sections``)."""
+"""Settings of the model's layout over ranks; one of the sections (see ``sections``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParallelSection(Section, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> Layout:
-        """These settings as layers and groups see them."""
+        """Layout of the model over ranks, for layers and groups."""
         return Layout(
             tensor=self.tensor_parallel_size,
             data=self.data_parallel_size,
@@ -28,7 +28,7 @@ class ParallelSection(Section, frozen=True, kw_only=True):
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of one host at most."""
+        """Maximum number of ranks on one host."""
         if self.only_host is not None:
             return self.layout.ranks
         return -(-self.layout.ranks // self.nnodes)

@@ -1,7 +1,7 @@
 """From settings to an engine's configuration, in named steps, before anything starts.
 
-Every step checks what it can and raises ConfigError naming the flags at fault and values that would work.
-The result is frozen and holds no device, no open file and no torch.
+Every step runs all checks possible at that point. A failed check raises ConfigError with the flags at fault
+and values that would work. The result is frozen, without device, open file or torch.
 """
 
 from __future__ import annotations
@@ -50,13 +50,17 @@ from weft.gguf.folder import gguf_files
 log = get_logger(__name__)
 
 RANKS_EACH_CORE = 4
-"""Ranks that may share one CPU core; each has a thread of its own, and memory for its part of the model."""
+"""Maximum number of ranks per CPU core.
+
+Each rank has its own thread and its own part of the model in memory.
+"""
 
 
 def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> EngineConfig:
-    """The configuration of one engine. Raises ConfigError; see the steps.
+    """Return the configuration of one engine. Raise ConfigError; see the steps.
 
-    ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
+    In a server of several groups, ``group`` is the group's name and ``host`` describes the other groups on
+    the host.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     check_runs_model(config.front)
@@ -72,6 +76,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_grammar(config.grammar)
     spec = read_spec(config, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
+    # With several groups on the host, the topology checks the cores of all groups together.
     if not host.ranks:
         check_cores(config.parallel, device)
     here = gpus_here(config.parallel, device)
@@ -79,7 +84,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)
     if transfer.role == "encode":
-        speculation = SpeculationSection()  # nothing here makes tokens
+        speculation = SpeculationSection()  # an encode group makes no tokens
         kv = encoder_caches(spec, dtype, config, host)
     else:
         kv = make_caches(spec, dtype, device, msgspec.structs.replace(config, scheduler=scheduler), host)
@@ -108,12 +113,12 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
 
 
 def _prefixes(spec: ModelSpec, role: str) -> tuple[str, ...]:
-    """Beginnings of the names of all tensors that a group of this role loads."""
+    """Return the name prefixes of all tensors that a group of ``role`` loads."""
     return spec.vision.published if role == "encode" and spec.vision is not None else ("",)
 
 
 def read_spec(config: Config, path: str) -> ModelSpec:
-    """The facts of the checkpoint in ``path``, as the group serves it. Raises ConfigError."""
+    """Return the spec of the checkpoint in ``path``, adjusted to the group's settings. Raise ConfigError."""
     model, transfer = config.model, config.transfer
     encodes = transfer.role == "encode"
     read = partial(
@@ -137,13 +142,16 @@ def read_spec(config: Config, path: str) -> ModelSpec:
             param="--take-embeddings",
         )
     spec = check_experts(with_cache_dtype(spec, config.cache), config.parallel)
-    local_spec(spec, check_hosts(config.parallel).layout)  # raises where ranks do not divide it
+    local_spec(spec, check_hosts(config.parallel).layout)  # raises if the ranks do not divide the model
     return spec
 
 
 def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
-    """The spec of a model that loads no tower. ``decodes``: its prompts are prefilled by other groups; then
-    it still counts the positions of their images, where the checkpoint says how."""
+    """Return the spec of a model without vision tower.
+
+    ``decodes``: True for a decode group. Prompts may have images, so a decode group keeps the image positions
+    if the checkpoint describes image positions.
+    """
     if decodes:
         try:
             return read()
@@ -153,18 +161,22 @@ def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
 
 
 def with_depth(scheduler: SchedulerSection, device: str) -> SchedulerSection:
-    """``scheduler`` with steps in flight as set or, by default, by the device."""
+    """Return ``scheduler`` with the number of steps in flight: as set, or the default of ``device``."""
     if scheduler.steps_in_flight:
         return scheduler
-    # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
+    # On a CPU all threads compute, so planning in parallel takes as much time as it saves (docs/adr/0001).
     return msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
 
 
 def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
-    """``spec`` with cache kinds as ``--kv-cache-dtype`` says. Raises ConfigError when it changes none."""
+    """Return ``spec`` with KV cache groups in the type of ``--kv-cache-dtype``.
+
+    Raise ConfigError if none can change.
+    """
     if cache.kv_cache_dtype == "auto":
         return spec
     caches = tuple(
+        # The rotated part of a latent entry keeps the model's dtype.
         msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
         if kind.kind in ("full", "window", "latent") and kind.form in ("gqa", "latent")
         else kind
@@ -179,7 +191,7 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
 
 
 def check_runs_model(front: FrontSection) -> None:
-    """Refuses a script where an engine is resolved: see ``weft.config.scripted``."""
+    """Raise ConfigError if --scripted is set: a scripted server has no engine (``weft.config.scripted``)."""
     if front.scripted is not None:
         raise ConfigError(
             "--scripted plays outputs without a model, and only `weft serve` can: leave it out",
@@ -188,12 +200,17 @@ def check_runs_model(front: FrontSection) -> None:
 
 
 def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection) -> None:
-    """Files that settings name can be opened later; what settings of one section say together."""
+    """Check that all files and folders named by settings can be opened later. Check the front and media
+    sections.
+
+    Raise ConfigError.
+    """
     if front.chat_template is not None and not Path(front.chat_template).is_file():
         raise ConfigError(
             "--chat-template names no file: give the path of a Jinja template", param="--chat-template"
         )
     if runner.trace is not None:
+        # The file need not exist, but its folder must.
         trace = Path(runner.trace)
         if trace.is_dir() or not trace.absolute().parent.is_dir():
             raise ConfigError("--trace must name a file in a folder that exists", param="--trace")
@@ -207,7 +224,10 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
-    """Refuses code and pickles that a checkpoint brings, unless told otherwise, and what is no checkpoint."""
+    """Check that ``path`` is a checkpoint. Refuse code and pickles, unless allowed by the settings.
+
+    Raise ConfigError.
+    """
     refuse_adapter(Path(path))
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
@@ -225,6 +245,7 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
                 )
     if model.load_format == "dummy":
         return
+    # Pickles can run code when loaded, so --load-format auto never reads pickles.
     safe = _has(path, "*.safetensors") or bool(gguf_files(Path(path)))
     pickles = _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth")
     if model.load_format == "pickle":
@@ -247,11 +268,15 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
 
 
 def _has(folder: str, pattern: str) -> bool:
+    """Return True if ``folder`` has a file that matches ``pattern``."""
     return any(Path(folder).glob(pattern))
 
 
 def check_cores(parallel: ParallelSection, device: str) -> None:
-    """Warns of more ranks on this host than CPU cores that compute for them, and refuses far more."""
+    """Warn if this host has more ranks than usable CPU cores.
+
+    Raise ConfigError above ``RANKS_EACH_CORE`` per core.
+    """
     ranks = parallel.ranks_here
     cores = usable_cores()
     if device != "cpu" or ranks <= cores:
@@ -270,7 +295,7 @@ def check_cores(parallel: ParallelSection, device: str) -> None:
 
 
 def choose_device(runner: RunnerSection) -> str:
-    """ "cuda" where asked for or, with ``auto``, where there is a GPU that torch can use; else "cpu"."""
+    """Return "cuda" or "cpu". With ``auto``: "cuda" if torch can use a GPU. Raise ConfigError."""
     if runner.device == "cpu":
         return "cpu"
     if devices.gpu_memory() is not None:
@@ -282,7 +307,7 @@ def choose_device(runner: RunnerSection) -> str:
 
 
 def check_ngram(speculation: SpeculationSection) -> None:
-    """Lengths that contradict each other."""
+    """Raise ConfigError if the minimum n-gram length exceeds the maximum."""
     if speculation.ngram_min_length > speculation.ngram_max_length:
         raise ConfigError(
             f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
@@ -292,7 +317,7 @@ def check_ngram(speculation: SpeculationSection) -> None:
 
 
 def check_grammar(grammar: GrammarSection) -> None:
-    """Raises ConfigError for a backend that is not installed."""
+    """Raise ConfigError if the grammar backend is not installed."""
     if grammar.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError(
             "--grammar-backend xgrammar needs the package xgrammar; install weft[xgrammar]",
@@ -301,7 +326,10 @@ def check_grammar(grammar: GrammarSection) -> None:
 
 
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
-    """The type of weights and cache: as asked, the checkpoint's, or float32 for a bundled model on a CPU."""
+    """Return the type of weights and cache: as set, or the checkpoint's type.
+
+    Bundled models use float32 on a CPU by default.
+    """
     if model.dtype != "auto":
         return model.dtype
     return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype

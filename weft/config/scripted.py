@@ -1,5 +1,6 @@
-"""The configuration of a server without a model, whose heads play a script: of a checkpoint only its
-configuration, its tokenizer and its template are read.
+"""Configuration of a server without a model: the engines play a script.
+
+Only configuration, tokenizer and template of the checkpoint are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.config.sections import Config
 
 
 def resolve_scripted(config: Config) -> EngineConfig:
-    """The configuration of ``--scripted``. Raises ConfigError naming flags that need a model."""
+    """Return the configuration for ``--scripted``. Raise ConfigError with flags that need a model."""
     scripted = config.front.scripted
     assert scripted is not None, "the caller asked for a script"
     _check_flags(config)
@@ -32,7 +33,7 @@ def resolve_scripted(config: Config) -> EngineConfig:
     spec = load_spec(
         path, trust_remote_code=model.trust_remote_code, language_model_only=model.language_model_only
     )
-    if model.tokenizer is not None:  # its ids are not those of the model's own ends
+    if model.tokenizer is not None:  # another tokenizer has other end ids
         spec = msgspec.structs.replace(spec, eos_ids=())
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     return EngineConfig(
@@ -61,7 +62,7 @@ def resolve_scripted(config: Config) -> EngineConfig:
 
 
 def _check_flags(config: Config) -> None:
-    """Refuses what only a model has."""
+    """Raise ConfigError for flags that need a model."""
     parallel, transfer = config.parallel, config.transfer
     given = {
         f"--tensor-parallel-size {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,

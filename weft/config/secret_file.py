@@ -1,5 +1,6 @@
-"""Files that hold secrets: that of ``--group-secret``, whose content lets a process join the groups of a
-server, and configuration files with API keys.
+"""Files with secrets: the file of ``--group-secret``, and configuration files with API keys.
+
+A process with the group secret can join the groups of a server.
 """
 
 from __future__ import annotations
@@ -23,26 +24,29 @@ _MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, the same on a
 
 
 def check_secrets(groups: Iterable[EngineConfig]) -> None:
-    """Reads the secret of each group that needs one, before anything starts. Raises ConfigError."""
+    """Read the secret of each group that needs a secret, before anything starts. Raise ConfigError."""
     for group in groups:
         if needs_secret(group.parallel, group.transfer):
             check_secret(read_secret(group.parallel.group_secret))
 
 
 def needs_secret(parallel: ParallelSection, transfer: TransferSection) -> bool:
-    """True for a group that speaks to others, or within itself, over TCP."""
+    """Return True for a group that spans hosts, or exchanges caches with other groups over TCP."""
     moves = transfer.role != "unified" or transfer.take_embeddings
     return parallel.nnodes > 1 or (moves and transfer.transfer == "tcp")
 
 
 def check_secret(secret: bytes) -> None:
-    """Raises ConfigError for one that is too short."""
+    """Raise ConfigError for a short secret."""
     if len(secret) < LEAST_BYTES:
         raise ConfigError(f"{_FLAG}: the file must hold at least {LEAST_BYTES} bytes: {_MAKE}", param=_FLAG)
 
 
 def read_secret(file: str | None) -> bytes:
-    """The secret in ``file``, of any length. Raises ConfigError: no file, or one that others can read."""
+    """Return the secret in ``file``, of any length.
+
+    Raise ConfigError for a missing file, or a file with access for other users.
+    """
     if file is None:
         raise ConfigError(
             f"--transfer tcp needs {_FLAG} FILE, which all groups share: caches go to nobody else; {_MAKE}",
@@ -65,8 +69,10 @@ def read_secret(file: str | None) -> bytes:
 
 
 def warn_of_readable_keys(file: str | Path | None) -> None:
-    """Logs a warning where a configuration or topology file holds keys and other users can read or change
-    the file. Raises ConfigError when the file can't be read."""
+    """Log a warning if a configuration or topology file with keys is readable or writable by other users.
+
+    Raise ConfigError if the file cannot be read.
+    """
     if file is None or not _opened(Path(file).stat().st_mode):
         return
     loaded = load_yaml(file, Path(file).name, "--config")
@@ -81,5 +87,5 @@ def warn_of_readable_keys(file: str | Path | None) -> None:
 
 
 def _opened(mode: int) -> bool:
-    """Whether others than the owner may do anything with a file of this mode."""
+    """Return True if users other than the owner have any access under ``mode``."""
     return bool(mode & (stat.S_IRWXG | stat.S_IRWXO))

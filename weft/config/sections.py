@@ -1,7 +1,8 @@
-"""Every setting, by subsystem. A field named ``max_num_seqs`` is the flag ``--max-num-seqs``, the keyword
-``max_num_seqs`` of ``LLM`` and the YAML key ``max-num-seqs``. Names are unique over all sections.
+"""Every setting, by subsystem.
 
-Components get their section, never the whole.
+A field named ``max_num_seqs`` is the flag ``--max-num-seqs``, the keyword ``max_num_seqs`` of ``LLM`` and the
+YAML key ``max-num-seqs``. Names are unique over all sections. A component gets its section, never the whole
+``Config``.
 """
 
 from __future__ import annotations
@@ -177,7 +178,10 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
 
 
 class SpeculationSection(Section, frozen=True, kw_only=True):
-    """Drafts of tokens to come, verified in one step with the token before them. No token depends on it."""
+    """Drafts of tokens to come, verified in one step with the token before them.
+
+    Drafts never change the output.
+    """
 
     speculative_method: Annotated[
         Literal["none", "mtp", "ngram"],
@@ -202,7 +206,7 @@ class SpeculationSection(Section, frozen=True, kw_only=True):
 
     @property
     def drafts(self) -> int:
-        """Drafts of one sequence in one step at most; 0 without speculation."""
+        """Maximum number of drafts per sequence and step; 0 without speculation."""
         return 0 if self.speculative_method == "none" else self.num_speculative_tokens
 
 
@@ -372,7 +376,7 @@ class GrammarSection(Section, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All sections. Only process entry points see this."""
+    """All sections. Only entry points of processes use the whole ``Config``."""
 
     model: ModelSection = ModelSection()
     cache: CacheSection = CacheSection()
@@ -387,7 +391,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def title(section: str) -> str:
-    """Heading of a section in lists of flags: ``Cache (the KV cache)``, from its docstring."""
+    """Return the heading of a section for lists of flags: ``Cache (the KV cache)``.
+
+    The text comes from the first sentence of the section's docstring.
+    """
     about = (type(getattr(Config(), section)).__doc__ or "").partition(".")[0]
     name = "Server" if section == "front" else section.capitalize()
     return f"{name} ({about[:1].lower()}{about[1:]})"

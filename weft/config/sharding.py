@@ -1,9 +1,10 @@
-"""What of a model one rank has: shares of heads and of sizes, and the model as its caches see it.
+"""A rank's share of the model: shares of heads and sizes, and the model spec of one rank.
 
-Heads, and with them everything that is made of heads, are divided in order of ranks. Fewer KV heads than
-ranks are copied: rank r has head ``r * kv_heads // ranks``. Intermediate sizes are divided evenly, the
-vocabulary in shares of which the last ones may be short or empty. Latents, compressed entries and indexers
-are whole on every rank. A ``ModelSpec`` is of the whole model, but for what ``local_spec`` returns.
+Heads, and all sizes made of heads, are divided in rank order. If there are fewer KV heads than ranks, heads
+are replicated: rank r has head ``r * kv_heads // ranks``. Intermediate sizes are divided evenly. The
+vocabulary is divided in equal shares; the last shares may be short or empty. Latents, compressed entries and
+indexers are whole on every rank. A ``ModelSpec`` describes the whole model, except for the result of
+``local_spec``.
 """
 
 from __future__ import annotations
@@ -16,35 +17,42 @@ from weft.types.layout import Layout
 
 
 def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(begin, end) of what rank ``rank`` of ``ranks`` has of ``size`` things; for any numbers, in order."""
+    """Return (begin, end) of the share of rank ``rank`` in ``size`` items.
+
+    The last shares may be short or empty.
+    """
     each = -(-size // ranks)
     return min(rank * each, size), min((rank + 1) * each, size)
 
 
 def balanced_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(begin, end) of what rank ``rank`` has of ``size`` things: no two ranks differ by more than one, and
-    the first ones have the remainder."""
+    """Return (begin, end) of the share of rank ``rank`` in ``size`` items. Shares differ by at most 1.
+
+    The first ranks have the larger shares.
+    """
     each, left = divmod(size, ranks)
     begin = rank * each + min(rank, left)
     return begin, begin + each + (rank < left)
 
 
 def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """A rank's share of KV heads, of which every rank has at least one."""
+    """Return (begin, end) of a rank's KV heads: at least one head per rank."""
     if heads >= ranks:
         return share(heads, rank, ranks)
+    # Fewer heads than ranks: ranks // heads neighbouring ranks share a replicated head.
     head = rank * heads // ranks
     return head, head + 1
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raises ConfigError that names --tensor-parallel-size, and what of ``spec`` it does not divide."""
+    """Raise ConfigError with --tensor-parallel-size if the ranks do not divide all sizes of ``spec``."""
     ranks = layout.tensor
     problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
     kv = spec.kv_heads
     if _has_kv_heads(spec) and kv % ranks and ranks % kv:
         problems.append(f"{kv} KV heads (nor do they divide it)")
     if problems:
+        # The error lists smaller sizes that would work.
         works = [n for n in range(1, ranks) if _fits(spec, layout, n)]
         raise ConfigError(
             f"--tensor-parallel-size {ranks} does not divide the model's {' and '.join(problems)}; "
@@ -54,16 +62,18 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _fits(spec: ModelSpec, layout: Layout, ranks: int) -> bool:
+    """Return True if ``ranks`` ranks divide the model evenly."""
     kv = not _has_kv_heads(spec) or spec.kv_heads % ranks == 0 or ranks % spec.kv_heads == 0
     return kv and all(size % ranks == 0 for _, size in _divided(spec, layout))
 
 
 def _has_kv_heads(spec: ModelSpec) -> bool:
+    """Return True if any KV cache group stores KV heads."""
     return any(cache.kv_heads for cache in spec.caches)
 
 
 def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
-    """What is divided evenly: names and sizes."""
+    """Return (name, size) of everything that must be divided evenly."""
     found = [("attention heads", spec.heads)]
     if spec.delta is not None:
         found += [("delta net key heads", spec.delta.k_heads), ("delta net value heads", spec.delta.v_heads)]
@@ -79,10 +89,11 @@ def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
 
 
 def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
-    """The model as one rank, whichever, computes it: heads, sizes and caches of a share of ``layout.tensor``.
+    """Return the model spec of one rank: heads, sizes and caches of a share of ``layout.tensor``. Ranks are
+    alike.
 
-    Vocabulary, experts and everything that is whole on every rank stay as they are; so do the experts' sizes
-    with ``layout.expert``. Raises ConfigError, see ``check``.
+    Vocabulary, experts and everything that is whole on every rank stay unchanged, and so do expert sizes with
+    ``layout.expert``. Raise ConfigError: see ``check``.
     """
     check(spec, layout)
     ranks = layout.tensor
@@ -91,6 +102,7 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     moe = spec.moe
     delta = spec.delta
     sparse = spec.sparse
+    # Without expert parallelism every rank has a slice of each expert.
     if moe is not None and not layout.expert:
         moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
     if delta is not None:
@@ -110,7 +122,8 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def _local_cache(cache: CacheSpec, ranks: int) -> CacheSpec:
-    """Every part of a state is made of heads, which its first dim counts."""
+    """Return the KV cache group of one rank."""
+    # The first dim of every part of a state counts heads.
     parts = tuple(
         msgspec.structs.replace(part, shape=(part.shape[0] // ranks, *part.shape[1:])) for part in cache.parts
     )

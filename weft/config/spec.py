@@ -1,4 +1,4 @@
-"""What a model is, as data: the facts that layers, caches and the scheduler need of a checkpoint's config."""
+"""Model specs: the properties of a checkpoint that layers, caches and the scheduler need, as data."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding, every scaling form that the families' configs allow (names as in config.json)."""
+    """Rotary embedding, with every scaling method of the families' configs (names as in config.json)."""
 
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     theta: float = 10000.0
     dim: int
-    """Rotated dims of a head; the rest pass through."""
+    """Rotated dims per head; the remaining dims are not rotated."""
     factor: float = 1.0
     original_max_position: int = 0
-    """Context the base frequencies were trained for (dynamic, llama3, yarn)."""
+    """Context length of the training with unscaled frequencies (dynamic, llama3, yarn)."""
     max_position: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -32,14 +32,18 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float | None = None
     truncate: bool = True
     sections: tuple[int, int, int] | None = None
-    """Of models that see images: how many pairs of dims turn by a token's frame, row and column; see
-    ``weft.layers.rope.axes``. None: all turn by its position."""
+    """Models with images: number of dim pairs per axis, rotated by the frame, row and column of a token; see
+    ``weft.layers.rope.axes``. None: all pairs rotate by the position.
+    """
     interleaved: bool = True
-    """Whether the sections' pairs take turns (Qwen3-VL), or lie one section after another (Qwen2-VL)."""
+    """True if the pairs of the sections alternate (Qwen3-VL).
+
+    False if the sections are contiguous (Qwen2-VL).
+    """
 
     @property
     def temperature(self) -> float:
-        """The factor of cos and sin that yarn computes from ``factor``; 1 for other kinds.
+        """Factor for cos and sin in yarn, computed from ``factor``; 1 for other kinds.
 
         Source: YaRN, arXiv 2309.00071, section 3.4.
         """
@@ -50,6 +54,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self._scaled(1.0)
 
     def _scaled(self, mscale: float) -> float:
+        """Return the yarn factor for ``mscale``."""
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
@@ -60,72 +65,75 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     intermediate: int
     renormalize: bool
-    """Whether the chosen experts' weights are scaled to sum to 1."""
+    """True if the weights of the chosen experts are scaled to sum to 1."""
     layers: tuple[int, ...]
-    """Layers that route; the others are dense."""
+    """Layers with routed experts; the other layers are dense."""
     scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """From router logits to scores."""
+    """Function from router logits to scores."""
     correction: bool = False
-    """Whether experts are chosen by score + a trained bias, and weighted by the score alone."""
+    """True if a trained bias is added to the scores for the choice of experts.
+
+    Weights never include the bias.
+    """
     groups: int = 1
     top_groups: int = 1
-    """Experts are chosen from the best ``top_groups`` of ``groups`` equal groups."""
+    """Number of groups, out of ``groups`` equal groups, from which experts are chosen."""
     group_rule: Literal["max", "top2"] = "max"
-    """A group's score: its best expert's, or the sum of its best two."""
+    """Score of a group: the best expert's score (max), or the sum of the best two (top2)."""
     scale: float = 1.0
-    """Of the weights, at the end."""
+    """Final factor of the expert weights."""
     shared: int = 0
-    """Width of the shared experts together, which see every token; 0 for none."""
+    """Total width of the shared experts, applied to every token; 0 for none."""
     shared_gate: bool = False
-    """Whether a sigmoid gate weighs the shared experts' output."""
+    """True if a sigmoid gate scales the output of the shared experts."""
     limit: float = 0.0
     """Clamp of the gate (from above) and of the other half (both sides); 0 for none."""
     alpha: float = 0.0
-    """Above 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
+    """If greater than 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
     bias: bool = False
-    """Whether router and experts have biases."""
+    """True if router and experts have biases."""
     hash_layers: tuple[int, ...] = ()
-    """Routing layers whose experts follow from the token id, by a table."""
+    """Routing layers that choose experts by a table of token ids."""
 
 
 class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     """Latent attention. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1."""
 
     q_lora: int | None
-    """Rank of the queries' projection; None: one full matrix."""
+    """Rank of the query projection; None for one full matrix."""
     kv_lora: int
-    """Elements of the latent that keys and values are made from."""
+    """Elements of the latent from which keys and values are computed."""
     nope: int
-    """Dims of a head's query and key without position."""
+    """Dims per head of query and key without position."""
     rope: int
-    """Rotated dims, of a key that all heads share."""
+    """Rotated dims; all heads share one rotated key."""
     v: int
-    """Dims of a head's value."""
+    """Dims per head of the value."""
     scale: float
-    """Of the scores."""
+    """Factor of the attention scores."""
     interleaved: bool = True
-    """Whether rotated pairs are neighbours (2 i, 2 i + 1), not halves (i, i + rope / 2)."""
+    """True if rotated pairs are neighbours (2 i, 2 i + 1), False if pairs are (i, i + rope / 2)."""
     bias: bool = False
-    """Of the projections from the hidden size: to the queries' rank, and to latent and key."""
+    """True if the projections from the hidden size (query rank, latent and key) have a bias."""
     norm_eps: float = 1e-6
-    """Of the norms of queries' rank and latent."""
+    """Epsilon of the norms of the query rank and the latent."""
 
 
 class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An indexer that chooses the positions that latent attention reads.
+    """An indexer: chooses the positions that latent attention reads.
 
-    Its keys are the last ``dim`` elements of the entries of layers that have one. Source: DeepSeek-V3.2
-    (2025), section 2.
+    In layers with an indexer, the index keys are the last ``dim`` elements of the cache entries. Source:
+    DeepSeek-V3.2 (2025), section 2.
     """
 
     layers: tuple[int, ...]
-    """Layers that have their own; the others take what the last one before them chose."""
+    """Layers with an indexer. Other layers reuse the choice of the nearest indexer layer before."""
     heads: int
     dim: int
     top: int
-    """Positions that a token chooses."""
+    """Number of positions chosen per token."""
     interleaved: bool
-    """As in ``MLASpec``, of the indexer's queries and keys, whose first dims are rotated."""
+    """Pair order as in ``MLASpec``, for the indexer's queries and keys. The first dims are rotated."""
 
 
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,28 +149,28 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention to a window of entries and, further back, to one entry for each group of positions.
+    """Attention to a window of single entries and, further back, to one entry per group of positions.
 
     Keys and values are one entry, shared by all heads. Source: DeepSeek-V4, sections 2.2 and 2.3.
     """
 
     types: tuple[Literal["window", "chosen", "all"], ...]
-    """What each layer sees of groups: nothing, those that its indexer chooses, or all."""
+    """Visible groups per layer: none (window), the indexer's choice (chosen), or all."""
     window: int
     chosen_ratio: int
-    """Positions of a group, in layers that choose; their groups overlap: an entry is made of two."""
+    """Positions per group in layers of type chosen. Groups overlap: an entry combines two groups."""
     all_ratio: int
-    """Likewise in layers that see all."""
+    """Positions per group in layers of type all."""
     q_lora: int
     o_groups: int
-    """Groups of heads, each with a low-rank output projection of its own."""
+    """Groups of heads, each with a separate low-rank output projection."""
     o_lora: int
     index_heads: int
     index_dim: int
     index_top: int
-    """Groups that a token chooses."""
+    """Number of groups chosen per token."""
     group_rope: RopeSpec
-    """Of layers with groups; those without have the model's."""
+    """Rotary embedding of layers with groups. Other layers use the model's rotary embedding."""
 
 
 class HyperSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,67 +178,71 @@ class HyperSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     streams: int
     iterations: int
-    """Of the normalization of rows and columns (Sinkhorn and Knopp)."""
+    """Iterations of the normalization of rows and columns (Sinkhorn and Knopp)."""
     eps: float
 
 
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of what a recurrent layer keeps of a sequence, whatever its length."""
+    """One tensor of a recurrent layer's state of a sequence. The size does not depend on the length."""
 
     name: str
     shape: tuple[int, ...]
     wide: bool
-    """In float32 (float64 in a float64 model); else in the model's dtype."""
+    """True for float32 (float64 in a float64 model), False for the model's dtype."""
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One cache kind of a model: layers that share one block table and one pool. A layer may be in several.
+    """One KV cache group of a model: layers with one block table and one pool. A layer may be in several
+    groups.
 
-    full, window    entries of one key and one value for each KV head: ``kv_heads``, ``head_dim``
-    latent          entries of ``width`` elements
-    compressed      entries of ``width`` elements, one for every ``ratio`` positions
-    state           no entries: ``parts`` for each sequence; blocks hold copies of them, for prefix hits
+        full, window    entries of one key and one value per KV head: ``kv_heads``, ``head_dim``
+        latent          entries of ``width`` elements
+        compressed      entries of ``width`` elements, one per ``ratio`` positions
+        state           no entries: ``parts`` per sequence; blocks hold copies (snapshots) for prefix hits
     """
 
     kind: Literal["full", "window", "latent", "compressed", "state"]
     layers: tuple[int, ...]
     window: int = 0
-    """A token at position p reads positions p - window + 1 .. p; 0 for all before it."""
+    """A token at position p reads positions p - window + 1 .. p; 0: all positions up to p."""
     kv_heads: int = 0
     head_dim: int = 0
     width: int = 0
     ratio: int = 1
     parts: tuple[StatePart, ...] = ()
     form: str = "gqa"
-    """The form of core attention that reads it; "" where none prepares for it."""
+    """Form of core attention that reads the group; "" if no attention backend prepares for the group."""
     fp8: bool = False
-    """full, window, latent: values in 8 bits (E4M3), and a float32 scale for each entry of a KV head (or for
-    each latent entry)."""
+    """full, window, latent: True for 8-bit values (E4M3).
+
+    A float32 scale belongs to each entry of a KV head, or to each latent entry.
+    """
     exact: int = 0
-    """Elements at the end of a latent entry that keep the model's dtype all the same."""
+    """Number of elements in the model's dtype, at the end of an 8-bit latent entry."""
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """In whose layout a checkpoint's weights are quantized. Bits and groups are read off the tensors."""
+    """Layout of a checkpoint's quantized weights. The loader reads bits and group sizes off the tensors."""
 
     method: str
-    """As config.json names it: fp8, mxfp4, awq, gptq, compressed-tensors, modelopt."""
+    """Method as named in config.json: fp8, mxfp4, awq, gptq, compressed-tensors, modelopt."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share one scale, where it says so."""
+    """Rows and columns that share one scale, if stated."""
     zero_offset: int = 0
-    """What is added to a stored zero point."""
+    """Number to add to a stored zero point."""
     bits: float | None = None
-    """Of an element of a matrix that stays packed, scales included: about, for the plan of memory. None where
-    the configuration does not say."""
+    """Approximate bits per element of a packed matrix, with scales, for the memory plan. None if the
+    configuration does not state the bits.
+    """
     expert_bits: float | None = None
-    """The same for matrices of routed experts, where the configuration says others; None: as ``bits``."""
+    """Approximate bits per element of routed experts, if stated separately; None: see ``bits``."""
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A vision tower: from the patches of an image to rows of the text model's hidden size.
 
-    qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not see each other
-    moonvit    Kimi K2.5, arXiv 2602.02276; frames see each other, and become one by their mean
+    qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not attend to each other
+    moonvit    Kimi K2.5, arXiv 2602.02276; frames attend to each other, and are averaged into one
     """
 
     kind: Literal["qwen3_vl", "moonvit"]
@@ -242,20 +254,21 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     output: int
     """Hidden size of the text model."""
     side: int
-    """Rows, and columns, of the table of learned positions, which is interpolated."""
+    """Rows, and columns, of the table of learned positions. The table is interpolated."""
     frames: int = 1
-    """Frames at most (moonvit)."""
+    """Maximum number of frames (moonvit)."""
     levels: tuple[int, ...] = ()
-    """Layers behind which further embeddings are taken; the text model adds them to its stream behind its
-    layers 0, 1, .. (deepstack, arXiv 2406.04334)."""
+    """Layers with additional output embeddings (deepstack, arXiv 2406.04334). The text model adds the
+    embeddings to the residual stream after layers 0, 1, ..
+    """
     theta: float = 10000.0
     norm_eps: float = 1e-6
-    """Of the norm before the last two matrices; those of layers are the kind's."""
+    """Epsilon of the norm before the last two matrices. The epsilon of the layers follows from the kind."""
     media: MediaFacts
 
     @property
     def published(self) -> tuple[str, ...]:
-        """What the names of the tower's tensors in a checkpoint begin with, and no others."""
+        """Name prefixes of the tower's tensors in a checkpoint. No other tensor has these prefixes."""
         return {"qwen3_vl": ("model.visual.",), "moonvit": ("vision_tower.", "mm_projector.")}[self.kind]
 
 
@@ -263,9 +276,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
     family: str
-    """Name of the package below ``models/`` that builds it."""
+    """Name of the package below ``models/`` that builds the model."""
     architecture: str
-    """As config.json names it, e.g. ``Qwen3MoeForCausalLM``."""
+    """Architecture as named in config.json, e.g. ``Qwen3MoeForCausalLM``."""
     vocab_size: int
     hidden: int
     layers: int
@@ -277,21 +290,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float = 1e-6
     rope: RopeSpec
     tied: bool = False
-    """Whether the output head is the embedding."""
+    """True if the output head shares the embedding table."""
     head: bool = True
     """False for a checkpoint without an output head: an embedding model, which generates no tokens."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over head_dim of queries and keys before rope."""
+    """True for RMSNorm over head_dim of queries and keys before rope."""
     centred_norms: bool = False
-    """RMSNorm weights are published as their difference from 1, and kept wide: rounded to bf16 near 1 they
-    would lose what they were trained to."""
+    """True if RMSNorm weights are published as the difference from 1. The weights stay in a wide type:
+    rounding to bf16 near 1 would lose trained precision.
+    """
     output_gate: bool = False
-    """Whether attention's output is multiplied by the sigmoid of a projection of its input."""
+    """True if attention output is multiplied by the sigmoid of a projection of the attention input."""
     sinks: bool = False
-    """Whether each head has a score that takes part in every softmax and has no value."""
+    """True if each head has an attention sink: a score without value in every softmax."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     index: IndexSpec | None = None
@@ -299,25 +313,28 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None
     mtp_layers: int = 0
-    """Modules that predict the token after the next; they are layers ``layers`` .. of the caches."""
+    """Modules that predict the token after the next token.
+
+    In the caches these modules are layers ``layers`` and up.
+    """
     caches: tuple[CacheSpec, ...]
-    """Every layer belongs to at least one."""
+    """KV cache groups. Every layer belongs to at least one group."""
     max_position: int
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     dtype: str = "bfloat16"
-    """What the checkpoint was saved in."""
+    """Type of the checkpoint's weights."""
     quantized: QuantizedSpec | None = None
-    """How its weights are quantized; None: not at all."""
+    """Layout of the quantized weights; None for plain weights."""
     vision: VisionSpec | None = None
-    """The tower beside it; None: it reads text alone."""
+    """Vision tower; None for a text-only model."""
 
     def cache_of(self, layer: int) -> int:
-        """Number of the first cache kind that ``layer`` belongs to."""
+        """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""
         return self.caches_of(layer)[0]
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
-        """Numbers of the cache kinds that ``layer`` belongs to. Raises KeyError when there are none."""
+        """Return the numbers of the KV cache groups of ``layer``. Raise KeyError if there is none."""
         result = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
         if not result:
             raise KeyError(layer)
@@ -325,15 +342,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms of core attention that the model needs, in the order of its cache kinds."""
+        """Forms of core attention that the model needs, in the order of the KV cache groups."""
         return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))
 
 
 def keep_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
-    """``spec`` with no more than ``modules`` of its modules that predict further tokens, and their caches."""
+    """Return ``spec`` with at most ``modules`` modules that predict further tokens, and matching caches."""
     if spec.mtp_layers <= modules:
         return spec
     end = spec.layers + modules
+    # Modules are numbered after the layers, so cutting all lists at ``end`` removes the rest.
     kept = [
         msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < end))
         for cache in spec.caches

@@ -1,4 +1,4 @@
-"""Topologies: the groups of a server, each with a role and settings of its own, and what all have in common.
+"""Topologies: the groups of a server, each with a role and settings, plus settings common to all groups.
 
 A topology is a YAML file, or the short form ``weft serve --prefill P --decode D``:
 
@@ -8,10 +8,11 @@ A topology is a YAML file, or the short form ``weft serve --prefill P --decode D
       - {role: prefill, tp: 2}   # any flag of an engine, for this group
       - {role: decode, count: 2} # decode0 and decode1
 
-Where groups encode images (the role encode), those that compute prompts take the embeddings from them, and
-none but them loads the vision tower unless the file says so (``language-model-only: false``).
+If the file has groups with the role encode, prefill and unified groups take image embeddings from these
+groups. Then only encode groups load the vision tower, unless the file states otherwise
+(``language-model-only: false``).
 
-All of it is checked, and every group resolved, before anything starts.
+The whole topology is checked, and every group resolved, before anything starts.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ MOST_GROUPS = 1024
 ROLES: tuple[str, ...] = get_args(Role)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 _OWN_KEYS = ("role", "count", "name")
-"""Keys of a group that are no flags, and its role."""
+"""Keys of a group besides the flags."""
 _NOT_IN_FILES = ("prefill", "decode", "encode", "node_rank")
 _OF_ALL = tuple(
     name
     for name in TransferSection.__struct_fields__
     if name not in ("role", "decode_watermark", "take_embeddings", "shard_embeddings")
 )
-"""Flags that the groups of a server have alike: what fronts, or both ends of a transfer, go by."""
+"""Flags with the same value in all groups of a server.
+
+API servers, or both ends of a transfer, depend on them.
+"""
 _OF_EXPERTS = ("enable_expert_parallel", "redundant_experts", "eplb_interval")
 _NO_EXPERTS = {name: getattr(ParallelSection(), name) for name in _OF_EXPERTS}
 _ONE_MODEL = tuple(
@@ -58,25 +62,27 @@ _ONE_MODEL = tuple(
 
 
 class GroupSettings(NamedTuple):
-    """One group, not resolved yet. Its role is ``config.transfer.role``."""
+    """Unresolved settings of one group. The role is ``config.transfer.role``."""
 
     name: str
     config: Config
 
 
 class Topology(NamedTuple):
-    """The settings of a server."""
+    """Unresolved settings of a server."""
 
     front: FrontSection
     groups: tuple[GroupSettings, ...]
 
 
 def short_form(config: Config, towers: bool = False) -> Topology | None:
-    """The topology of ``weft serve --prefill P --decode D --encode E``; None for one group, and where only
-    one of P and D is given: ``resolve`` refuses that. With E alone one unified group computes. ``towers``:
-    groups that compute prompts load the vision tower, too, whatever others encode.
+    """Return the topology of ``weft serve --prefill P --decode D --encode E``.
 
-    Raises ConfigError when ``--role`` is given.
+    With E alone, the topology has one unified group besides the encode groups. Return None for a server of
+    one group. Return None also if only one of P and D is given: ``resolve`` refuses that combination.
+    ``towers``: True if prefill and unified groups load the vision tower despite encode groups.
+
+    Raise ConfigError if ``--role`` is given.
     """
     section = config.transfer
     if section.role != "unified":
@@ -93,15 +99,16 @@ def short_form(config: Config, towers: bool = False) -> Topology | None:
         one = _with_role(config, role)
         if section.encode:
             one = _with_images(one, tower=role == "encode" or (towers and role != "decode"))
+        # Names count within a role: prefill0, prefill1, decode0, ..
         groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
 
 def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> Topology:
-    """The topology of a YAML file. ``front``: field name to value, over those of the file.
+    """Return the topology of a YAML file. ``front``: field values that override the file's front settings.
 
-    Raises ConfigError naming the file and the key when the file can't be read, a key is unknown, given twice
-    or in a wrong place, or a value is wrong.
+    Raise ConfigError with the file and the key if the file cannot be read, a key is unknown, duplicate or
+    misplaced, or a value is wrong.
     """
     name = Path(path).name
     loaded = load_yaml(path, name, "FILE")
@@ -112,6 +119,7 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     defaults = parse_values(common, name, "FILE")
     groups: list[GroupSettings] = []
     numbers = dict.fromkeys(ROLES, 0)
+    # Known before the first group: the settings of all groups depend on encode groups anywhere in the file.
     encodes = any(isinstance(entry, dict) and entry.get("role") == "encode" for entry in loaded["groups"])
     for number, entry in enumerate(loaded["groups"]):
         groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers, encodes)
@@ -126,8 +134,11 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
 def _groups(
     entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int], encodes: bool
 ) -> list[GroupSettings]:
-    """Those of one entry. ``numbers``: how many of each role came before. ``encodes``: whether there are some
-    with the role encode."""
+    """Return the groups of one entry. Raise ConfigError.
+
+    ``numbers``: number of earlier groups per role; updated. ``encodes``: True if the server has encode
+    groups.
+    """
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be a mapping, e.g. {{role: decode, count: 2}}")
     role = SETTINGS["role"].parse(entry.get("role", "unified"), f"{where}: role")
@@ -139,6 +150,8 @@ def _groups(
     own = parse_values(settings, where, "FILE")
     config = _with_role(from_values({**defaults, **own}), role)
     if encodes:
+        # A common language-model-only applies to the other groups; an encode group always has the tower
+        # unless its own entry says otherwise.
         said = own if role == "encode" else {**defaults, **own}
         config = _with_images(config, not said.get("language_model_only", role != "encode"), own)
     name = entry.get("name")
@@ -152,13 +165,14 @@ def _groups(
 
 
 def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
-    """``others``: keys that may stand beside flags there."""
+    """Raise ConfigError for unknown or misplaced keys. ``others``: valid keys besides flags."""
     for key in map(str, given):
         field = field_of(key)
         setting = SETTINGS.get(field)
         if setting is None:
             known = [*others, *(one.key for one in SETTINGS.values() if one.section != "front")]
             raise ConfigError(f"{where}: unknown key {key!r}.{suggest(field.replace('_', '-'), known)}")
+        # The key is a known flag. The remaining checks find flags in the wrong place.
         if setting.section == "front":
             raise ConfigError(f"{where}: {key!r} is the server's: write it under front")
         if field in _NOT_IN_FILES:
@@ -169,6 +183,7 @@ def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...])
 
 
 def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
+    """Return the server settings under ``front``, overridden by ``flags``. Raise ConfigError."""
     where = f"{name}: front"
     if given is not None and not isinstance(given, dict):
         raise ConfigError(f"{where} must be a mapping, e.g. {{port: 8000}}")
@@ -181,16 +196,20 @@ def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
 
 
 def _with_role(config: Config, role: str) -> Config:
+    """Return ``config`` with ``role`` and without numbers of groups."""
     transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0, encode=0)
     return msgspec.structs.replace(config, transfer=transfer)
 
 
 def _with_images(config: Config, tower: bool, own: Collection[str] = ()) -> Config:
-    """A group of a server with some that encode images. ``tower``: whether it encodes some itself; ``own``:
-    settings that are its own, and not those of all groups."""
+    """Return the settings of a group in a server with encode groups.
+
+    ``tower``: True if the group encodes images. ``own``: fields set by the group's own entry.
+    """
     takes = config.transfer.role in ("prefill", "unified")
     parallel = config.parallel
-    if config.transfer.role == "encode":  # what the others do with experts is not meant for it
+    # Common settings of experts do not apply to an encode group.
+    if config.transfer.role == "encode":
         none = {name: value for name, value in _NO_EXPERTS.items() if name not in own}
         parallel = msgspec.structs.replace(parallel, **none)
     return msgspec.structs.replace(
@@ -205,16 +224,16 @@ def _with_images(config: Config, tower: bool, own: Collection[str] = ()) -> Conf
 
 
 def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
-    """The configurations of all groups, in order, each with its share of the host.
+    """Return the configurations of all groups, in order, each with its share of the host.
 
-    Raises ConfigError naming the groups when one cannot work, two can never work together, or all of them
-    serve nothing.
+    Raise ConfigError with the group names if a group cannot work, two groups cannot work together, or the
+    groups serve nothing.
     """
     _check_roles(topology)
     topology = _over_hosts(topology)
     here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
     found: dict[int, EngineConfig] = {}
-    # First those that encode: of a model without a tower they say what is wrong.
+    # Resolve encode groups first: for a model without a tower their error is the clearest.
     order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
     for number in order:
         name, config = topology.groups[number]
@@ -232,11 +251,12 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
 
 
 def _role(group: GroupSettings) -> Role:
+    """Return the role of a group."""
     return group.config.transfer.role
 
 
 def _over_hosts(topology: Topology) -> Topology:
-    """Each group with a port of its own to meet at. Raises ConfigError."""
+    """Give each group a separate rendezvous port, counted from --rdzv. Raise ConfigError."""
     groups = []
     for number, (name, config) in enumerate(topology.groups):
         parallel = check_hosts(config.parallel)
@@ -255,7 +275,7 @@ def _over_hosts(topology: Topology) -> Topology:
 
 
 def on_host(topology: Topology, node: int) -> Topology:
-    """The topology as host ``node`` sees it. Raises ConfigError when there is no such host."""
+    """Return the topology as seen from host ``node``. Raise no error: ``resolve_groups`` checks the host."""
     groups = []
     for name, config in topology.groups:
         parallel = msgspec.structs.replace(config.parallel, node_rank=node)
@@ -264,13 +284,15 @@ def on_host(topology: Topology, node: int) -> Topology:
 
 
 def serves(roles: set[str], fallback: str = "none") -> bool:
-    """Whether groups of ``roles`` can serve a request. ``fallback``: see ``--prefill-fallback``."""
+    """Return True if groups of ``roles`` can serve a request. ``fallback``: see ``--prefill-fallback``."""
     return "unified" in roles or ("decode" in roles and ("prefill" in roles or fallback == "local"))
 
 
 def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
-    """What fronts go by: the first group that ends sequences, with the limits that hold for all. It takes
-    images (``spec.vision``) where one that computes prompts can have them encoded.
+    """Return the configuration that API servers use: the first group that ends sequences, with the common
+    limits.
+
+    The result takes images (``spec.vision``) if a prefill or unified group can have images encoded.
     """
     first = next(group for group in groups if group.transfer.role not in ("prefill", "encode"))
     replace = msgspec.structs.replace
@@ -279,6 +301,7 @@ def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
     if len(groups) == 1:
         return first
     tokens = [group for group in groups if group.transfer.role != "encode"]
+    # Timeouts take the maximum and lengths the minimum over the groups: both must hold for every group.
     timeout = max(group.parallel.rank_timeout for group in groups)
     together = all(group.parallel.enable_expert_parallel for group in tokens)
     length = min(group.kv.max_model_len for group in tokens)
@@ -287,7 +310,7 @@ def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
 
 
 def _takes_images(group: EngineConfig) -> bool:
-    """Whether it computes prompts with images: encoded there, or by others."""
+    """Return True if the group computes prompts with images, encoded in the group or by other groups."""
     media = group.kv.media
     return (
         group.transfer.role in ("prefill", "unified") and media is not None and (media.tower or media.takes)
@@ -295,6 +318,7 @@ def _takes_images(group: EngineConfig) -> bool:
 
 
 def _check_roles(topology: Topology) -> None:
+    """Raise ConfigError if the roles of the groups cannot serve a request."""
     roles: set[str] = {_role(group) for group in topology.groups}
     if roles == {"encode"}:
         raise ConfigError(
@@ -311,7 +335,10 @@ def _check_roles(topology: Topology) -> None:
 
 
 def _check_alike(groups: list[EngineConfig]) -> None:
-    """Every group can take over the sequences of every other, or encodes their images."""
+    """Raise ConfigError unless the groups can take over each other's sequences.
+
+    Encode groups must be able to encode the other groups' images.
+    """
     first = next(group for group in groups if group.transfer.role != "encode")
     for other in groups:
         for flag, one, two in _facts(first, other):
@@ -330,8 +357,10 @@ def _check_alike(groups: list[EngineConfig]) -> None:
 
 
 def _model(one: EngineConfig, other: EngineConfig) -> object:
-    """What of its model must be that of ``other``'s: of one that encodes images, how it does; to one that
-    decodes, nothing of that."""
+    """Return the part of the model spec on which the two groups must agree.
+
+    With an encode group: the vision spec. With a decode group: everything except the vision spec.
+    """
     roles = (one.transfer.role, other.transfer.role)
     if "encode" in roles:
         return one.spec.vision
@@ -339,7 +368,7 @@ def _model(one: EngineConfig, other: EngineConfig) -> object:
 
 
 def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, object]]:
-    """(flag, value of the one, value of the other)."""
+    """Return (flag, value of ``one``, value of ``other``) of all settings that must be equal."""
     found: list[tuple[str, object, object]] = []
     takes = one.transfer.take_embeddings or other.transfer.take_embeddings
     apart = takes or "encode" in (one.transfer.role, other.transfer.role)
@@ -348,21 +377,22 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
         ((one.transfer, other.transfer), _OF_ALL),
     ):
         for name in names:
+            # Encode groups and takers of embeddings differ by design in the tower.
             if name == "language_model_only" and apart:
                 continue
             found.append((SETTINGS[name].flag, getattr(sections[0], name), getattr(sections[1], name)))
     found.append(("--dtype", one.dtype, other.dtype))
-    if other.transfer.role == "encode":  # it has no caches
+    if other.transfer.role == "encode":  # an encode group has no caches
         return found
     found.append(("--kv-cache-dtype", one.cache.kv_cache_dtype, other.cache.kv_cache_dtype))
     methods = one.speculation.speculative_method, other.speculation.speculative_method
-    if "mtp" in methods:  # the module has a cache of its own; n-grams have none
+    if "mtp" in methods:  # the MTP module has a cache; n-grams have none
         found.append(("--speculative-method", *methods))
     return found
 
 
 def _check_cores(groups: list[EngineConfig]) -> None:
-    """As ``resolve.check_cores``, over all groups."""
+    """Check CPU cores like ``resolve.check_cores``, over all groups. Raise ConfigError."""
     ranks = groups[0].host.ranks
     cores = usable_cores()
     if ranks <= cores or all(group.device != "cpu" for group in groups):

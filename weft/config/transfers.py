@@ -1,4 +1,4 @@
-"""Settings of prefill and decode in different groups that contradict each other, or the rest."""
+"""Check of the settings for disaggregated prefill and decode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.config.sections import ParallelSection, TransferSection
 
 
 def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> TransferSection:
-    """``transfer``. Raises ConfigError that names the flags at fault and values that would work."""
+    """Return ``transfer``. Raise ConfigError with the flags at fault and values that would work."""
     prefill, decode, role = transfer.prefill, transfer.decode, transfer.role
     if bool(prefill) != bool(decode):
         given, missing = ("--prefill", "--decode") if prefill else ("--decode", "--prefill")
@@ -35,6 +35,7 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     takes = "--take-embeddings" if transfer.take_embeddings else ""
     if role == "unified" and not groups and not takes:
         return transfer
+    # From here on the group has a role, or takes embeddings: transfers limit the use of hosts.
     named = groups or (f"--role {role}" if role != "unified" else takes)
     flag = named.partition(" ")[0]
     if parallel.nnodes > 1 and parallel.only_host is None:

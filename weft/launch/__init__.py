@@ -1,1 +1,1 @@
-"""The command line, and the entry points of the processes that it starts (``*_main``)."""
+"""The command line, and the entry points of child processes (``*_main``)."""

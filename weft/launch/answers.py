@@ -1,4 +1,4 @@
-"""Greedy answers to chat questions from three places: a server, this process's engine, the reference."""
+"""Greedy answers to chat questions from a server, from an engine in this process, or from transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 Chat: TypeAlias = list[dict[str, Any]]
-"""Messages."""
+"""Messages of one conversation."""
 
 
 def from_server(
@@ -29,16 +29,16 @@ def from_server(
     key: str | None,
     title: str = "gsm-mini",
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each chat) from an OpenAI-compatible server.
+    """Return (model name, one text per chat) from an OpenAI-compatible server.
 
-    ``url`` is the base URL, with or without ``/v1``. Raises ConfigError when the server can't be reached and
-    WeftError when it answers with an error.
+    ``url``: base URL, with or without ``/v1``. Raise ConfigError if the server cannot be reached, and
+    WeftError if the server returns an error.
     """
     return asyncio.run(_ask_server(base_of(url), model, chats, concurrency, max_tokens, key, title))
 
 
 def base_of(url: str) -> str:
-    """The base URL with ``/v1``. Raises ConfigError for what is no URL."""
+    """Return the base URL with ``/v1``. Raise ConfigError for an invalid URL."""
     base = url.rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000/v1")
@@ -54,6 +54,7 @@ async def _ask_server(
     key: str | None,
     title: str,
 ) -> tuple[str, list[str]]:
+    """Ask all chats, ``concurrency`` at a time, and return (model name, texts)."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
@@ -75,12 +76,15 @@ async def _ask_server(
 async def in_turns(
     ask: Callable[[Question], Awaitable[Answer]], each: Sequence[Question], most: int
 ) -> list[Answer]:
-    """What ``ask`` makes of ``each``, in order, ``most`` at a time. Raises what the first one raises that
-    fails; those under way are cancelled then, and no other begins."""
+    """Return the results of ``ask`` for ``each``, in order, with at most ``most`` calls at a time.
+
+    On the first failure, cancel the running calls, start no further calls and raise the error.
+    """
     left = iter(enumerate(each))
     made: dict[int, Answer] = {}
 
     async def work() -> None:
+        # All workers share one iterator, so each takes the next open question.
         for number, question in left:
             made[number] = await ask(question)
 
@@ -89,17 +93,21 @@ async def in_turns(
             for _ in range(min(most, len(each))):
                 group.create_task(work())
     except BaseExceptionGroup as failed:
+        # A task group wraps all failures; callers expect the first error itself.
         raise failed.exceptions[0] from None
     return [made[number] for number in range(len(each))]
 
 
 async def served_model(client: httpx.AsyncClient, base: str) -> str:
-    """The first model that the server names."""
+    """Return the first model that the server lists."""
     return str((await call(client, "GET", f"{base}/models"))["data"][0]["id"])
 
 
 async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    """The JSON that the server answers. Raises ConfigError without an answer, WeftError for an error."""
+    """Return the server's JSON answer.
+
+    Raise ConfigError without a valid answer, WeftError for an error status.
+    """
     try:
         response = await client.request(method, url, json=body)
     except httpx.HTTPError as error:
@@ -117,7 +125,7 @@ async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str,
 
 
 def chat_of(question: str) -> Chat:
-    """One question."""
+    """Return a conversation with one question."""
     return [{"role": "user", "content": question}]
 
 
@@ -128,9 +136,9 @@ def from_engine(
     max_tokens: int | None,
     drafts: dict[str, list[int]] | None = None,
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each chat) from an engine in this process.
+    """Return (model name, one text per chat) from an engine in this process.
 
-    ``drafts`` is given how many drafts were "proposed" and "accepted", by their place in a step.
+    If given, ``drafts`` receives the numbers of "proposed" and "accepted" drafts, by position in a step.
     """
     from weft import LLM, SamplingParams
     from weft.launch.options import keywords
@@ -151,7 +159,7 @@ def from_engine(
 def from_reference(
     config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each question) from ``transformers`` in this process."""
+    """Return (model name, one text per question) from ``transformers`` in this process."""
     from weft.launch.reference import Reference
 
     reference = Reference(config)

@@ -1,4 +1,4 @@
-"""``weft bench``: checkpoints to measure with, workloads in process; load is in ``bench_load``."""
+"""``weft bench``: test checkpoints and in-process workloads; HTTP load is in ``bench_load``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ bench.add_command(bench_load.sweep)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
 @click.option("--list", "listing", is_flag=True, help="List the checkpoints that can be made.")
 def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool) -> int:
-    """Write the checkpoint NAME with random weights, bfloat16, in Hugging Face's format.
+    """Write the checkpoint NAME with random weights, in bfloat16 and Hugging Face's format.
 
-    A folder that is complete is left as it is.
+    A complete folder stays unchanged.
     """
     from weft.bench import checkpoints
 
@@ -81,8 +81,8 @@ def offline(
 ) -> int:
     """Run workloads on MODEL in this process and report the median round, load time and peak memory.
 
-    Greedy; the prompts are token ids that depend on workload and round alone, so other engines can be given
-    the same.
+    Decoding is greedy. The prompts are token ids that depend only on workload and round, so other engines can
+    run the same prompts.
     """
     if alone and identical is None:
         raise ConfigError("--alone goes with --identical", param="--alone")
@@ -95,6 +95,7 @@ def offline(
     chosen = [WORKLOADS[name] for name in names] or [w for w in WORKLOADS.values() if w.concurrency is None]
     engine = run.Offline(settings)
     try:
+        # Progress counts the warm-up run too.
         total = 1 + len(chosen) * rounds if identical is None else identical
         total += chosen[0].requests if alone else 0
         with progress_bar(total=total, title="bench", unit="run") as bar:
@@ -130,10 +131,10 @@ def offline(
 )
 @json_option
 def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
-    """Measure the ways to compute routed experts in torch, and use what was found from now on.
+    """Measure the ways to compute routed experts in torch, and use the results from now on.
 
-    The table goes to this user's cache folder and is looked up before the one that Weft comes with. It
-    serves where neither the CPU extension nor --deterministic decides. Takes a few minutes.
+    The table is written to the user's cache folder, and has priority over Weft's own table. The table matters
+    if neither the CPU extension nor --deterministic decides. The measurement takes a few minutes.
     """
     check_writable(json_file, "--json")
     import torch
@@ -171,10 +172,10 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
 )
 @json_option
 def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
-    """Measure collectives among processes of this machine, for --moe-dispatch auto, and use what was found.
+    """Measure collectives between processes of the machine, and use the results for --moe-dispatch auto.
 
-    The table goes to this user's cache folder and is looked up before the one that Weft comes with. Takes
-    about a minute.
+    The table is written to the user's cache folder, and has priority over Weft's own table. The measurement
+    takes about a minute.
     """
     check_writable(json_file, "--json")
     from weft.bench import dispatch as run
@@ -191,6 +192,7 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
 
 
 def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
+    """Return the report as lines for the terminal."""
     from weft.bench.offline import headline
 
     lines = [

@@ -34,18 +34,19 @@ _plot_option = click.option(
 
 
 def check_writable(file: str | None, flag: str) -> None:
-    """Raises ConfigError before a run whose result would have no place."""
+    """Raise ConfigError, before a run, if the result file could not be written."""
     if file is not None and not Path(file).absolute().parent.is_dir():
         raise ConfigError(f"{flag} must name a file in a folder that exists", param=flag)
 
 
 def write_json(file: str | None, report: dict[str, Any]) -> None:
-    """Writes a result, where one is wanted."""
+    """Write a result, if a file was requested."""
     if file is not None:
         Path(file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_positive(given: dict[str, Any], *names: str) -> None:
+    """Raise ConfigError unless all named values are positive or unset."""
     for name in names:
         value = given[name]
         if value is not None and not value > 0:
@@ -53,11 +54,12 @@ def _check_positive(given: dict[str, Any], *names: str) -> None:
 
 
 def _flag(name: str) -> str:
+    """Return the flag of a parameter name."""
     return "--" + name.replace("_", "-")
 
 
 def server_options(function: F) -> F:
-    """Adds the flags that say which server, and how it is asked."""
+    """Add the flags for the choice of a server and the form of requests."""
     for option in reversed(
         (
             click.option("--base-url", help="Of the server, with or without /v1."),
@@ -139,9 +141,9 @@ def server_options(function: F) -> F:
 def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
     """Send load to the server at --base-url and report latency and throughput.
 
-    Closed loop (--concurrency) or open loop (--request-rate, a trace). TTFT, TPOT, ITL (between chunks) and
-    E2EL are of successful requests; failures are counted by kind. Status 1 when none succeeded, 130 after
-    Ctrl-C, which reports what was measured until then.
+    The load is a closed loop (--concurrency) or an open loop (--request-rate, or a trace). TTFT, TPOT, ITL
+    (between chunks) and E2EL cover successful requests; failures are counted by kind. The status is 1 if no
+    request succeeded, and 130 after Ctrl-C, which reports the results so far.
     """
     from weft.bench import plots, report, serving
 
@@ -161,7 +163,7 @@ def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
 
 
 def _asked(given: dict[str, Any]) -> RunSettings:
-    """The run that the flags of ``weft bench serve`` ask for. Raises ConfigError."""
+    """Return the run requested by the flags of ``weft bench serve``. Raise ConfigError."""
     from weft.bench import schedule, serving, stats
     from weft.bench.load import Limits
 
@@ -175,6 +177,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
         raise ConfigError("a trace has its own times: leave out --request-rate and --workload")
     if workload and (given["request_rate"] is not None or given["num_requests"] or given["duration"]):
         raise ConfigError("--workload is a fixed load: leave out --request-rate, --num-requests, --duration")
+    # A workload or a trace has a fixed number of requests; --num-requests can only lower the number.
     requests = given["num_requests"]
     if workload or trace:
         fixed = workload.requests if workload else len(trace)
@@ -182,6 +185,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
     elif requests is None and given["duration"] is None:
         requests = 32
     concurrency = given["concurrency"]
+    # A closed loop needs a concurrency; an open loop has no limit by default.
     if concurrency is None and given["request_rate"] is None and not trace:
         concurrency = (workload.concurrency or workload.requests) if workload else 8
     return serving.RunSettings(
@@ -209,7 +213,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
 
 
 def _server(given: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of ``RunSettings`` that ``server_options`` give. Raises ConfigError."""
+    """Return the keywords of ``RunSettings`` from the flags of ``server_options``. Raise ConfigError."""
     from weft.bench.client import base_url
 
     if not given["base_url"]:
@@ -265,8 +269,8 @@ def _server(given: dict[str, Any]) -> dict[str, Any]:
 def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, **given: Any) -> int:
     """Measure at growing concurrency and at growing context.
 
-    With --base-url that server is measured; without, `weft serve MODEL` is started with the engine's flags
-    and ended afterwards, and its start-up time and peak memory are reported too.
+    With --base-url, measure the given server. Otherwise start `weft serve MODEL` with the engine's flags, end
+    the server afterwards, and also report its start-up time and peak memory.
     """
     from weft.bench import plots
     from weft.bench import sweep as sweeps
@@ -301,7 +305,7 @@ def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, 
 
 
 def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Runs a sweep against the server that was named, or one that is started for it."""
+    """Run a sweep against the given server, or against a new server."""
     from weft.bench import serving
     from weft.bench import sweep as sweeps
     from weft.bench.load import Limits
@@ -311,7 +315,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
     if given["base_url"]:
         base = serving.RunSettings(**_server(given), limits=limits)
         return sweeps.run_sweep(chosen, base, click.echo)
-    # A supervisor's SIGTERM must end the server, too.
+    # SIGTERM raises SystemExit, so that the context manager below also ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command = [sys.executable, "-m", "weft", "serve", *server_arguments(config), "--port", "{port}"]
     with (
@@ -330,7 +334,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
 
 
 def server_arguments(config: Config) -> list[str]:
-    """The configuration as arguments of ``weft serve``: the model, and every setting that was changed."""
+    """Return the configuration as arguments of ``weft serve``: the model and all changed settings."""
     found = options.keywords(config)
     arguments = [str(found.pop("model"))]
     for name, value in found.items():

@@ -25,13 +25,14 @@ from weft.ops.cpu import build
 def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
     """Compile the C++ operations for this machine's CPU (once, minutes of CPU time; needs g++ or clang++).
 
-    Without them Weft runs on torch's operations, which are slower on a CPU. What is compiled stays: a build
-    that was interrupted goes on where it was. An installed wheel may have them for this CPU already: then
-    nothing is compiled without --force.
+    Without the C++ operations Weft uses torch's operations, which are slower on a CPU. Compiled files are
+    kept: an interrupted build continues later. An installed wheel may already contain operations for this
+    CPU; then only --force compiles.
     """
     terminal = _Terminal() if sys.stdout.isatty() else None
     try:
-        with signals.ending():  # compilers are in groups of their own: nobody else would stop them
+        # Compilers run in separate process groups, so a signal would not stop the compilers.
+        with signals.ending():
             say = click.echo if terminal is None else terminal.say
             show = None if terminal is None else terminal.show
             if wheel is None:
@@ -42,7 +43,7 @@ def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
         if error.output:
             click.echo(error.output, err=True)
         raise
-    except BrokenPipeError:  # of what is said, not of what is kept
+    except BrokenPipeError:  # the output is closed; the folder is fine
         raise
     except OSError as error:
         why = (error.strerror or "unknown reason").lower()
@@ -56,21 +57,24 @@ def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
 
 
 class _Terminal:
-    """The last line is rewritten; others stay above it."""
+    """Terminal output with a last line that is rewritten; other lines stay above."""
 
     def __init__(self) -> None:
         self._shown = ""
 
     def show(self, line: str) -> None:
+        """Replace the last line, cut to the width of the terminal."""
         line = line[: shutil.get_terminal_size().columns - 1]
         if line != self._shown:
             self._write(line)
 
     def say(self, line: str) -> None:
+        """Print a permanent line."""
         self.clear()
         click.echo(line)
 
     def clear(self) -> None:
+        """Erase the last line."""
         if self._shown:
             self._write("")
 

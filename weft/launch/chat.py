@@ -34,9 +34,9 @@ T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 _URL = re.compile(r"\w+://|[\w.-]+:\d+")
 MAX_TOOL_ROUNDS = 32
-"""Replies with calls in a row, after which a user says something again."""
+"""Maximum number of consecutive replies with tool calls; then the user must write again."""
 
-#: Field of a request, its type on a command line, and what it means.
+#: Field of a request, its type on a command line, and its help.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("temperature", float, "0 always takes the likeliest token."),
     ("top_p", float, "Keep the likeliest tokens that reach this mass."),
@@ -51,7 +51,7 @@ _SETTINGS: tuple[tuple[str, Any, str], ...] = (
 
 
 def request_settings(function: F) -> F:
-    """Adds a flag for each field that a request may have."""
+    """Add a flag for each optional field of a request."""
     for name, kind, text in reversed(_SETTINGS):
         function = click.option(f"--{name.replace('_', '-')}", type=kind, help=text)(function)
     return function
@@ -80,9 +80,9 @@ def chat(
 ) -> int:
     """Talk to a model on the terminal.
 
-    With a URL to that server (any that speaks OpenAI's API), with a MODEL to a server that is started for it
-    and ends with the conversation; FLAGS are that server's. Without either to the server on this machine.
-    Without a terminal each line of standard input is a message.
+    With a URL, talk to the given server (any server with OpenAI's API). With a MODEL, start a server for the
+    conversation; FLAGS are flags of the new server. Without either, talk to the server on this machine.
+    Without a terminal, each line of standard input is a message.
     """
     settings = {name: value for name, value in given.items() if value is not None}
     if tools is not None:
@@ -91,6 +91,7 @@ def chat(
     is_url = target is not None and _URL.match(target) is not None
     if is_url and url is not None:
         raise ConfigError("a URL and --url are the same setting: give one of them", param="--url")
+    # ``server``: model of a new server. ``place``: URL of an existing server. None for the default URL.
     server, place = (None, url or target) if is_url or target is None else (target, url)
     if server is not None and place is not None:
         raise ConfigError(f"MODEL {server!r} starts a server, and --url names one: give one of them")
@@ -111,7 +112,7 @@ def chat(
 
 
 def read_tools(path: str) -> list[Any]:
-    """Tools as a request has them. Raises ConfigError."""
+    """Return the tools of a file in the form of requests. Raise ConfigError."""
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -120,13 +121,15 @@ def read_tools(path: str) -> list[Any]:
         raise ConfigError(f"--tools {path} is not valid JSON", param="--tools") from None
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"--tools {path} must be a list of tools: objects with a type and a function")
+    # A bare function is accepted too, and gets the wrapper of the API.
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def image_url(name: str) -> str:
-    """An image as a request has it: an http(s) or ``data:`` URL as it is, of a file its content.
+    """Return an image in the form of requests: an http(s) or ``data:`` URL unchanged, a file as a ``data:``
+    URL.
 
-    Raises ConfigError for a file that cannot be read, or has no type of an image.
+    Raise ConfigError for an unreadable file, or a name without an image suffix.
     """
     if name.startswith(("http://", "https://", "data:")):
         return name
@@ -141,8 +144,9 @@ def image_url(name: str) -> str:
 
 
 def frame_urls(names: str) -> list[str]:
-    """Frames of a video as a request has them: ``names`` are files or URLs, quoted as in a shell, or patterns
-    of files, which are taken in order of their names. Raises ConfigError.
+    """Return the frames of a video in the form of requests. Raise ConfigError.
+
+    ``names``: files, URLs or file patterns, quoted as in a shell. Files of a pattern are sorted by name.
     """
     try:
         words = shlex.split(names)
@@ -156,7 +160,10 @@ def frame_urls(names: str) -> list[str]:
 
 
 def _key_for(url: str) -> str:
-    """The key in the environment: that of Weft's own servers only where the server is on this machine."""
+    """Return the API key from the environment for the server at ``url``.
+
+    The key of Weft's own servers (WEFT_API_KEY) is only sent to servers on this machine.
+    """
     from weft.launch.chat_client import LOOPBACK, base_url
 
     own = env.get("WEFT_CHAT_API_KEY")
@@ -166,6 +173,7 @@ def _key_for(url: str) -> str:
 
 
 def _history_path() -> Path:
+    """Return the default path of the input history."""
     state = env.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "weft" / "chat_history"
 
@@ -179,13 +187,17 @@ def _converse(
     history: Path | None,
     assumed: bool,
 ) -> int:
-    """Talks until the user leaves. ``assumed``: nobody named the server."""
+    """Talk until the user leaves and return the exit status. Raise ConfigError if the server fails.
+
+    ``assumed``: True if the user named no server.
+    """
     from weft.launch.chat_client import ChatClient, ChatError, NothingThere
     from weft.launch.chat_session import Conversation
     from weft.launch.chat_view import PlainView
 
     client = ChatClient(url, api_key)
     try:
+        # With --model the list of models is not needed.
         cards = dict([] if model else client.cards())
         names = list(cards)
         if not (model or names):
@@ -208,7 +220,7 @@ def _converse(
 
 
 def _on_terminal(client: ChatClient, conversation: Conversation, history: Path | None, about: str) -> int:
-    """``about``: abilities of the model, "" where the server says nothing of them."""
+    """Talk on a terminal and return the exit status. ``about``: abilities of the model, "" if unknown."""
     from rich.console import Console
 
     from weft.launch.chat_input import TerminalLines
@@ -222,10 +234,10 @@ def _on_terminal(client: ChatClient, conversation: Conversation, history: Path |
 
 
 class Interrupts:
-    """Ctrl-C while a reply comes: KeyboardInterrupt at once, and again before the next piece, since an
-    exception that is raised while a finalizer runs is lost.
+    """Handle Ctrl-C during a reply. Use in the main thread only.
 
-    Only for the main thread.
+    Raise KeyboardInterrupt at once, and again before the next piece: an exception raised inside a finalizer
+    is lost.
     """
 
     def __enter__(self) -> Interrupts:
@@ -237,19 +249,21 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._before)
 
     def watch(self, pieces: Iterable[T]) -> Iterator[T]:
-        """``pieces``, until Ctrl-C."""
+        """Yield ``pieces``. Raise KeyboardInterrupt after Ctrl-C."""
         for piece in pieces:
             if self._came:
                 raise KeyboardInterrupt
             yield piece
 
     def _on(self, number: int, frame: object) -> None:
+        """Note the signal and raise KeyboardInterrupt."""
+        # The flag survives if a finalizer swallows the exception.
         self._came = True
         raise KeyboardInterrupt
 
 
 class Talk:
-    """The loop: reads, sends, shows."""
+    """The main loop: read input, send messages, show replies."""
 
     def __init__(self, client: ChatClient, conversation: Conversation, lines: Lines, view: View) -> None:
         self._client = client
@@ -259,13 +273,14 @@ class Talk:
         self._failed = False
 
     def run(self) -> int:
-        """Returns the exit status: 1 if the last message got no reply."""
+        """Run until the end of input or /quit. Return the exit status: 1 if the last message got no reply."""
         from weft.launch.chat_session import Command, Say, Unknown, read_input
 
         while True:
             try:
                 text = self._lines.ask()
             except KeyboardInterrupt:
+                # On a terminal Ctrl-C only drops the line. In a pipe Ctrl-C ends the program.
                 if not self._lines.stays:
                     raise
                 self._view.note("Ctrl-D leaves")
@@ -283,7 +298,7 @@ class Talk:
                 self._view.problem(f"no command {asked.name}: /help lists them; // begins a message with /")
 
     def _say(self, text: str) -> bool:
-        """One message, and replies until one calls no tool. Whether it got one."""
+        """Send a message, and answer tool calls until a reply has none. Return False if no reply came."""
         from weft.launch.chat_client import ChatError
         from weft.launch.chat_session import Reply
 
@@ -300,6 +315,7 @@ class Talk:
                 self._view.note("(stopped)")
                 self._conversation.heard(reply)
                 return True
+            # The server refused or failed: remove the message, so that the conversation stays usable.
             except ChatError as error:
                 self._view.problem(str(error))
                 self._conversation.take_back()
@@ -311,7 +327,7 @@ class Talk:
         return True
 
     def _answer(self, calls: Sequence[Any]) -> bool:
-        """Asks for what each call gives. Whether the model is to go on."""
+        """Ask the user for the result of each tool call. Return False if the user gives no result."""
         for call in calls:
             try:
                 result = self._lines.ask(f"{call.name} gives: ")
@@ -327,6 +343,7 @@ class Talk:
         return True
 
     def _command(self, asked: Command) -> None:
+        """Carry out a command."""
         from weft.launch.chat_client import ChatError
         from weft.launch.chat_session import COMMANDS
 
@@ -351,6 +368,7 @@ class Talk:
         elif asked.name == "/save":
             self._save(argument)
         else:
+            # The remaining command is /model.
             try:
                 names = self._client.models()
             except ChatError as error:
@@ -363,6 +381,7 @@ class Talk:
                 self._view.note(f"{'*' if name == conversation.model else ' '} {name}")
 
     def _image(self, name: str) -> None:
+        """Add an image to the next message, or remove all."""
         images = self._conversation.images
         if name == "-":
             images.clear()
@@ -375,6 +394,7 @@ class Talk:
         self._view.note(f"images of the next message: {len(images)}")
 
     def _video(self, names: str) -> None:
+        """Add a video to the next message, or remove all."""
         videos = self._conversation.videos
         if names == "-":
             videos.clear()
@@ -390,6 +410,7 @@ class Talk:
         )
 
     def _save(self, name: str) -> None:
+        """Write the conversation to a new file that only the user can read."""
         if not name:
             self._view.problem("/save needs the name of a file")
             return
@@ -397,6 +418,7 @@ class Talk:
         text = self._conversation.as_markdown() if markdown else self._conversation.as_json()
         path = Path(name).expanduser()
         try:
+            # O_EXCL: never overwrite a file.
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""The HTTP side of ``weft chat``: one OpenAI-compatible server, its models, and streamed replies."""
+"""HTTP client of ``weft chat``: an OpenAI-compatible server, its models and streamed replies."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ import msgspec
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0
-"""Seconds without a byte after which a reply counts as lost. Weft's own streams are never so long silent."""
+"""Seconds without a byte before a reply counts as lost. Weft's streams are never silent for so long."""
 MAX_EVENT = 16 << 20
 MAX_CALLS = 512
-"""Of one reply."""
+"""Maximum number of tool calls in a reply."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ChatError(Exception):
-    """What a server refused or failed at, in words for its user."""
+    """Refusal or failure of a server, with a message for the user."""
 
 
 class NothingThere(ChatError):
-    """No server answers at the URL."""
+    """No server listens at the URL."""
 
 
 class Text(msgspec.Struct, frozen=True):
-    """The next piece of the reply."""
+    """Next piece of the reply's text."""
 
     text: str
 
 
 class Thought(msgspec.Struct, frozen=True):
-    """The next piece of what the model thinks before or between pieces of the reply."""
+    """Next piece of the model's reasoning."""
 
     text: str
 
 
 class CallPart(msgspec.Struct, frozen=True):
-    """A piece of a tool call: its first one has ``id`` and ``name``."""
+    """Piece of a tool call. The first piece has ``id`` and ``name``."""
 
     index: int
     id: str
@@ -52,7 +52,7 @@ class CallPart(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The end of a reply; ``tokens`` are those of the reply, None where the server does not say."""
+    """End of a reply. ``tokens``: tokens of the reply, None if not reported."""
 
     reason: str
     tokens: int | None
@@ -62,28 +62,28 @@ Piece: TypeAlias = Text | Thought | CallPart | End
 
 
 class ChatClient:
-    """A client of one server. Used from one thread; an exception inside ``stream``, Ctrl-C included, cancels
-    the request.
+    """Client of one server, for use in one thread.
 
-    Raises ChatError, whose text is for the user, wherever the server refuses or fails.
+    An exception during ``stream``, Ctrl-C included, cancels the request. All methods raise ChatError, with a
+    message for the user, if the server refuses or fails.
     """
 
     def __init__(self, url: str, api_key: str = "", timeout: float = SILENCE_S) -> None:
-        """``url``: as users write it; ``base_url`` makes of it what the client wants."""
+        """``url``: URL in any form that ``base_url`` accepts. ``timeout``: maximum seconds of silence."""
         self.url = base_url(url)
         host = urlsplit(self.url).hostname or ""
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_S),
-            trust_env=host not in LOOPBACK,  # proxies are not for this machine
+            trust_env=host not in LOOPBACK,  # no proxy for local servers
         )
 
     def models(self) -> list[str]:
-        """Names that the server lists."""
+        """Return the model names that the server lists."""
         return [name for name, _ in self.cards()]
 
     def cards(self) -> list[tuple[str, str]]:
-        """(name, abilities) of the models that the server lists; "" where the server says nothing of them."""
+        """Return (name, abilities) of the listed models; "" for unknown abilities."""
         try:
             answer = self._http.get(f"{self.url}/models")
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -96,7 +96,7 @@ class ChatClient:
             raise ChatError(f"what answers at {self.url} is no OpenAI-compatible server") from None
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
-        """A reply to ``body`` (a chat completion), piece by piece; ``End`` is the last one."""
+        """Yield the reply to ``body`` (a chat completion request) in pieces. The last piece is ``End``."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             with self._http.stream("POST", f"{self.url}/chat/completions", json=asked) as answer:
@@ -111,12 +111,12 @@ class ChatClient:
             raise ChatError("the connection to the server broke") from None
 
     def close(self) -> None:
-        """Closes connections."""
+        """Close all connections."""
         self._http.close()
 
 
 def base_url(url: str) -> str:
-    """``url`` with a scheme, without a slash at its end, and with /v1 where it has no path."""
+    """Return ``url`` with a scheme, without trailing slash, and with /v1 if the path is empty."""
     whole = url if "://" in url else f"http://{url}"
     parts = urlsplit(whole.rstrip("/"))
     path = parts.path.removesuffix("/chat/completions") or "/v1"
@@ -124,9 +124,10 @@ def base_url(url: str) -> str:
 
 
 def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
-    """The data of each server-sent event, up to ``[DONE]``. Only CR and LF end lines, as the format has it.
+    """Yield the data of each server-sent event, up to ``[DONE]``. Only CR and LF end lines, as in the
+    standard.
 
-    Raises ChatError for an event that does not end.
+    Raise ChatError for an overlong line.
     """
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
@@ -142,12 +143,13 @@ def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
                     return
                 yield "\n".join(data)
                 data = []
+            # Other fields and comments of an event carry no data.
             elif line.startswith("data:"):
                 data.append(line[5:].removeprefix(" "))
 
 
 def _line(text: str) -> tuple[str, str] | None:
-    """(first line, what follows); None where no line has ended. A CR at the end may still become CR LF."""
+    """Return (first line, rest), or None if no line is complete. A CR at the end may still become CR LF."""
     ends = [at for mark in "\r\n" if (at := text.find(mark)) >= 0]
     if not ends or (min(ends) == len(text) - 1 and text[-1] == "\r"):
         return None
@@ -156,7 +158,7 @@ def _line(text: str) -> tuple[str, str] | None:
 
 
 def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
-    """What the events of a streamed chat completion say. Raises ChatError."""
+    """Yield the pieces of a streamed chat completion. Raise ChatError."""
     reason, tokens = "", None
     for data in events:
         try:
@@ -167,6 +169,7 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
             continue
         if event.get("error"):
             raise ChatError(f"the reply broke off: {_message(event['error'])}")
+        # With include_usage, the last event has the usage and no choices.
         usage = event.get("usage")
         if isinstance(usage, dict) and isinstance(found := usage.get("completion_tokens"), int):
             tokens = found
@@ -182,6 +185,7 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
 
 
 def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
+    """Yield the pieces of one delta. Raise TypeError for a wrong form."""
     thought = delta.get("reasoning_content") or delta.get("reasoning")
     if isinstance(thought, str) and thought:
         yield Thought(thought)
@@ -193,6 +197,7 @@ def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
         index = call.get("index") or 0
         if not isinstance(index, int) or not 0 <= index < MAX_CALLS:
             raise TypeError(index)
+        # Some servers send arguments as an object instead of JSON text.
         arguments = function.get("arguments") or ""
         yield CallPart(
             index=index,
@@ -203,19 +208,21 @@ def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _word(value: Any) -> str:
-    """A text, "" where there is none. Raises TypeError for anything else."""
+    """Return a text, "" for None. Raise TypeError for any other type."""
     if value is not None and not isinstance(value, str):
         raise TypeError(value)
     return value or ""
 
 
 def _message(error: Any) -> str:
+    """Return the message of an error object."""
     if isinstance(error, dict):
         return str(error.get("message") or error.get("code") or error)
     return str(error)
 
 
 def _refusal(status: int, content: bytes) -> str:
+    """Return the user message for an error status."""
     try:
         data = json.loads(content)
         found = data.get("error") or data.get("detail") or data.get("message")
@@ -229,9 +236,10 @@ def _refusal(status: int, content: bytes) -> str:
 
 
 def _unreachable(url: str, error: Exception) -> ChatError:
+    """Return the error for a failed connection, by cause: DNS, TLS, time-out or refusal."""
     host = urlsplit(url).hostname or url
     causes = list(_causes(error))
-    # The innermost causes are the system's own errors; httpx wraps all of them alike.
+    # httpx wraps all errors alike; the innermost causes are the errors of the system.
     if any(isinstance(one, socket.gaierror) for one in causes):
         return ChatError(f"the name {host!r} is unknown (DNS): is it spelled right, and is there a network?")
     certificate = next((one for one in causes if isinstance(one, ssl.SSLCertVerificationError)), None)
@@ -249,7 +257,7 @@ def _unreachable(url: str, error: Exception) -> ChatError:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and the errors that it was made of."""
+    """Yield ``error`` and all nested causes, contexts and group members."""
     waiting = [error]
     seen: set[int] = set()
     while waiting:

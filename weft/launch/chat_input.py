@@ -1,4 +1,4 @@
-"""Where the lines of ``weft chat`` come from: a terminal with history and several lines, or any file."""
+"""Input of ``weft chat``: a terminal with history and multi-line input, or any file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weft.launch.chat_session import COMMANDS, unfinished
 
 
 class Lines(Protocol):
-    """Where the lines of a user come from."""
+    """Source of user input."""
 
     stays: bool
-    """Whether Ctrl-C ends what goes on, and not the program."""
+    """True if Ctrl-C interrupts only the present action, not the program."""
 
     def ask(self, question: str = "") -> str | None:
-        """The next input, which may have several lines; None where there is none left.
+        """Return the next input, which may have several lines; None at the end of input.
 
-        ``question``: what to show in place of the usual prompt. Raises KeyboardInterrupt at Ctrl-C.
+        ``question`` replaces the usual prompt. Raise KeyboardInterrupt at Ctrl-C.
         """
 
 
 class PlainLines:
-    """Lines of a file. Three quotes begin an input of several lines, and end it."""
+    """Lines of a file. Three quotes begin and end a multi-line input."""
 
     stays = False
 
@@ -40,7 +40,7 @@ class PlainLines:
         self._source = source or sys.stdin
 
     def ask(self, question: str = "") -> str | None:
-        """Shows nothing."""
+        """Return the next input; show nothing."""
         text = self._source.readline()
         if not text:
             return None
@@ -50,12 +50,15 @@ class PlainLines:
 
 
 class TerminalLines:
-    """A terminal: arrows walk through the history, Alt-Enter begins a new line, Enter sends."""
+    """A terminal: arrow keys move through the history, Alt-Enter starts a new line, Enter sends."""
 
     stays = True
 
     def __init__(self, history: Path | None, warn: Callable[[str], None]) -> None:
-        """``history``: where inputs are kept over sessions; None: nowhere. ``warn`` hears why not."""
+        """``history``: file of the input history, None for no file.
+
+        ``warn`` receives the reason if the file fails.
+        """
         self._session: PromptSession[str] = PromptSession(
             history=_open_history(history, warn),
             completer=WordCompleter(list(COMMANDS), sentence=True),
@@ -67,7 +70,7 @@ class TerminalLines:
         )
 
     def ask(self, question: str = "") -> str | None:
-        """Ctrl-D on an empty line is the end."""
+        """Return the next input. Ctrl-D on an empty line ends the input."""
         try:
             return self._session.prompt([("class:prompt", question or "> ")])
         except EOFError:
@@ -75,7 +78,10 @@ class TerminalLines:
 
 
 def _open_history(path: Path | None, warn: Callable[[str], None]) -> History:
-    """A file that only its user can read."""
+    """Return the history in ``path``, in a file that only the user can read.
+
+    Fall back to memory with a warning.
+    """
     if path is None:
         return InMemoryHistory()
     try:
@@ -90,6 +96,7 @@ def _open_history(path: Path | None, warn: Callable[[str], None]) -> History:
 
 
 def _keys() -> KeyBindings:
+    """Return the key bindings: Enter sends a finished input, Alt-Enter starts a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -100,7 +107,7 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "c-j")  # what some terminals send for it
+    @keys.add("escape", "c-j")  # some terminals send c-j for Enter
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")

@@ -1,4 +1,4 @@
-"""A server that ``weft chat`` starts for itself, and ends."""
+"""A server that ``weft chat`` starts and ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PROGRAM = (
 
 
 class OwnServer:
-    """``weft serve MODEL`` beside this process, which it does not outlive. A context manager."""
+    """Context manager for ``weft serve MODEL`` as a child process. The server never outlives this process."""
 
     def __init__(self, model: str, flags: Sequence[str], api_key: str) -> None:
-        """Starts it; does not wait. Its log goes to standard error. From the main thread."""
+        """Start the server without a wait. The server logs to standard error. Call from the main thread."""
         command = [sys.executable, "-c", _PROGRAM, str(os.getpid())]
         command += ["serve", model, "--port", "0", "--log-level", "warning", *flags]
         self._process = subprocess.Popen(
@@ -34,7 +34,7 @@ class OwnServer:
             stdout=subprocess.PIPE,
             text=True,
             env=env.child_environment(WEFT_API_KEY=api_key or None),
-            start_new_session=True,  # Ctrl-C of this terminal is not for it
+            start_new_session=True,  # keeps Ctrl-C away from the server
         )
 
     def __enter__(self) -> OwnServer:
@@ -54,12 +54,13 @@ class OwnServer:
             self._process.wait()
 
     def url(self) -> str:
-        """Waits until it can answer; where it listens. Raises ConfigError where it ends instead."""
+        """Wait until the server is ready and return its URL. Raise ConfigError if the server ends instead."""
         out = self._process.stdout
         assert out is not None
         for line in out:
             if found := _READY.match(line):
-                threading.Thread(target=out.read, daemon=True).start()  # whatever else it writes
+                # drain the pipe, or the server could block
+                threading.Thread(target=out.read, daemon=True).start()
                 return found[1]
         self._process.wait()
         raise ConfigError("the server did not start; what it said is above")

@@ -1,4 +1,4 @@
-"""A conversation of ``weft chat`` as data, and what its user's lines mean. Reads and prints nothing."""
+"""A conversation of ``weft chat`` as data, and the parsing of user input. No input or output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Say(msgspec.Struct, frozen=True):
 
 
 class Command(msgspec.Struct, frozen=True):
-    """One of ``COMMANDS``, with what stands behind it."""
+    """A command of ``COMMANDS``, with its argument."""
 
     name: str
     argument: str
@@ -41,7 +41,7 @@ class Nothing(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """A word that begins like a command and is none."""
+    """A word that starts like a command, but is none."""
 
     name: str
 
@@ -50,13 +50,13 @@ Input: TypeAlias = Say | Command | Nothing | Unknown
 
 
 def unfinished(text: str) -> bool:
-    """Whether lines are still to come: the text opens with three quotes, and they are not closed."""
+    """Return True if the text opens with three quotes and the quotes are not closed yet."""
     stripped = text.strip()
     return stripped.startswith(QUOTES) and (len(stripped) < 6 or not stripped.endswith(QUOTES))
 
 
 def read_input(text: str) -> Input:
-    """What a whole input means. Two slashes at its beginning stand for one, and for no command."""
+    """Parse a whole input. Two leading slashes escape a message that starts with a slash."""
     stripped = text.strip()
     if not stripped:
         return Nothing()
@@ -81,17 +81,18 @@ class Call(msgspec.Struct):
 
 
 class Reply:
-    """A reply as far as it came."""
+    """A reply, as far as received."""
 
     def __init__(self) -> None:
         self.text = ""
         self.thoughts = ""
         self.calls: list[Call] = []
         self.end: End | None = None
-        """None while it goes on, and where it was stopped."""
+        """None until the reply ends; stays None after an interruption."""
 
     def take(self, piece: Piece) -> None:
-        """The next piece."""
+        """Add the next piece."""
+        # Text, reasoning and tool calls may alternate.
         if isinstance(piece, Text):
             self.text += piece.text
         elif isinstance(piece, Thought):
@@ -102,6 +103,8 @@ class Reply:
             self.end = piece
 
     def _call(self, part: CallPart) -> None:
+        """Add a piece of a tool call."""
+        # Parts of several calls may interleave; the index tells the calls apart.
         while len(self.calls) <= part.index:
             self.calls.append(Call("", ""))
         call = self.calls[part.index]
@@ -110,7 +113,7 @@ class Reply:
         call.arguments += part.arguments
 
     def message(self) -> dict[str, Any]:
-        """As the conversation goes on with it."""
+        """Return the reply as a message of the conversation."""
         made: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             made["tool_calls"] = [
@@ -125,7 +128,7 @@ class Reply:
 
 
 class Conversation:
-    """Messages so far, and the settings that each request has."""
+    """All messages so far, and the settings of each request."""
 
     def __init__(self, model: str, system: str, settings: dict[str, Any]) -> None:
         """``settings``: fields of every request, such as ``temperature`` and ``tools``."""
@@ -133,17 +136,17 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, Any]] = []
         self.images: list[str] = []
-        """URLs of images that go with the user's next message."""
+        """URLs of images for the user's next message."""
         self.videos: list[list[str]] = []
-        """Likewise of videos: URLs of the frames of each."""
+        """Videos for the user's next message: URLs of the frames of each video."""
         self._settings = settings
 
     def body(self) -> dict[str, Any]:
-        """The next request."""
+        """Return the body of the next request."""
         return {**self._settings, "model": self.model, "messages": self._whole()}
 
     def say(self, text: str) -> None:
-        """The user's next message, with the images and videos that were named for it."""
+        """Add the user's next message, with the pending images and videos."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         shown = [*images, *({"type": "video", "video": frames} for frames in self.videos)]
         self._show_nothing()
@@ -151,37 +154,41 @@ class Conversation:
         self.messages.append({"role": "user", "content": content})
 
     def heard(self, reply: Reply) -> None:
-        """A reply, whole or stopped. One that has nothing takes back what it answers."""
+        """Add a complete or interrupted reply.
+
+        An empty interrupted reply removes the user's message instead.
+        """
         stopped = reply.end is None
         if stopped:
-            reply.calls = []  # the arguments of the last one may be incomplete
+            reply.calls = []  # the last call may have incomplete arguments
         if reply.text or reply.calls or not stopped:
             self.messages.append(reply.message())
         else:
             self.take_back()
 
     def answer_call(self, call: Call, result: str) -> None:
-        """What a tool gave."""
+        """Add the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     def take_back(self) -> None:
-        """Forgets the user's last message and what follows it: it was refused."""
+        """Remove the user's last message and all later messages, because the server refused the message."""
+        # Also removes replies and tool results after the message.
         while self.messages and self.messages.pop()["role"] != "user":
             pass
 
     def reset(self) -> None:
-        """Forgets all messages."""
+        """Remove all messages and pending images."""
         self.messages.clear()
         self._show_nothing()
 
     def as_json(self) -> str:
-        """For a file: the model and all messages."""
+        """Return the model and all messages as JSON."""
         return (
             json.dumps({"model": self.model, "messages": self._whole()}, ensure_ascii=False, indent=2) + "\n"
         )
 
     def as_markdown(self) -> str:
-        """For a file: a heading for each message."""
+        """Return the conversation as Markdown, with a heading per message."""
         parts = [f"# Conversation with {self.model}\n"]
         for message in self._whole():
             parts.append(f"## {message['role'].capitalize()}\n\n{_shown(message['content'])}\n")
@@ -191,17 +198,18 @@ class Conversation:
         return "\n".join(parts)
 
     def _show_nothing(self) -> None:
+        """Drop the pending images and videos."""
         self.images.clear()
         self.videos.clear()
 
     def _whole(self) -> list[dict[str, Any]]:
+        """Return all messages, with the system message first."""
         first: Sequence[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
 
 
 def _shown(content: Any) -> str:
-    """A message's content as text; of images that came as files their type stands for them, of videos the
-    number of frames."""
+    """Return a message's content as text. Images appear as URL or type, videos as their number of frames."""
     if isinstance(content, str):
         return content
     parts = []

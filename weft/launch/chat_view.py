@@ -1,4 +1,4 @@
-"""How ``weft chat`` shows replies: as Markdown that grows on a terminal, and as plain text elsewhere."""
+"""Display of replies in ``weft chat``: growing Markdown on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from weft.launch.chat_client import Piece, Text, Thought
 from weft.launch.chat_session import Call, Reply
 
 REFRESH = 12
-"""Times a second that the end of a growing reply is drawn."""
+"""Redraws per second of the end of a growing reply."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class View(Protocol):
-    """Shows one reply after the other."""
+    """Display of replies."""
 
     def show(self, pieces: Iterable[Piece], reply: Reply) -> None:
-        """Shows and takes pieces until they end. What it has drawn stays when an exception passes."""
+        """Take and show all pieces. If an exception passes, the text shown so far stays."""
 
     def note(self, text: str) -> None:
-        """A line of the program's own, in which words of the server may stand."""
+        """Show a line from the program. The line may contain words of the server."""
 
     def problem(self, text: str) -> None:
-        """What went wrong."""
+        """Show an error."""
 
 
 def clean(text: str) -> str:
-    """Without control characters: a reply must not command the terminal."""
+    """Return ``text`` without control characters, so that a reply cannot control the terminal."""
     return _CONTROL.sub("", text)
 
 
 class PlainView:
-    """Plain text, as it comes."""
+    """Display as plain text, without delay."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._err = err or sys.stderr
 
     def show(self, pieces: Iterable[Piece], reply: Reply) -> None:
-        """Thoughts stand in lines of their own, before what follows them."""
+        """Show reasoning in separate lines, before the text that follows."""
         kind: type[object] | None = None
         try:
             for piece in pieces:
                 reply.take(piece)
                 if not isinstance(piece, Text | Thought):
                     continue
+                # ``kind``: type of the last shown piece, None before the first.
                 if kind is Thought and isinstance(piece, Text):
                     self._write("\n")
                 elif kind is not Thought and isinstance(piece, Thought):
@@ -71,12 +72,12 @@ class PlainView:
             self.note(end)
 
     def note(self, text: str) -> None:
-        """On standard error: standard output has replies alone."""
+        """Write to standard error: standard output has only replies."""
         self._err.write(clean(text) + "\n")
         self._err.flush()
 
     def problem(self, text: str) -> None:
-        """On standard error."""
+        """Write to standard error."""
         self.note(f"weft chat: {text}")
 
     def _write(self, text: str) -> None:
@@ -85,13 +86,13 @@ class PlainView:
 
 
 class RichView:
-    """Markdown on a terminal. What is finished is printed once; only the last block is drawn again."""
+    """Display as Markdown on a terminal. Finished blocks are printed once; only the last block is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def show(self, pieces: Iterable[Piece], reply: Reply) -> None:
-        """Thoughts are dim; calls and how long it took come behind the reply."""
+        """Show reasoning in dim text. Show tool calls and timing after the reply."""
         began = time.monotonic()
         first: float | None = None
         growing = _Growing(self._console)
@@ -102,6 +103,7 @@ class RichView:
                     reply.take(piece)
                     if isinstance(piece, Text | Thought):
                         growing.add(clean(piece.text), isinstance(piece, Thought))
+        # Also after an interruption: print the rest as permanent text.
         finally:
             growing.close()
         for call in reply.calls:
@@ -114,28 +116,28 @@ class RichView:
             self.note(f"{reply.end.tokens} tokens, {speed}{first - began:.2f} s to the first")
 
     def note(self, text: str) -> None:
-        """Dim."""
+        """Show the line in dim text."""
         self._console.print(RichText(clean(text), style="dim"))
 
     def problem(self, text: str) -> None:
-        """Red."""
+        """Show the error in red."""
         self._console.print(RichText(clean(text), style="red"))
 
 
 class _Growing:
-    """Text that grows: blocks of Markdown that can change no more are printed, the last one is drawn."""
+    """Growing text: finished blocks of Markdown are printed, the last block is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._parser = MarkdownIt().enable("table").enable("strikethrough")
         self._thought = False
         self._text = ""
-        """What is not printed yet."""
-        # No more than the terminal can take back.
+        """Text not printed yet."""
+        # The redrawn part must fit on the screen: a terminal cannot erase lines above the screen.
         self.tail = _Block(RichText("...", style="dim"), False, max(console.size.height - 3, 1))
 
     def add(self, text: str, thought: bool) -> None:
-        """The next piece; ``tail`` is drawn meanwhile, and finished blocks are printed above it."""
+        """Add the next piece. Print finished blocks; ``tail`` shows the rest."""
         done = ""
         if thought != self._thought:
             self._finish(self._text, "")
@@ -147,11 +149,11 @@ class _Growing:
         self._finish(done, self._text[len(done) :])
 
     def close(self) -> None:
-        """Prints the rest. Nothing may be drawn any more."""
+        """Print the rest. Call after the end of the live display."""
         self._finish(self._text, "")
 
     def _finish(self, done: str, rest: str) -> None:
-        """Prints ``done``; ``rest`` is what is drawn from now on."""
+        """Print ``done``; from now on ``tail`` shows ``rest``."""
         printed = done.strip() != ""
         self._text = rest if printed or not done else done + rest
         gap = self.tail.gap
@@ -162,23 +164,24 @@ class _Growing:
             self._console.print(block, end="")
 
     def _last_block(self) -> int:
-        """The line at which the last block begins: earlier ones are finished."""
+        """Return the line number at which the last block begins. Earlier blocks are finished."""
         if self._thought:
             return 0
         starts = [one.map[0] for one in self._parser.parse(self._text) if one.level == 0 and one.map]
         return max(starts, default=0)
 
     def _form(self, text: str) -> Markdown | RichText:
+        """Return the text as a renderable."""
         if self._thought:
             return RichText(text.strip("\n"), style="dim italic")
         return Markdown(text)
 
 
 class _Block:
-    """A part of a text without the empty lines around it, and with one above it if ``gap``."""
+    """Part of a text without blank lines at both ends, and with a blank line above if ``gap``."""
 
     def __init__(self, content: Markdown | RichText, gap: bool, most: int | None = None) -> None:
-        """``most``: how many lines are drawn, the last ones."""
+        """``most``: maximum number of lines to draw, counted from the end; None for all."""
         self.content = content
         self.gap = gap
         self._most = most
@@ -189,6 +192,7 @@ class _Block:
             lines.pop()
         while lines and _blank(lines[0]):
             lines.pop(0)
+        # Blank line between the block and the block before.
         if self.gap and lines:
             yield Segment.line()
         for line in lines if self._most is None else lines[-self._most :]:
@@ -197,16 +201,17 @@ class _Block:
 
 
 def _blank(line: list[Segment]) -> bool:
+    """Return True if the line has neither text nor background colour."""
     return all(not one.text.strip() and (one.style is None or one.style.bgcolor is None) for one in line)
 
 
 def describe(call: Call) -> str:
-    """A call in a line: ``weather({"city": "Oslo"})``."""
+    """Return a tool call as one line: ``weather({"city": "Oslo"})``."""
     return clean(f"{call.name}({call.arguments})")
 
 
 def ending(reply: Reply) -> str | None:
-    """Why a reply ended, where that is no ordinary end."""
+    """Return a note on an unusual end of a reply, or None."""
     if reply.end is None or reply.end.reason in ("stop", "tool_calls", "function_call"):
         return None
     if reply.end.reason == "length":

@@ -1,4 +1,4 @@
-"""How a child process of Weft starts: what it inherits, and that it never outlives its parent."""
+"""Start of Weft's child processes: inherited settings, and the end of a child with the parent."""
 
 from __future__ import annotations
 
@@ -22,16 +22,19 @@ Setup = TypeVar("Setup", bound=msgspec.Struct)
 
 
 def forbid_core_dumps() -> None:
-    """No core dumps (they hold users' text) of this process and its children, unless WEFT_CORE_DUMPS=1."""
+    """Disable core dumps of this process and all children, unless WEFT_CORE_DUMPS=1.
+
+    Core dumps would contain users' text.
+    """
     if env.get("WEFT_CORE_DUMPS") != "1":
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def die_with_parent(parent: int) -> None:
-    """Kills this process when process ``parent`` ends, however it ends.
+    """Kill this process when the parent process ends, for any reason.
 
-    On Linux the kernel does it; a thread that polls covers other systems and a parent that ended before the
-    kernel was asked. Must be called from the main thread, with ``parent`` the process that started this one.
+    On Linux the kernel kills the process. A polling thread covers other systems, and a parent that ended
+    before the request to the kernel. Call from the main thread, with the process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -41,29 +44,30 @@ def die_with_parent(parent: int) -> None:
 
 
 def _watch(parent: int) -> None:
+    """End this process once the parent is another process."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os._exit(1)
 
 
 def begin(parent: int) -> None:
-    """What every process does first that process ``parent`` starts for a server. From the main thread."""
+    """Prepare a process started by process ``parent`` for a server. Call first, from the main thread."""
     die_with_parent(parent)
     ignore_signals()
     forbid_core_dumps()
 
 
 def ignore_signals() -> None:
-    """Leaves the signals that ask to stop to the parent, which drains; see ``weft.common.signals``."""
+    """Ignore stop signals: the parent handles stop signals and drains; see ``weft.common.signals``."""
     signals.ignore()
     signal.signal(signals.RESTART, signal.SIG_IGN)
 
 
 def read_setup(kind: type[Setup]) -> Setup:
-    """What the parent writes to this process's standard input, as msgpack, before anything else.
+    """Return the parent's message on standard input, decoded from msgpack. Close standard input.
 
-    A parent that was told to stop may end before it has written all of it: this process then ends with
-    status 1 and no word.
+    A stopped parent may end in the middle of the message. The process then exits with status 1, without an
+    error message.
     """
     data = sys.stdin.buffer.read()
     sys.stdin.close()

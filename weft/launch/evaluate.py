@@ -1,4 +1,4 @@
-"""``weft eval``: accuracy of a server, of a model run here, or of the reference implementation."""
+"""``weft eval``: accuracy of a server, of a model in this process, or of transformers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def evaluate() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What an evaluation was asked to measure, checked."""
+    """Checked parameters of an evaluation."""
 
     url: str | None
-    """Of a server; None: the model of ``config`` is run here."""
+    """URL of a server; None to run the model of ``config`` locally."""
     name: str | None
-    """Of the server's model; None: the first that it names."""
+    """Name of the server's model; None for the first listed model."""
     api_key: str | None
     reference: bool
-    """Whether ``transformers`` runs it."""
+    """True to run the model in ``transformers``."""
     config: Config
     limit: int
     concurrency: int
@@ -45,21 +45,24 @@ class Asked:
 
     @property
     def where(self) -> tuple[int, int | None, str | None]:
-        """What questions to a server need beside its address."""
+        """Parameters of requests to a server: concurrency, maximum tokens and API key."""
         return self.concurrency, self.max_tokens, self.api_key
 
 
 Report: TypeAlias = dict[str, Any]
-"""Totals first; ``problems`` has every problem with what was answered."""
+"""Totals first; ``problems`` has every problem with the answer."""
 
 
 Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
-"""Returns the report, and lines for the terminal."""
+"""Function from the parameters to the report, and lines for the terminal."""
 
 
 def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
-    """A command that has the options of every evaluation, and writes what ``function`` returns. ``model``:
-    what is measured where none is named, if not the default of other commands."""
+    """Return a command with the options of every evaluation. The command prints and writes the result of
+    ``function``.
+
+    ``model``: default model, if different from the default of other commands.
+    """
 
     @functools.wraps(function)
     def command(
@@ -93,6 +96,7 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
                 max_tokens=max_tokens,
             )
         )
+        # Move the long list of problems to the end of the file.
         problems = report.pop("problems")
         report = {**report, "seconds": round(time.monotonic() - started, 1), "problems": problems}
         if json_file is not None:
@@ -103,6 +107,7 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
             click.echo(line)
         return 0
 
+    # Decorators apply from the last to the first.
     for add in reversed(_OPTIONS):
         command = add(command)
     return command
@@ -147,7 +152,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 
 
 def check(url: str | None, reference: bool, json_file: str | None, api_key: str | None) -> None:
-    """Raises ConfigError for options that do not go together."""
+    """Raise ConfigError for options that exclude each other."""
     if url and reference:
         raise ConfigError("--url and --reference are two different things to measure: give one")
     if api_key and not url:
@@ -185,10 +190,10 @@ def gsm_mini(asked: Asked) -> tuple[Report, list[str]]:
 @evaluate.command("tools-mini", cls=options.Command, short_help="Calls of a calculator, and their answers.")
 @measured
 def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
-    """Ask questions that offer tools, run what is called, and count right calls and answers (greedy).
+    """Ask questions that offer tools, run the called tools, and count right calls and answers (greedy).
 
-    Names of tools, sentences and pairs of numbers are none that the bundled model saw. With --url, chat
-    completions with tools are used.
+    The bundled model never saw the tool names, sentences and pairs of numbers. With --url, chat completions
+    with tools are used.
     """
     from weft.launch import tool_answers
 
@@ -209,7 +214,7 @@ def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
 @evaluate.command("ocr-mini", cls=options.Command, short_help="Lines drawn into images, read exactly.")
 @functools.partial(measured, model="spool-vision")
 def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
-    """Ask what is written in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
+    """Ask for the text in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
 
     With --url, chat completions with images as data: URLs are used.
     """
@@ -229,7 +234,7 @@ def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 
 def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Report:
-    """The report of ocr-mini."""
+    """Return the report of ocr-mini."""
     rows = [
         {"prompt": line.prompt, "expected": line.text, "text": text, "right": is_right(text, line)}
         for line, text in zip(lines, texts, strict=True)
@@ -238,7 +243,7 @@ def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Rep
 
 
 def tool_report(dialogues: Sequence[Dialogue], target: str) -> Report:
-    """The report of tools-mini: every problem with the calls that were made."""
+    """Return the report of tools-mini: every problem with the calls of the model."""
     rows = [
         {
             "question": one.problem.question,
@@ -256,13 +261,13 @@ def tool_report(dialogues: Sequence[Dialogue], target: str) -> Report:
 
 
 def acceptance(drafts: dict[str, list[int]]) -> str:
-    """``1,204 of 1,210 (99.5%), ...`` of each place."""
+    """Return the accepted drafts per position in a step: ``1,204 of 1,210 (99.5%), ...``."""
     pairs = zip(drafts["accepted"], drafts["proposed"], strict=True)
     return ", ".join(f"{a:,} of {p:,} ({a / p:.1%})" for a, p in pairs if p)
 
 
 def score(problems: Sequence[Problem], texts: Sequence[str], target: str) -> Report:
-    """The score of gsm-mini."""
+    """Return the report of gsm-mini."""
     rows = [
         {"question": p.question, "expected": p.answer, "answer": extract_answer(text), "text": text}
         for p, text in zip(problems, texts, strict=True)
@@ -271,10 +276,11 @@ def score(problems: Sequence[Problem], texts: Sequence[str], target: str) -> Rep
 
 
 def exact_of(report: Report) -> str:
-    """``466 / 500 exact (93.2%)``."""
+    """Return the exact answers as text: ``466 / 500 exact (93.2%)``."""
     return f"{report['exact']} / {report['total']} exact ({report['accuracy']:.1%})"
 
 
 def _exact(task: str, target: str, rows: list[Any], exact: int) -> Report:
+    """Return a report with ``exact`` right answers out of ``rows``."""
     totals = {"exact": exact, "total": len(rows), "accuracy": exact / len(rows)}
     return {"task": task, "target": target, **totals, "problems": rows}

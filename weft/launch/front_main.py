@@ -1,7 +1,8 @@
-"""Entry point of a front that shares heads with others: ``python -m weft.launch.front_main PARENT CHANNEL``.
+"""Entry point of an API server that shares engines: ``python -m weft.launch.front_main PARENT CHANNEL``.
 
-CHANNEL is the descriptor of the channel to the supervisor (``weft.cluster.channel``). A ``FrontSetup`` comes
-on standard input, as msgpack. Ends with status 2 after a configuration error, with 1 when it cannot go on.
+CHANNEL is the descriptor of the channel to the supervisor (``weft.cluster.channel``). A ``FrontSetup``
+arrives on standard input, as msgpack. The status is 2 after a configuration error, and 1 after any other
+failure.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ from weft.launch import child
 
 
 class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a front is started with."""
+    """Start parameters of an API server."""
 
     config: EngineConfig
     section: FrontSection
-    """With the port that all fronts share."""
+    """Settings, with the port shared by all API servers."""
     name: str
     folder: str
-    """With the registry."""
+    """Folder of the registry."""
     serving: bool = False
-    """Whether the server answers requests already, by other fronts."""
+    """True if other API servers of the server answer requests already."""
 
 
 def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts a front that dies with this process; ``link`` is its end of the channel. Does not wait for it.
+    """Start an API server and return the process, without a wait for readiness. ``link``: the child's channel
+    end.
 
-    From the main thread: the kernel ties the child to the thread that made it.
+    Call from the main thread: the kernel ends the child when the calling thread ends.
     """
     data = msgspec.msgpack.encode(setup)
     return start_process(Command("front_main", (), data, descriptors=(link.fileno(),)))
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a front until it is told to end; returns the exit status."""
+    """Run an API server until an order to end. Return the exit status."""
     parent, descriptor = arguments
     child.begin(int(parent))
     setup = child.read_setup(FrontSetup)

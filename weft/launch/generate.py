@@ -1,4 +1,4 @@
-"""``weft generate``: answers on the terminal, as they are made."""
+"""``weft generate``: answers on the terminal, printed as they grow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-#: Field of SamplingParams, its type on a command line, and what it means. --seed is the engine's.
+#: Field of SamplingParams, its type on a command line, and its help. --seed belongs to the engine.
 _SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "Tokens to generate at most; what the context leaves by default."),
     ("min_tokens", int, "Tokens before which nothing ends the answer."),
@@ -45,7 +45,7 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
 
 
 def sampling_flags(function: F) -> F:
-    """Adds the flags of sampling parameters to a command."""
+    """Add the flags of sampling parameters to a command."""
     function = click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")(
         function
     )
@@ -65,8 +65,8 @@ def sampling_flags(function: F) -> F:
 def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
     """Answer each PROMPT (or standard input, with - or in a pipe).
 
-    The first word is the MODEL if it is a bundled model, a folder or a hub name (owner/name) and --model is
-    not given. A PROMPT of that form needs a MODEL before it, or --model.
+    The first word is the MODEL if the word is a bundled model, a folder or a hub name (owner/name), and
+    --model is not given. A PROMPT of the same form needs a MODEL in front, or --model.
     """
     model, prompts = split_words(words, given.get("model"))
     sampling = {name: given.pop(name) for name, _, _ in _SAMPLING}
@@ -83,9 +83,9 @@ def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
 
 
 def _read_prompt(model: str | None, asked: bool) -> str:
-    """The prompt on standard input. ``model``: the word that was taken as MODEL; ``asked``: with ``-``.
+    """Return the prompt on standard input. Raise ConfigError if there is none.
 
-    Raises ConfigError when there is none, which says how the words were read.
+    ``model``: the word taken as MODEL, for the error message. ``asked``: True if the user gave ``-``.
     """
     missing, ask = "there is no PROMPT", "give a PROMPT, or - to read one from standard input"
     if asked or not sys.stdin.isatty():
@@ -104,7 +104,10 @@ def _read_prompt(model: str | None, asked: bool) -> str:
 
 
 async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams, chat: bool | None) -> int:
-    """Runs all prompts at once and prints their answers in order, the first unfinished one as it grows."""
+    """Run all prompts at once and print the answers in order. Return the exit status.
+
+    The first unfinished answer is printed as it grows.
+    """
     from weft import AsyncLLM
 
     llm = AsyncLLM(**options.keywords(config))
@@ -124,19 +127,21 @@ async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams
             status = max(status, await stream)
         return status
     finally:
-        for stream in streams:  # else they would end with the engine, and nobody would take their errors
+        # Without a cancellation the tasks would fail with the engine, and the errors would never be
+        # retrieved.
+        for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         await asyncio.to_thread(llm.shutdown)
 
 
 def chat_prompt(prompt: str) -> dict[str, Any]:
-    """A conversation of one message."""
+    """Return a conversation with one message."""
     return {"messages": [{"role": "user", "content": prompt}]}
 
 
 async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: GeneratedAnswer) -> int:
-    """Feeds one request's output to ``answer``; the status: 0, or 1 when a sequence failed."""
+    """Pass a request's output to ``answer``. Return the status: 1 if a sequence failed, else 0."""
     status = 0
     async for output in llm.generate(prompt, params):
         answer.update([one.text for one in output.outputs], output.finished)
@@ -148,13 +153,13 @@ async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: Ge
 
 
 class GeneratedAnswer:
-    """What is printed for one prompt: nothing until ``show``, then all there is, then what comes.
+    """Printed answer to one prompt: nothing until ``show``, then all text so far, then each new piece.
 
-    Alternatives (n > 1) and answers to several prompts are printed when they are complete.
+    Answers to several prompts, and several samples (n > 1), are printed when complete.
     """
 
     def __init__(self, whole: bool) -> None:
-        """``whole``: print when complete, not piece by piece."""
+        """``whole``: True to print when complete, False to print each piece."""
         self._whole = whole
         self._title: str | None = None
         self._texts: list[str] = []
@@ -163,19 +168,20 @@ class GeneratedAnswer:
         self._printed = 0
 
     def show(self, title: str | None) -> None:
-        """From now on this answer is on the terminal, below ``title``."""
+        """Print the answer below ``title``, now and after each update."""
         self._shown = True
         self._title = title
         self._print()
 
     def update(self, texts: list[str], finished: bool) -> None:
-        """All text so far, one for each choice."""
+        """Set all text so far, one text per choice."""
         self._texts = texts
         self._finished = finished
         if self._shown:
             self._print()
 
     def _print(self) -> None:
+        """Print the whole answer once finished, or the new text of the first choice."""
         if self._whole and self._finished:
             click.echo(self._title)
             for text in self._texts:
@@ -186,24 +192,24 @@ class GeneratedAnswer:
 
 
 def _visible(text: str) -> str:
-    """``text`` without the control characters that could drive a terminal, if standard output is one."""
+    """Return ``text`` without control characters if standard output is a terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
 
 
 def split_words(words: Sequence[str], model: str | None) -> tuple[str | None, list[str]]:
-    """(MODEL or None, prompts) of the positional words; ``model`` is the value of --model."""
+    """Return (MODEL or None, prompts) from the positional words. ``model``: value of --model."""
     if model is None and words and is_model(words[0]):
         return words[0], list(words[1:])
     return None, list(words)
 
 
 def is_model(word: str) -> bool:
-    """Whether a word names a model rather than being a prompt."""
+    """Return True if a word has the form of a model name, not of a prompt."""
     return is_here(word) or _HUB_NAME.fullmatch(word) is not None
 
 
 def is_here(word: str) -> bool:
-    """Whether a word names a bundled model or a model's folder."""
+    """Return True if a word names a bundled model or a model folder."""
     if word in hub.bundled_models():
         return True
     try:

@@ -1,9 +1,8 @@
-"""Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL [PIPE]``.
+"""Entry point of an engine process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL [PIPE]``.
 
-PIPE is the descriptor of a pipe to the rank supervisor; without it the head starts its workers itself.
-
-Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error,
-and with 1 when it cannot go on.
+PIPE is the descriptor of a pipe to the rank supervisor. Without PIPE the engine starts its own workers. The
+EngineConfig arrives on standard input, as msgpack. The status is 2 after a configuration error, and 1 after
+any other failure.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from weft.launch import child
 
 
 def run(arguments: list[str]) -> int:
-    """Runs a head until its front closes it; returns the exit status."""
+    """Run an engine until its API server closes the engine. Return the exit status."""
     parent, *rest = arguments
     child.begin(int(parent))
     return work(rest)
 
 
 def work(arguments: list[str]) -> int:
-    """``run`` in a process that has begun, without its first argument."""
+    """Do the work of ``run`` in a prepared process. ``arguments``: those of ``run`` without PARENT."""
     endpoint, level, *pipe = arguments
     config = child.read_setup(EngineConfig)
     set_title(f"head {instance_name(config, config.replica)}", config.served_names[0])

@@ -1,4 +1,4 @@
-"""ocr-mini as chats, and asked of the reference. Greedy."""
+"""ocr-mini as chats, and the answers of transformers. Greedy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weft.launch.answers import Chat
 from weft.launch.reference import require_transformers
 
 MOST_TOKENS = 32
-"""Of an answer of the reference, unless the caller says otherwise: no line has as many."""
+"""Default maximum of tokens per answer of transformers. Every line has fewer tokens."""
 
 
 def chats_of(lines: Sequence[Line]) -> list[Chat]:
-    """A question for each line, with its image as a ``data:`` URL."""
+    """Return a question per line, with the image as a ``data:`` URL."""
     return [messages(line) for line in lines]
 
 
 def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None) -> tuple[str, list[str]]:
-    """(the model's name, one text for each line) from ``transformers``, one line at a time.
+    """Return (model name, one text per line) from ``transformers``, one line at a time.
 
-    Raises ConfigError when ``transformers`` is not installed.
+    Raise ConfigError if ``transformers`` is not installed.
     """
     transformers = require_transformers()
     import torch
@@ -39,7 +39,7 @@ def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(
         path,
         dtype=dtype,
-        experts_implementation="eager",  # others have no float64; models without experts do not mind
+        experts_implementation="eager",  # other implementations lack float64; no effect without experts
     ).eval()
     device = "cuda" if config.runner.device != "cpu" and torch.cuda.is_available() else "cpu"
     loaded = loaded.to(device)
@@ -75,5 +75,5 @@ def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None
 
 
 def _widen(ids: Sequence[int], mark: int, count: int) -> list[int]:
-    """The ids with ``count`` placeholders where the template wrote the one that stands for the image."""
+    """Return the ids with ``count`` placeholders in place of each single placeholder."""
     return [i for id_ in ids for i in ([id_] * count if id_ == mark else [id_])]

@@ -1,4 +1,4 @@
-"""``weft``: the command line. Commands are imported when used, and none imports torch before it must."""
+"""``weft``: the command line. Each command is imported on use, and imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.common import env
 from weft.common.errors import EngineDead, WeftError
 from weft.config.flags import suggest
 
-#: command -> where it is.
+#: Command name -> module and function.
 _COMMANDS = {
     "serve": "weft.launch.serve:serve",
     "up": "weft.launch.up:up",
@@ -30,12 +30,12 @@ _COMMANDS = {
     "build-ops": "weft.launch.build_ops:build_ops",
 }
 
-#: What newer versions of click raise for a group without a command: its message is the help.
+#: Exception of newer click versions for a group without a command. The message is the help text.
 _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 class _Weft(click.Group):
-    """Imports commands lazily and suggests the nearest one."""
+    """Group that imports commands on use, and suggests similar names for unknown commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -63,10 +63,10 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs a command line (this process's by default) and ends the process.
+    """Run a command line (by default that of this process) and end the process.
 
-    The status is the command's; 1 when the engine failed, 2 after a usage or configuration error, each of
-    which is one line on stderr.
+    The status is the command's status, 1 after a failure of the engine, or 2 after a usage or configuration
+    error. Each error is one line on standard error.
     """
     env.spin_briefly()
     try:
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         click.echo("weft: interrupted", err=True)
         status = 130
     except BrokenPipeError:
-        # The reader of our output left, e.g. `head`; nothing more can be written.
+        # The reader of the output has ended, e.g. `head`. Redirect the rest, or the flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status if isinstance(status, int) else 0)

@@ -1,4 +1,4 @@
-"""``weft models``: what can be served without a download, and what could be downloaded."""
+"""``weft models``: models available without a download, and architectures of downloadable models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A host that has no head: keeps its ranks of a group running, for whatever head there is on host 0."""
+"""A host without engine process: keeps its ranks of a group running, for the present engine on host 0.
+
+A head is the engine process of a group.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,21 @@ from weft.parallel.secret import read_keys
 logger = log.get_logger(__name__)
 
 RESTARTS, WINDOW = 20, 600.0
-"""Ranks that are started anew in so many seconds, before the host gives up."""
+"""Maximum number of rank restarts per window of seconds, before the host gives up."""
 AWAY_S = 3600.0
-"""Seconds without any head, after which it gives up, too."""
+"""Seconds without any engine before the host gives up."""
 _LOOK = 0.2
 
 
 class _Stop(Exception):
-    """A signal came."""
+    """A stop signal arrived."""
 
 
 def serve_node(config: EngineConfig, log_level: str) -> int:
-    """Runs the ranks of ``--node-rank`` until the group is shut down (0), or a signal comes (0).
+    """Run the ranks of ``--node-rank`` until the group shuts down or a signal comes. Return 0.
 
-    A rank that ends otherwise is started anew: with it a head that lost it, or another head, forms the group.
-    Status 1 when that was tried too often. Raises ConfigError.
+    A rank that ends for another reason is restarted. With the new rank, the engine (or its replacement) forms
+    the group again. Return 1 after too many restarts. Raise ConfigError.
     """
     parallel = config.parallel
     host, port = meeting_place(parallel)
@@ -59,7 +62,7 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
 
 
 def until_stopped(work: Callable[[], int]) -> int:
-    """``work()``; 0 when a signal that asks to stop cut it short. All of them are ignored from then on."""
+    """Return ``work()``, or 0 if a stop signal interrupts ``work``. Later stop signals are ignored."""
     for number in signals.heeded():
         signal.signal(number, _stop)
     try:
@@ -71,32 +74,32 @@ def until_stopped(work: Callable[[], int]) -> int:
 
 
 class HostRanks:
-    """Ranks of one group on this host, which are started again whenever they end of themselves."""
+    """Ranks of one group on one host. Ranks that end without a shutdown are restarted."""
 
     def __init__(
         self, processes: RankProcesses, mine: Sequence[int], rank_timeout: float, budget: RestartBudget
     ) -> None:
-        """Starts them. ``budget``: of how often they may be started again."""
+        """Start the ranks. ``budget``: limit of the restarts."""
         self._processes = processes
         self._timeout = rank_timeout
         self._budget = budget
         self._stopped: dict[int, float] = {}
         self._alone: dict[int, tuple[float, float]] = {}
-        """Of ranks that no head answered again and again: when the first of them began to wait, and the last
-        end of one."""
+        """Ranks without an answer from any engine: start of the first wait, and time of the last end."""
         self.left = len(mine)
-        """Those that have not been shut down by their head."""
+        """Number of ranks that the engine has not shut down."""
         for rank in mine:
             processes.spawn(rank)
 
     def look(self) -> bool:
-        """Starts again who ended; call it often. False when that was done too often."""
+        """Restart ended ranks. Poll often. Return False once the budget is spent."""
         processes = self._processes
         for rank, status in processes.ended():
             processes.kill(rank)
             self._stopped.pop(rank, None)
             if status == 0:
                 self.left -= 1
+            # A rank without an engine to join is not faulty, so the restart is free.
             elif status == NO_HEAD and self._may_wait(rank, time.monotonic()):
                 processes.spawn(rank)
             elif not self._budget.grant(time.monotonic()):
@@ -110,20 +113,20 @@ class HostRanks:
         return True
 
     def _may_wait(self, rank: int, now: float) -> bool:
-        """Whether ``rank``, which no head answered, may say hello again: for ``AWAY_S`` in a row."""
+        """Return True if ``rank``, which no engine answers, may try again: for ``AWAY_S`` in a row."""
         began, last = self._alone.get(rank, (now - WELCOME_S, now))
-        if now - last > 2 * WELCOME_S:  # it had a head in between
+        if now - last > 2 * WELCOME_S:  # an engine answered in between
             began = now - WELCOME_S
         self._alone[rank] = began, now
         return now - began < AWAY_S
 
     def close(self) -> None:
-        """Ends them at once."""
+        """Kill all ranks."""
         self._processes.close(0.0)
 
 
 def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float], patience: float) -> None:
-    """Ends a rank that was stopped (SIGSTOP) for longer than any head waits for it."""
+    """Kill a rank that was stopped (SIGSTOP) for more than ``patience`` seconds: no engine waits longer."""
     if not _is_stopped(processes.pid(rank)):
         stopped.pop(rank, None)
     elif time.monotonic() - stopped.setdefault(rank, time.monotonic()) > patience:
@@ -132,11 +135,13 @@ def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float],
 
 
 def _is_stopped(pid: int) -> bool:
+    """Return True if process ``pid`` is stopped (SIGSTOP)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):  # it has ended, or there is no /proc
+    except (OSError, IndexError):  # the process has ended, or there is no /proc
         return False
 
 
 def _stop(*_: object) -> None:
+    """Raise `_Stop`, as a signal handler."""
     raise _Stop

@@ -1,4 +1,4 @@
-"""Click options made of the settings, and the way back from a command line to a configuration."""
+"""Click options made from the settings, and the conversion of a command line to a configuration."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from weft.config.sections import Config, title
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
-else:  # generic for type checkers only in the older versions of click that are allowed
+# In older supported versions of click, ParamType is generic only for type checkers.
+else:
     _ParamType = click.ParamType
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
-"""Sections of a command that runs a model without a server."""
+"""Sections of a command without a server."""
 ALL = (*ENGINE, "transfer", "media", "front")
 
 
 class SettingType(_ParamType):
-    """A click type that converts and checks as the setting says."""
+    """Click type that converts and checks values by the rules of a setting."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.name = setting.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The parsed value (a tuple for a setting that takes many). Raises a usage error with the range."""
+        """Return the parsed value (a tuple for a setting with many values).
+
+        Raise UsageError with the valid range.
+        """
         try:
             return self.setting.parse(value)
         except ConfigError as error:
@@ -47,18 +51,25 @@ class SettingType(_ParamType):
 
 
 class SettingOption(click.Option):
-    """The flag of a setting; ``heading`` is what it stands under in the help, "" for the command's own."""
+    """Flag of a setting.
+
+    ``heading``: title of the flag's list in the help; "" for the command's own options.
+    """
 
     heading = ""
 
 
 class Command(click.Command):
-    """A command whose help lists its own options first, and then settings by section. Flags may have the
-    spellings of ``weft.config.foreign``.
+    """Command with help in two parts: the command's own options, then the settings by section.
+
+    Flags may have the spellings of ``weft.config.foreign``.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises a usage error for an unknown flag, which says what Weft does in its place."""
+        """Parse Weft's and foreign spellings.
+
+        Raise UsageError for an unknown flag, with Weft's replacement.
+        """
         try:
             return super().parse_args(ctx, foreign.arguments(args))
         except click.NoSuchOption as error:
@@ -67,7 +78,7 @@ class Command(click.Command):
             raise click.UsageError(f"there is no flag {error.option_name}.{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes one list for each heading, in the order in which headings come."""
+        """Write one list per heading, in the order of the first use of each heading."""
         lists: dict[str, list[tuple[str, str]]] = {"": []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
@@ -79,11 +90,12 @@ class Command(click.Command):
 
 
 def _option(setting: Setting) -> SettingOption:
+    """Return the click option for a setting."""
     default = f"default: {setting.default_text}" if setting.default_text != "-" else ""
     many = "separated by commas, or repeated" if setting.many else ""
     notes = "; ".join(note for note in (setting.range_text, many, default) if note)
     text = setting.description + (f"  [{notes}]" if notes else "")
-    # Click names a parameter after its first name, or else its first flag.
+    # Click names a parameter after the first name without dashes, or else after the first flag.
     short = [setting.name, f"--{setting.alias}"] if setting.alias else []
     if setting.kind == "bool":
         return SettingOption([*short, f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
@@ -93,9 +105,11 @@ def _option(setting: Setting) -> SettingOption:
 
 
 def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = True) -> Callable[[F], F]:
-    """Adds ``--config`` (if ``file``) and the flags of ``sections`` and of the fields ``also`` to a command.
+    """Return a decorator that adds flags to a command: all of ``sections``, the fields ``also``, and
+    ``--config``.
 
-    The command should be a ``Command``, whose help groups them by section.
+    ``--config`` is left out if ``file`` is False. The command should be a ``Command``, so that the help
+    groups the flags by section.
     """
     chosen = set(sections)
     single = set(also)
@@ -110,7 +124,7 @@ def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = 
         if file:
             about = "YAML file of flags, e.g. max-num-seqs: 16. Flags win over it."
             options.append(click.Option(["--config"], type=click.Path(), help=about))
-        # Click lists what a decorator appended last first.
+        # Click reverses the order of appended options.
         for option in reversed(options):
             function.__dict__.setdefault("__click_params__", []).append(option)
         return function
@@ -119,10 +133,11 @@ def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = 
 
 
 def build(given: dict[str, Any], model: str | None = None) -> Config:
-    """The configuration of a command line: defaults, then the file of ``--config``, then flags.
+    """Return the configuration of a command line: defaults, overridden by the --config file, overridden by
+    flags.
 
-    ``given`` holds click's values of settings, unset ones as None or (), and ``config``. ``model`` is the
-    positional MODEL. Raises ConfigError.
+    ``given``: click's values of settings, unset values as None or (), and ``config``. ``model``: the
+    positional MODEL. Raise ConfigError.
     """
     values = read_values(Path(given["config"])) if given.get("config") else {}
     values.update(given_values(given))
@@ -136,7 +151,7 @@ def build(given: dict[str, Any], model: str | None = None) -> Config:
 
 
 def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Field name to value, of click's values of settings that are set."""
+    """Return field name to value, for all settings that are set."""
     return {
         name: tuple(one for many in value for one in many) if SETTINGS[name].many else value
         for name, value in given.items()
@@ -145,7 +160,7 @@ def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords(config: Config) -> dict[str, Any]:
-    """The configuration as keywords of ``LLM``: settings that differ from their defaults, and the model."""
+    """Return the configuration as keywords of ``LLM``: the model and all non-default settings."""
     result = {"model": config.model.model}
     for name, setting in SETTINGS.items():
         value = getattr(getattr(config, setting.section), name)

@@ -1,7 +1,7 @@
-"""A host other than the first: runs its share of a server's groups, each in a process of its own.
+"""A host other than the first: runs its share of a server's groups, each group in a separate process.
 
-Entry point of one group: ``python -m weft.launch.other_host PARENT LOG_LEVEL``. Its EngineConfig comes on
-standard input, as msgpack. Ends with status 2 after a configuration error.
+Entry point of one group: ``python -m weft.launch.other_host PARENT LOG_LEVEL``. The EngineConfig arrives on
+standard input, as msgpack. The status is 2 after a configuration error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = log.get_logger(__name__)
 
 _LOOK = 0.2
 _END_S = 10.0
-"""Seconds that groups get to end after a signal."""
+"""Seconds for groups to end after a signal."""
 
 
 def serve_group(config: EngineConfig, log_level: str) -> int:
-    """Runs the group's share of this host until the server ends, or a signal comes. Raises ConfigError."""
+    """Run the group's share of this host until the server ends, or a signal comes. Raise ConfigError."""
     from weft.launch.host import serve_host
     from weft.launch.node import serve_node
 
@@ -40,9 +40,9 @@ def serve_group(config: EngineConfig, log_level: str) -> int:
 
 
 def serve_groups(groups: Sequence[EngineConfig], log_level: str) -> int:
-    """Runs the share that this host has of ``groups`` until the server ends, or a signal comes (0).
+    """Run this host's share of ``groups`` until the server ends, or a signal comes (0).
 
-    Returns the worst status of a group; one that ends leaves the others. Raises ConfigError.
+    Return the worst status of a group; the end of a group does not end the others. Raise ConfigError.
     """
     mine = [group for group in groups if has_ranks(group.parallel)]
     node = groups[0].parallel.node_rank
@@ -62,6 +62,7 @@ def serve_groups(groups: Sequence[EngineConfig], log_level: str) -> int:
             for name, process in list(running.items()):
                 if (status := process.poll()) is not None:
                     del running[name]
+                    # A negative status means that a signal killed the process.
                     statuses.append(status if status >= 0 else 1)
                     if status:
                         logger.error("group %s ended with status %d", name, status)
@@ -74,7 +75,10 @@ def serve_groups(groups: Sequence[EngineConfig], log_level: str) -> int:
 
 
 def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
-    """From the main thread: the kernel ties the child to the thread that made it."""
+    """Start the process of a group and send the configuration.
+
+    Call from the main thread: the kernel ends the child when the calling thread ends.
+    """
     command = [sys.executable, "-m", "weft.launch.other_host", str(os.getpid()), log_level]
     with signals.blocked():
         process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
@@ -82,12 +86,13 @@ def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
     try:
         with process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(config))
-    except BrokenPipeError:  # it died before it read its configuration
+    except BrokenPipeError:  # the child died early; the exit status reports the error
         pass
     return process
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Terminate the processes, and kill the rest after ``_END_S`` seconds."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + _END_S
@@ -100,10 +105,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one group's share; returns the exit status."""
+    """Run one group's share and return the exit status."""
     parent, level = arguments
     child.die_with_parent(int(parent))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)  # its parent passes them on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)  # the parent forwards stop signals
     child.forbid_core_dumps()
     config = child.read_setup(EngineConfig)
     set_title(f"host {config.parallel.node_rank} of {config.group}", config.served_names[0])

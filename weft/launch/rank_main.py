@@ -1,8 +1,8 @@
 """Entry point of a worker rank: ``python -m weft.launch.rank_main PARENT ADDRESS RANK LOG_LEVEL``.
 
-Its EngineConfig comes on standard input, as msgpack. It says hello before it imports torch, so that a rank
-that does not belong is refused at once. Ends with status 2 when it was refused, cannot load, or no head
-comes.
+The EngineConfig arrives on standard input, as msgpack. The rank says hello before the import of torch, so
+that a wrong rank is refused at once. The status is 2 if the rank was refused or cannot load, and ``NO_HEAD``
+if no engine answers. A head is the engine process of the group.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from weft.parallel.secret import read_keys
 from weft.types import frames as f
 
 WELCOME_S = 120.0
-"""Seconds that a rank waits for a head's welcome: for the first one's, and for that of each that follows."""
+"""Seconds to wait for the welcome of an engine, at the start and after each loss of an engine."""
 NO_HEAD = 4
-"""Exit status of a rank that no head answered: nothing is wrong with it."""
+"""Exit status of a rank without an answer from any engine. The rank is not faulty."""
 AGAIN_S = 1.0
-"""Seconds between two hellos: a head may die when it has heard one and not yet answered."""
+"""Seconds between two hellos. An engine may die after a hello and before its answer."""
 
 
 class NoHead(f.FrameError):
-    """No head answered in time."""
+    """No engine answered in time."""
 
 
 def run(arguments: list[str]) -> int:
-    """Serves as a rank until the head ends it; returns the exit status."""
+    """Serve as a rank until the engine ends the rank. Return the exit status."""
     parent, *rest = arguments
     child.begin(int(parent))
     return work(rest)
 
 
 def work(arguments: list[str]) -> int:
-    """``run`` in a process that has begun, without its first argument."""
+    """Do the work of ``run`` in a prepared process. ``arguments``: those of ``run`` without PARENT."""
     address, rank, level = arguments
     config = child.read_setup(EngineConfig)
     head = instance_name(config, config.replica)
@@ -61,12 +61,12 @@ def work(arguments: list[str]) -> int:
 
 
 def serve(config: EngineConfig, address: str, rank: int) -> None:
-    """Joins the group whose head listens at ``address``. Raises ConfigError, or EngineDead."""
+    """Join the group of the engine at ``address`` and run as a rank. Raise ConfigError or EngineDead."""
     secret = config.parallel.group_secret if address.startswith("tcp://") else None
     keys = read_keys(secret) if secret is not None else None
 
     def join(epoch: int) -> HeadLink:
-        channel = ZmqRank(address, rank, keys)  # what an earlier head sent, or was sent, is not in it
+        channel = ZmqRank(address, rank, keys)  # a new channel has no messages of an earlier engine
         try:
             welcome = say_hello(channel, config, rank, epoch)
         except BaseException:
@@ -82,9 +82,9 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
 
 
 def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
-    """The head's welcome. ``epoch``: the last one that this rank was in.
+    """Return the engine's welcome. ``epoch``: the rank's last epoch, -1 for none.
 
-    Raises EngineDead when the head refuses, or none answers in time.
+    Raise EngineDead if the engine refuses, or if no engine answers in time.
     """
     hello = f.RankHello(
         version=f.VERSION,
@@ -96,6 +96,7 @@ def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int 
     )
     until = time.monotonic() + WELCOME_S
     while (left := until - time.monotonic()) > 0:
+        # An answer may already wait from the last round: do not send another hello then.
         if (data := channel.receive(0)) is None:
             channel.send(f.encode(hello))
             data = channel.receive(min(left, AGAIN_S))

@@ -1,4 +1,4 @@
-"""The independent implementation that Weft is compared with: ``transformers``, single process, no paging."""
+"""The reference implementation for comparisons: ``transformers``, single process, without paging."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.config.sections import Config
 
 
 class Reference:
-    """A checkpoint loaded by ``transformers``, by the settings of the model section and --device."""
+    """A checkpoint loaded by ``transformers``, with the settings of the model section and --device."""
 
     def __init__(self, config: Config, path: str | None = None, dtype: str | None = None) -> None:
-        """Loads ``path`` (by default the configuration's model) in ``dtype`` (by default its dtype).
+        """Load ``path`` (default: the configured model) in ``dtype`` (default: the configured dtype).
 
-        Raises ConfigError when ``transformers`` is not installed or the checkpoint has no weights.
+        Raise ConfigError if ``transformers`` is not installed or the checkpoint has no weights.
         """
         transformers = require_transformers()
         import torch
@@ -37,19 +37,20 @@ class Reference:
             self.path,
             model.num_hidden_layers_override,
             trust_remote_code=model.trust_remote_code,
-            language_model_only=True,  # text is what is compared
+            language_model_only=True,  # only text is compared
         )
         name = dtype or (self.spec.dtype if model.dtype == "auto" else model.dtype)
         settings = transformers.AutoConfig.from_pretrained(
             self.path, trust_remote_code=model.trust_remote_code
         )
         if model.num_hidden_layers_override is not None:
+            # transformers checks that layer_types has an entry per layer, so both are cut.
             text = settings.get_text_config()
             text.num_hidden_layers = self.spec.layers
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[: self.spec.layers]
         extra: dict[str, Any] = {"experts_implementation": "eager"} if self.spec.moe is not None else {}
-        # Some models that see images have no class for their text alone.
+        # Some models with images have no class for the text model alone.
         alone = type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         found = transformers.AutoModelForCausalLM if alone else transformers.AutoModelForImageTextToText
         loaded = found.from_pretrained(
@@ -69,13 +70,16 @@ class Reference:
         self._torch = torch
 
     def logits(self, ids: Sequence[int]) -> Any:
-        """Logits at every position of ``ids``: a tensor [len(ids), vocab] on the CPU, in the dtype."""
+        """Return the logits at every position of ``ids``: [len(ids), vocab] on the CPU, in the dtype."""
         with self._torch.inference_mode():
             batch = self._torch.tensor([list(ids)], device=self.device)
             return self.model(batch, use_cache=False).logits[0].cpu()
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """The ``count`` likeliest tokens that follow ``ids`` (ties: the lowest id); no id ends it."""
+        """Return the ``count`` likeliest tokens after ``ids`` (ties: the lowest id).
+
+        No id ends the sequence.
+        """
         torch = self._torch
         result = []
         past = None
@@ -90,12 +94,12 @@ class Reference:
         return result
 
     def chat(self, questions: Sequence[str], max_tokens: int | None) -> list[str]:
-        """Greedy answers to single-turn chats, one left-padded batch."""
+        """Return greedy answers to single-turn chats, computed as one left-padded batch."""
         prompts = [self.prompt([{"role": "user", "content": question}]) for question in questions]
         return self.texts(prompts, max_tokens)
 
     def prompt(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
-        """The ids that the chat template makes of a conversation."""
+        """Return the token ids of a conversation, rendered by the chat template."""
         text = self._tokenizer.apply_chat_template(
             list(messages),
             tools=None if tools is None else list(tools),
@@ -106,7 +110,7 @@ class Reference:
         return ids
 
     def texts(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[str]:
-        """Greedy texts that follow prompts of token ids, one left-padded batch."""
+        """Return greedy texts after prompts of token ids, computed as one left-padded batch."""
         torch = self._torch
         width = max(map(len, prompts))
         pad = self.spec.eos_ids[0] if self.spec.eos_ids else 0
@@ -127,13 +131,14 @@ class Reference:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        """Tokenizer of the model, loaded on first use."""
         return require_transformers().AutoTokenizer.from_pretrained(
             self._tokenizer_path, trust_remote_code=self._trust
         )
 
 
 def require_transformers() -> Any:
-    """The ``transformers`` module. Raises ConfigError that says how to install it."""
+    """Return the ``transformers`` module. Raise ConfigError with installation instructions."""
     try:
         import transformers
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""``weft revive``: a group that was given up after its restarts is started again, by a running server."""
+"""``weft revive``: starts a retired group of a running server again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.common import env
 from weft.common.errors import ConfigError, EngineDead
 
 TIMEOUT_S = 30.0
-"""For the answer, which does not wait for the group to load."""
+"""Seconds to wait for the answer. The answer comes before the group has loaded."""
 
 
 @click.command()
@@ -18,8 +18,8 @@ TIMEOUT_S = 30.0
 def revive(group: str, url: str, admin_key: str | None) -> None:
     """Start a retired GROUP of a running server again, with a new budget of restarts.
 
-    A group is retired when its heads have died more often than --engine-restarts allows; the log and
-    /metrics have its name. GROUP may also be one head of it. The server needs an admin key.
+    A group is retired after more engine deaths than --engine-restarts allows; the log and /metrics have the
+    name. GROUP may also be the name of a single engine. The server needs an admin key.
     """
     import httpx
 

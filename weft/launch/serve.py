@@ -1,6 +1,4 @@
-"""``weft serve``: one group, or with ``--prefill``, ``--decode`` and ``--encode`` several, behind one
-port.
-"""
+"""``weft serve``: one group, or several with ``--prefill``, ``--decode`` and ``--encode``."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ from weft.launch import options
 def serve(model_name: str | None, **given: Any) -> int:
     """Serve MODEL over an OpenAI-compatible API.
 
-    MODEL is a folder, a hub name or a bundled model (see `weft models`); without it the default bundled model
-    is served. With --prefill P --decode D as many groups compute prompts and, with the caches of these,
-    outputs; with --encode E as many encode images for them, or for the one group, which load no vision tower
-    then (with --no-language-model-only they do, for when none encodes). Each has the other flags. `weft up`
-    starts groups that differ.
+    MODEL is a folder, a hub name or a bundled model (see `weft models`). The default is a bundled model. With
+    --prefill P and --decode D, P groups compute prompts and D groups compute outputs from the caches of the
+    former. With --encode E, E groups encode images for the other groups. The other groups then load no vision
+    tower, unless --no-language-model-only asks for a tower as a fallback. All groups have the same flags.
+    `weft up` starts groups with different flags.
     """
     from weft.config.resolve import resolve
     from weft.config.scripted import resolve_scripted
@@ -46,9 +44,9 @@ def serve(model_name: str | None, **given: Any) -> int:
 
 
 def with_keys(config: Config) -> Config:
-    """``config`` with the keys of WEFT_API_KEY and WEFT_ADMIN_KEY, unless flags or the file give some.
+    """Return ``config`` with the keys of WEFT_API_KEY and WEFT_ADMIN_KEY, unless flags or the file give keys.
 
-    Raises ConfigError when a variable is set and holds none: that must not open the server.
+    Raise ConfigError if a variable is set but blank: a blank variable must not open the server.
     """
     front = config.front
     if not front.api_key and env.is_set("WEFT_API_KEY"):
@@ -61,6 +59,7 @@ def with_keys(config: Config) -> Config:
 
 
 def _keys(setting: str, variable: str, text: str) -> Any:
+    """Return the keys in a variable. Raise ConfigError for a blank variable."""
     if not text.strip(", \t\r\n"):
         raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without keys")
     return SETTINGS[setting].parse(text, variable)

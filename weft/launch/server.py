@@ -1,7 +1,7 @@
-"""A server: fronts and heads of all its groups, joined by sockets in a private folder.
+"""A server: API servers and engine processes of all groups, connected by sockets in a private folder.
 
-One front runs in this process and owns the heads. Several are children beside the heads, and this process is
-their supervisor: see ``weft.cluster``.
+A single API server runs in this process and owns the engines. Several API servers are child processes, like
+the engines, and this process is the supervisor: see ``weft.cluster``.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ _log = get_logger(__name__)
 
 
 def configure_log(front: FrontSection, host: int) -> None:
-    """Log lines name this process: what it is on host ``host``."""
+    """Configure the log. Lines name the process: the role, or the host number."""
     process = "front" if front.fronts == 1 else "supervisor"
     log.configure(front.log_settings, f"host {host}" if host else process)
 
 
 def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
-    """Serves until told to stop, or until nothing can be served any more; returns the exit status.
+    """Serve until a stop signal, or until no request can be served any more. Return the exit status.
 
-    A host other than the first of several runs its share of heads and ranks for the front on the first one.
+    On a host other than the first, run the host's share of engines and ranks for the first host.
     """
     resolved = face(groups)
     ask_for_files(groups, front)
-    signal.signal(signals.RESTART, signal.SIG_IGN)  # a host's groups are replaced by the first host
+    # Ignored from the start: only the first host handles restarts.
+    signal.signal(signals.RESTART, signal.SIG_IGN)
     if resolved.parallel.node_rank:
         from weft.launch.other_host import serve_groups
 
@@ -65,7 +66,8 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     set_title(name, resolved.served_names[0])
 
     child.forbid_core_dumps()
-    # Until the front takes signals over, each ends this process in order: no folder is left behind.
+    # Until the API server installs signal handlers, a signal ends the process in order and removes the
+    # folder.
     for number in signals.heeded():
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
@@ -83,7 +85,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
             status = run_fronts(resolved, front, heads, folder, operations)
         else:
             status = run_front(resolved, front, heads, operations)
-        # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
+        # After a signal that cuts off requests, do not wait: engines still load, or must not finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
         signals.ignore()
@@ -94,18 +96,19 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
             ends = heads.close(patience, 0 if status > 128 else status)
         spares.close()
         shutil.rmtree(folder, ignore_errors=True)
+    # An engine with a configuration error makes the status 2, but only if the server failed.
     return 2 if status != 0 and 2 in ends else status
 
 
 class Operations:
-    """The operations with which a server's engine processes compute on a CPU: the same in all of them.
+    """CPU operations of a server's engine processes: the same in all processes.
 
-    A server that begins without the C++ operations stays on torch's, or compiles the C++ operations and
-    changes all its engines at once.
+    A server that starts without the C++ operations keeps torch's operations, or compiles the C++ operations
+    and switches all engines at once.
     """
 
     def __init__(self, groups: tuple[EngineConfig, ...], compiles: bool, start: Start) -> None:
-        """``compiles``: ``--build-ops``. ``start`` starts a process of an engine."""
+        """``compiles``: ``--build-ops``. ``start`` starts an engine's process."""
         self._start = start
         concerned = any(group.device == "cpu" and not group.scripted for group in groups)
         self._missing = concerned and not built()
@@ -113,8 +116,10 @@ class Operations:
         self._build: OperationsBuild | None = None
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """Starts a process of an engine. A process may be started again at any time, so what was built
-        meanwhile does not change its operations.
+        """Start an engine's process with the server's present operations.
+
+        A process may restart at any time. So operations built in the meantime have no effect before the
+        switch.
         """
         if self._missing:
             how = cpu.COMPILING if self._compiles else cpu.UNBUILT
@@ -123,7 +128,10 @@ class Operations:
         return self._start(command)
 
     def compile(self, switch: Callable[[], None]) -> None:
-        """Compiles beside the server, if it is to. ``switch`` asks for the change of all engines."""
+        """Start the compilation beside the server, if requested.
+
+        ``switch`` requests the switch of all engines.
+        """
         if self._compiles:
             _log.info("compiling the C++ operations; until then torch's serve, about half as fast")
             try:
@@ -132,18 +140,21 @@ class Operations:
                 _log.warning("the C++ operations cannot be compiled (%s)", error.strerror)
 
     def switched(self) -> None:
-        """All engines have ended, or will take no work: those that start from now on find what was built."""
+        """Use the compiled operations in all later processes.
+
+        Call when all engines have ended or get no more work.
+        """
         _log.info("engines change to the C++ operations")
         self._missing = False
 
     def close(self) -> None:
-        """Ends a compilation that still runs."""
+        """End a running compilation."""
         if self._build is not None:
             self._build.close()
 
 
 def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
-    """Serves with one front, in this process, which owns the heads; returns the exit status."""
+    """Serve with one API server in this process, which owns the engines. Return the exit status."""
     from weft.cluster.owner import HeadOwner
     from weft.front.server import serve
 
@@ -165,9 +176,9 @@ def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, op
 def run_fronts(
     resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
 ) -> int:
-    """Serves with several fronts on one port, as their supervisor; returns the exit status.
+    """Serve with several API servers on one port, as their supervisor. Return the exit status.
 
-    ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
+    ``folder``: private folder for the registry. Raise ConfigError if the port cannot be used.
     """
     from weft.cluster.server import ClusterServer
     from weft.cluster.supervisor import Supervisor
@@ -175,8 +186,9 @@ def run_fronts(
     from weft.front.server import bind, ready_text
     from weft.launch.front_main import FrontSetup, start_front
 
-    # It never listens: it finds the port, and keeps it for fronts that are started again. Others of this user
-    # could share a port that is shared from the beginning, and this server would not notice.
+    # This socket never listens. The socket finds a port and reserves the port for restarted API servers.
+    # SO_REUSEPORT is set only after the bind: with SO_REUSEPORT from the start, another server of the same
+    # user could share the port unnoticed.
     with bind(front.host, front.port, listens=False) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         section = msgspec.structs.replace(front, port=reserved.getsockname()[1])

@@ -1,4 +1,4 @@
-"""``weft sim``: what a setting does to latency and throughput, before anything is deployed."""
+"""``weft sim``: effect of settings on latency and throughput, before a deployment."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 
 
 class _Sim(options.Command, click.Group):
-    """Simulates one scheduler where no other command is named."""
+    """Group that simulates one scheduler if no subcommand is given."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes commands, then options."""
+        """Write the commands, then the options."""
         self.format_commands(ctx, formatter)
         super().format_options(ctx, formatter)
 
@@ -107,12 +107,12 @@ class _Sim(options.Command, click.Group):
     ("scheduler", "speculation"), ("max_model_len", "block_size", "enable_prefix_caching", "log_level")
 )
 def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given: Any) -> int:
-    """Simulate the scheduler on virtual time: what flags do to latency and throughput.
+    """Simulate the scheduler on virtual time: the effect of flags on latency and throughput.
 
-    The scheduler is the real one; a cost model stands for model and machine. Times are as good as that model:
-    compare rows, and measure before you promise.
+    The scheduler is the real scheduler. A cost model replaces the model and the machine, and limits the
+    accuracy: compare rows with each other, and measure before promises.
 
-    plan simulates several groups, explore and replay a whole cluster with faults instead.
+    The command plan simulates several groups; explore and replay simulate a whole cluster with faults.
     """
     context = click.get_current_context()
     if context.invoked_subcommand is not None:
@@ -124,6 +124,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
         raise ConfigError("--json must name a file in a folder that exists")
     cost = load(cost_name)
     arrivals = _arrivals(given, cost)
+    # Check every run before the first simulation starts.
     runs = [("as given", config)]
     runs += [(text, _build({**given, **overrides(text)})) for text in others]
     prepared = [(name, one, _kv(one, arrivals, given["kv_tokens"])) for name, one in runs]
@@ -142,7 +143,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
 
 
 def _refuse_options(context: click.Context) -> None:
-    """Raises a usage error where options stand before the name of a command, which has its own."""
+    """Raise UsageError for options in front of a subcommand: each subcommand has its own options."""
     for name in context.params:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = "--" + name.replace("_", "-")
@@ -150,14 +151,14 @@ def _refuse_options(context: click.Context) -> None:
 
 
 def _build(given: dict[str, Any]) -> Config:
-    """The configuration of a run; without a budget a step has the tokens that it has on a GPU."""
+    """Return the configuration of a run. The default token budget is that of a GPU."""
     config = options.build(given)
     scheduler = with_budget(config.scheduler, "cuda", config.speculation.drafts)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def overrides(text: str) -> dict[str, Any]:
-    """Field name to parsed value of ``flag=value flag=value``. Raises ConfigError naming what is wrong."""
+    """Return field name to parsed value of ``flag=value flag=value``. Raise ConfigError with the error."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -170,6 +171,7 @@ def overrides(text: str) -> dict[str, Any]:
         name = key.lstrip("-").replace("-", "_")
         if not equals:
             raise ConfigError(f"--vs takes FLAG=VALUE, not {word[:40]!r}", param="--vs")
+        # Only flags that the simulation uses.
         known = [s.key for s in SETTINGS.values() if s.section in ("scheduler", "speculation")]
         if name not in SETTINGS or SETTINGS[name].key not in known:
             near = suggest(name.replace("_", "-"), known)
@@ -179,13 +181,17 @@ def overrides(text: str) -> dict[str, Any]:
 
 
 def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
-    """The workload: background sequences from the start, requests after the quiet time that they get."""
+    """Return the workload: background sequences from the start, requests after a quiet period.
+
+    The quiet period measures the background sequences alone.
+    """
     rng = random.Random(given["workload_seed"])
     prompt = Lengths.parse(given["prompt_tokens"], "--prompt-tokens")
     output = Lengths.parse(given["output_tokens"], "--output-tokens")
     running = given["running"]
     tokens = given["background_tokens"]
     step = StepShape(decode_rows=running, decode_tokens=running, decode_pairs=running * tokens // 2)
+    # Twice the lifetime of a background sequence, so that each is replaced at least once.
     quiet = 2 * tokens * cost.predict(step) if running else 0.0
     if given["trace_file"] is not None:
         traced = read_trace(given["trace_file"])
@@ -198,12 +204,16 @@ def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
 
 
 def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVConfig:
-    """The cache: as asked, or as large as the workload needs."""
+    """Return the cache: as set, or large enough for the workload.
+
+    Raise ConfigError for a cache that is too small.
+    """
     longest = max(one.prompt + max(one.output, one.again) for one in arrivals)
     asked = config.model.max_model_len
     length = asked if isinstance(asked, int) else longest
     cache = config.cache
     blocks = -(-length // cache.block_size)
+    # The scheduler refuses a sequence that can never fit.
     if tokens is not None and tokens < blocks * cache.block_size:
         raise ConfigError(
             f"--kv-tokens {tokens} does not hold one sequence of {length} tokens, prompt and output: set it "
@@ -228,6 +238,7 @@ def _run(
     arrivals: Sequence[Arrival],
     given: dict[str, Any],
 ) -> Report:
+    """Simulate one configuration, with a progress bar, and return the report."""
     section: SchedulerSection = config.scheduler
     with progress_bar(title=f"simulating {name}"[:40], unit="request", delay=1.0, leave=False) as bar:
 
@@ -254,7 +265,7 @@ def _run(
 
 
 def table(rows: Sequence[tuple[str, Report]]) -> str:
-    """Reports as a table, one a column; times in milliseconds unless it says otherwise."""
+    """Return reports as a table, one column per report. Times are in milliseconds unless stated otherwise."""
 
     def ms(seconds: float) -> str:
         return f"{seconds * 1e3:.1f}"
@@ -270,6 +281,7 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     line("TTFT p50 / p99, ms", [f"{ms(r.ttft.p50)} / {ms(r.ttft.p99)}" for r in reports])
     line("ITL p50 / p99, ms", [f"{ms(r.itl.p50)} / {ms(r.itl.p99)}" for r in reports])
     if any(r.background_itl.count for r in reports):
+        # ITL of the background sequences before the first request, and during requests.
         quiet = [r.quiet_itl for r in reports]
         busy = [r.background_itl for r in reports]
         line("background alone, ITL p50 / p99, ms", [f"{ms(q.p50)} / {ms(q.p99)}" for q in quiet])

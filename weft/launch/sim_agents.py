@@ -1,4 +1,4 @@
-"""``weft sim agents``: what keeping the caches of sessions buys, on traffic like that of coding agents."""
+"""``weft sim agents``: benefit of retained session caches, on traffic like that of coding agents."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ def agents_command(
     seconds: tuple[float, ...],
     seed: int,
 ) -> int:
-    """Simulate sessions of agents: 43 turns, 140,000 tokens in and 400 out a turn, pauses between them.
+    """Simulate sessions of agents: 43 turns of 140,000 input and 400 output tokens, with pauses between
+    turns.
 
-    The scheduler and its prefix cache are the real ones; a cost model stands for model and machine.
+    The scheduler and its prefix cache are the real ones. A cost model replaces the model and the machine.
     """
     agents = Agents(sessions=sessions, turns=turns, others=others, every=every, pause=pause)
     if kv_tokens < agents.longest:
@@ -104,7 +105,7 @@ def agents_command(
 
 
 def table(reports: list[tuple[float, AgentReport]]) -> str:
-    """One column for each retention."""
+    """Return the reports as a table, one column per retention."""
     lines = [
         ["--session-retention", *(f"{each:g}" for each, _ in reports)],
         ["turns behind the first", *(str(one.turns) for _, one in reports)],
@@ -114,6 +115,7 @@ def table(reports: list[tuple[float, AgentReport]]) -> str:
         ["TTFT of other prompts", *(f"{o.other_ttft.p50:.2f} / {o.other_ttft.p99:.2f}" for _, o in reports)],
         ["seconds in all", *(f"{one.seconds:.0f}" for _, one in reports)],
     ]
+    # Titles are aligned left, numbers right.
     wide = max(len(line[0]) for line in lines)
     return "\n".join(
         "  ".join([line[0].ljust(wide), *(cell.rjust(16) for cell in line[1:])]).rstrip() for line in lines

@@ -16,7 +16,7 @@ from weft.sim.explore import Exploration, explore, silent_log
 from weft.sim.faults import KINDS
 
 MOST_SHOWN = 10
-"""Failures that are listed."""
+"""Maximum number of listed failures."""
 
 
 @click.command("explore")
@@ -26,10 +26,10 @@ MOST_SHOWN = 10
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first one.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
 def explore_command(schedules: int, seed: int, jobs: int) -> int:
-    """Simulate a cluster with faults: many schedules, each a function of its seed.
+    """Simulate a cluster with faults: many schedules, each determined by a seed.
 
-    Fronts with the fleet that serves, heads with the scheduler that serves, a supervisor, clients, and a
-    network. Every stream is compared with the tokens that are due. The status is 1 when an invariant does not
+    The cluster has API servers with the real fleet, engines with the real scheduler, a supervisor, clients,
+    and a network. Every stream is compared with the expected tokens. The status is 1 if an invariant does not
     hold.
     """
     with progress_bar(title="simulating", unit="schedule", total=schedules, leave=False) as bar:
@@ -48,13 +48,13 @@ def explore_command(schedules: int, seed: int, jobs: int) -> int:
 @click.command("replay")
 @click.argument("seed", type=click.IntRange(0))
 def replay_command(seed: int) -> int:
-    """Show the schedule of SEED event by event, and what it violates.
+    """Show the schedule of SEED event by event, and the violated invariant.
 
-    Each line has the virtual time and what happened: a message sent (a -> b), something a process noticed or
-    did (a .. b), or what a client asked or was told (a => b).
+    Each line has the virtual time and an event: a message sent (a -> b), an observation or action of a
+    process (a .. b), or a request or an answer of a client (a => b).
     """
     try:
-        with silent_log():  # it is all in the lines below
+        with silent_log():  # the lines below have all events
             cluster = simulate_cluster(seed, lambda now, line: click.echo(f"{now:9.4f}  {line}"))
     except Violation as violation:
         if violation.__cause__ is not None:
@@ -66,7 +66,7 @@ def replay_command(seed: int) -> int:
 
 
 def coverage(found: Exploration) -> str:
-    """What schedules went through, as a table."""
+    """Return the faults and counts of all schedules as a table."""
     each = 1e3 * found.seconds / found.schedules
     lines = [
         f"{found.schedules} schedules, {found.events} events, {found.seconds:.1f} s of one core "

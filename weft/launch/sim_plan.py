@@ -1,4 +1,4 @@
-"""``weft sim plan``: how many groups of which role a load needs."""
+"""``weft sim plan``: number and roles of the groups that a load needs."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ _COUNT = click.IntRange(1)
 def plan_command(json_file: str | None, **given: Any) -> int:
     """Find out how many groups of which role a load needs.
 
-    Simulates a front over 1 to --most-groups equal groups: all unified, and every division into groups that
-    prefill and groups that decode; with --images also with groups that encode. The fleet and the schedulers
-    are those that serve; a cost model stands for model and machine, and a bandwidth for the transport. Shows
-    for each how many requests met both limits.
+    Simulates an API server with 1 to --most-groups equal groups: all unified, and every division into prefill
+    and decode groups; with --images also with encode groups. The fleet and the schedulers are the real ones.
+    A cost model replaces the model and the machine, and a bandwidth replaces the transport. Shows the share
+    of requests within both limits for each deployment.
     """
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError("--json must name a file in a folder that exists")
@@ -145,10 +145,13 @@ def plan_command(json_file: str | None, **given: Any) -> int:
 
 
 def divisions(most: int, images: bool = False) -> Iterator[Groups]:
-    """All deployments of 1 to ``most`` groups: unified ones alone, and all pairs of roles; with ``images``
-    each of them also beside groups that encode."""
+    """Yield all deployments of 1 to ``most`` groups: unified groups only, and all prefill and decode pairs.
+
+    With ``images``, also yield each deployment with encode groups.
+    """
     for number in range(1, most + 1):
         for encode in range(number if images else 1):
+            # At least one group remains to make tokens.
             rest = number - encode
             yield Groups(unified=rest, encode=encode)
             for prefill in range(1, rest):
@@ -156,7 +159,7 @@ def divisions(most: int, images: bool = False) -> Iterator[Groups]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line for each deployment; times in milliseconds."""
+    """Return a line per deployment. Times are in milliseconds."""
     head = ("groups", "met", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p99", "output tok/s", "busy")
     lines = [head]
     for one in outcomes:
@@ -183,22 +186,28 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def advice(outcomes: Sequence[Outcome], goal: float) -> str:
-    """The fewest groups that reach ``goal``, and of as many the ones that meet the limits most often."""
+    """Return the smallest deployment that reaches ``goal``.
+
+    Among equal sizes, more requests within limits win.
+    """
     able = [one for one in outcomes if one.good >= goal]
     if not able:
         best = max(outcomes, key=lambda one: one.good)
         return f"none reaches {goal:.0%}; {best.groups} comes closest: {best.good:.0%}. Try --most-groups"
     fewest = min(sum(one.groups) for one in able)
     of_those = [one for one in able if sum(one.groups) == fewest]
+    # Ties prefer unified groups, then a lower TPOT.
     best = max(of_those, key=lambda one: (one.good, one.groups.unified, -one.tpot.p99))
     return f"{goal:.0%} is reached with {best.groups}"
 
 
 def _arrivals(given: dict[str, Any]) -> list[Arrival]:
+    """Return the workload, with images."""
     return [replace(one, images=given["images"]) for one in _without_images(given)]
 
 
 def _without_images(given: dict[str, Any]) -> list[Arrival]:
+    """Return the workload without images: a trace, or Poisson arrivals."""
     if given["trace_file"] is not None:
         return read_trace(given["trace_file"])
     prompt = Lengths.parse(given["prompt_tokens"], "--prompt-tokens")
@@ -208,6 +217,7 @@ def _without_images(given: dict[str, Any]) -> list[Arrival]:
 
 
 def _section(given: dict[str, Any], requests: int) -> SchedulerSection:
+    """Return the scheduler settings of each group."""
     asked = SchedulerSection(
         max_num_seqs=given["max_num_seqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
@@ -224,9 +234,11 @@ def _run(
     cost: CostModel,
     given: dict[str, Any],
 ) -> Outcome:
+    """Simulate one deployment. Raise ConfigError if the cache cannot hold one sequence."""
     images = given["images"] * given["image_tokens"]
     longest = max(one.prompt + one.output for one in arrivals) + images
     tokens = given["kv_tokens"] or 0
+    # One block more, because a sequence need not end at a block border.
     if tokens and tokens < longest + DEFAULT_BLOCK:
         raise ConfigError(
             f"--kv-tokens {tokens} does not hold one sequence of {longest} tokens: set it to at least "
@@ -249,6 +261,7 @@ def _run(
 
 
 def _images(given: dict[str, Any]) -> ImageCosts | None:
+    """Return the image costs, or None without images."""
     if not given["images"]:
         return None
     return ImageCosts(
@@ -260,7 +273,7 @@ def _images(given: dict[str, Any]) -> ImageCosts | None:
 
 
 def _size(given: dict[str, Any], name: str) -> float:
-    """Bytes. Raises ConfigError."""
+    """Return a size in bytes. Raise ConfigError."""
     try:
         size = parse_size(given[name])
     except (ConfigError, ValueError):

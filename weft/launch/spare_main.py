@@ -1,8 +1,8 @@
 """Entry point of a spare process: ``python -m weft.launch.spare_main PARENT``. See ``weft.engine.processes``.
 
-Its standard input is a socket, by which it is told what it is to be once it has imported what heads and
-workers need. What that one reads from its standard input follows there. It starts no thread before, and
-touches no device. Ends with status 0 when it is not needed.
+A spare imports all modules that engines and workers need, then waits. Standard input is a socket: the order
+to become an engine or a worker arrives there, followed by the standard input of the new role. A spare starts
+no thread and touches no device before the order. The status is 0 if the spare is not needed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ IMPORTED = (
     "weft.layers.mlp",
     "weft.tracing.writer",
 )
-"""Of a model's own modules it imports none: which those are is not known yet, and they are small."""
+"""Modules to import.
+
+Modules of a single model are left out: the model is unknown, and the modules are small.
+"""
 
 
 def run(arguments: list[str]) -> int:
-    """Waits, and runs what it is told to be; returns the exit status."""
+    """Wait for an order and run the ordered program. Return the exit status."""
     (parent,) = arguments
     child.begin(int(parent))
     set_title("spare")
@@ -51,7 +54,7 @@ def run(arguments: list[str]) -> int:
 
 
 def receive(link: socket.socket) -> tuple[Order, list[int]] | None:
-    """The order and the descriptors that come with it; None: there will be none."""
+    """Return the order with its descriptors, or None if no order comes."""
     head, descriptors, _, _ = socket.recv_fds(link, SIZE.size, MOST_DESCRIPTORS)
     head += _exactly(link, SIZE.size - len(head))
     if len(head) < SIZE.size:
@@ -62,7 +65,7 @@ def receive(link: socket.socket) -> tuple[Order, list[int]] | None:
 
 
 def _exactly(link: socket.socket, size: int) -> bytes:
-    """So many bytes; fewer when the other end is closed before."""
+    """Return ``size`` bytes, or fewer if the other end closes before."""
     data = b""
     while len(data) < size and (piece := link.recv(size - len(data))):
         data += piece

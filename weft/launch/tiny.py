@@ -1,6 +1,7 @@
-"""A tiny model of every family, as a ``config.json``: with random weights it is all that proofs need.
+"""A tiny model of every family, as a ``config.json``. Random weights are sufficient for the proofs.
 
-Sizes divide by 4, so each can be laid over up to four ranks. They are given as checkpoints publish them.
+All sizes are divisible by 4, so each model can run on up to four ranks. Field names are those of published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _DELTA: dict[str, Any] = {
 }
 _INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 24}
 
-#: Name of a family -> (architecture, model_type, what its config.json says beside the common part).
+#: Family name -> (architecture, model_type, fields besides the common part).
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", {}),
     "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": 37}),
@@ -142,9 +143,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def write_family(folder: Path, family: str) -> Path:
-    """Writes the ``config.json`` of ``family`` (a key of ``FAMILIES``) below ``folder``; returns its folder.
+    """Write the ``config.json`` of ``family`` (a key of ``FAMILIES``) below ``folder``. Return the new
+    folder.
 
-    The folder is served with ``--load-format dummy``.
+    Serve the folder with ``--load-format dummy``.
     """
     architecture, kind, more = FAMILIES[family]
     target = folder / family

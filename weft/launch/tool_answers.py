@@ -1,5 +1,6 @@
-"""tools-mini asked of three places: a server, this process's engine, the reference. Greedy, tools run
-here.
+"""Answers to tools-mini from a server, from a local engine, or from transformers.
+
+Decoding is greedy. The called tools run in this process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.eval.tools_score import Dialogue, Made, read_calls
 from weft.launch.answers import TIMEOUT, base_of, call, in_turns, served_model
 
 Reply = Callable[[list[list[int]]], list[str]]
-"""Greedy texts for prompts of token ids."""
+"""Function from prompts of token ids to greedy texts."""
 
 
 def from_server(
@@ -29,10 +30,10 @@ def from_server(
     max_tokens: int | None,
     key: str | None,
 ) -> str:
-    """Lead every dialogue to its answer by chat completions with ``tools``; the model's name.
+    """Lead every dialogue to an answer by chat completions with ``tools``. Return the model's name.
 
-    A server that does not read calls leaves them in the text, where they are found too. Raises as
-    ``answers.from_server`` does.
+    A server without a parser for calls leaves calls in the text, and calls in the text count too. Raise the
+    errors of ``answers.from_server``.
     """
     return asyncio.run(_ask(base_of(url), model, dialogues, concurrency, max_tokens, key))
 
@@ -45,6 +46,7 @@ async def _ask(
     max_tokens: int | None,
     key: str | None,
 ) -> str:
+    """Lead all dialogues to an answer, ``concurrency`` at a time. Return the model's name."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
@@ -52,6 +54,7 @@ async def _ask(
         with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
 
             async def one(dialogue: Dialogue) -> None:
+                # Each turn either calls tools or gives the final text.
                 while dialogue.text is None:
                     body = {"model": name, "temperature": 0, "messages": dialogue.messages}
                     body["tools"] = dialogue.declarations
@@ -66,7 +69,10 @@ async def _ask(
 
 
 def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
-    """Text and calls of a chat completion's message; calls that the server did not read are in its text."""
+    """Return (text, calls) of a chat completion's message.
+
+    Without parsed calls, calls are parsed from the text.
+    """
     text = str(message.get("content") or "")
     made: list[Made] = []
     for entry in message.get("tool_calls") or ():
@@ -74,6 +80,7 @@ def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
         try:
             made.append((str(function["name"]), json.loads(function["arguments"])))
         except (ValueError, TypeError):
+            # Arguments that are no JSON count as a wrong call, not as an error.
             made.append((str(function["name"]), function["arguments"]))
     return text, made or read_calls(text)
 
@@ -81,10 +88,11 @@ def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
 def lead(
     dialogues: Sequence[Dialogue], prompt: Callable[[Dialogue], list[int]], reply: Reply, concurrency: int
 ) -> None:
-    """Answer dialogues round by round, ``concurrency`` of them at once."""
+    """Lead dialogues to an answer round by round, ``concurrency`` at a time."""
     with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
         for begin in range(0, len(dialogues), concurrency):
             part = dialogues[begin : begin + concurrency]
+            # Each round answers all open dialogues of the part in one batch.
             while waiting := [one for one in part if one.text is None]:
                 texts = reply([prompt(one) for one in waiting])
                 for one, text in zip(waiting, texts, strict=True):
@@ -95,7 +103,7 @@ def lead(
 def from_engine(
     config: Config, dialogues: Sequence[Dialogue], concurrency: int, max_tokens: int | None
 ) -> str:
-    """Lead every dialogue to its answer by an engine in this process; the model's name."""
+    """Lead every dialogue to an answer by an engine in this process. Return the model's name."""
     from weft import LLM, SamplingParams
     from weft.launch.options import keywords
 
@@ -112,7 +120,7 @@ def from_engine(
 
 
 def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
-    """From a dialogue to the ids that the model's chat template makes of it and its tools."""
+    """Return a function from a dialogue to token ids, by the model's chat template."""
     from weft.text.model import TextModel
     from weft.text.parsing.parser import Tool
 
@@ -130,7 +138,7 @@ def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
 def from_reference(
     config: Config, dialogues: Sequence[Dialogue], concurrency: int, max_tokens: int | None
 ) -> str:
-    """Lead every dialogue to its answer by ``transformers`` in this process; the model's name."""
+    """Lead every dialogue to an answer by ``transformers`` in this process. Return the model's name."""
     from weft.launch.reference import Reference
 
     reference = Reference(config)

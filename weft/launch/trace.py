@@ -1,4 +1,4 @@
-"""``weft trace``: one file for Perfetto of what the processes of a server wrote with --trace-requests."""
+"""``weft trace``: one Perfetto file from the files that a server's processes wrote with --trace-requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from weft.tracing.slowest import rows, table
     "--slowest", default=10, show_default=True, type=click.IntRange(0), help="Requests in the table."
 )
 def trace(folder: Path, out: Path | None, slowest: int) -> None:
-    """Merge what `weft serve --trace-requests FOLDER` wrote, for https://ui.perfetto.dev or chrome://tracing.
+    """Merge the files of `weft serve --trace-requests FOLDER`, for https://ui.perfetto.dev or
+    chrome://tracing.
 
-    A process for each of Weft's, a track for each request, arrows from the front to the heads; step traces
-    (`--trace FOLDER/steps.json`) beside them. Then a table of the slowest requests and where their seconds
-    went: read (and tokenized), images (until those that others encode are here), queue, prefill, transfer
-    (what of it came after the first token), slot (the wait for one at the head that decodes), decode.
+    The file has a process for each process of Weft, a track for each request, and arrows from the API server
+    to the engines. Step traces (`--trace FOLDER/steps.json`) are included. A table then shows the slowest
+    requests and their time by stage: read (and tokenize), images (until embeddings from other groups arrive),
+    queue, prefill, transfer (the part after the first token), slot (the wait for a slot at the decode group),
+    decode.
     """
     spans, bad = read_folder(folder)
     if bad:

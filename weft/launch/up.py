@@ -1,4 +1,4 @@
-"""``weft up``: a server of several groups, each with settings of its own, from a topology file."""
+"""``weft up``: a server of several groups with different settings, from a topology file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weft.launch.serve import with_keys
 def up(file: str, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
-    FILE is YAML: flags of an engine, which hold for all groups; under `front` flags of the server, over
-    which those given here win; and under `groups` a list, each with a role (unified, prefill, decode or
-    encode), a count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all
-    groups restarted, one after the other, without a request being lost.
+    FILE is YAML. Top-level keys are flags of an engine and hold for all groups. `front` has flags of the
+    server; flags on the command line win. `groups` is a list: each group has a role (unified, prefill, decode
+    or encode), a count and its own flags. The folder examples has ready-made files. SIGUSR1 restarts all
+    groups, one after the other, without loss of a request.
     """
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import on_host, read_topology, resolve_groups
@@ -42,7 +42,7 @@ def up(file: str, check: bool, **given: Any) -> int:
 
 
 def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
-    """What would be started: a line for the server, and one for each group."""
+    """Return the plan of the server as text: a line for the server, and a line per group."""
     one = groups[0]
     ranks = sum(group.parallel.layout.ranks for group in groups)
     lines = [
@@ -60,6 +60,7 @@ def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
             alone = parallel.only_host
             layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
         layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
+        # Encode groups have no pools.
         pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools) or "no cache"
         pools += _images(group)
         lines.append(f"  {group.group:<{width}}  {group.transfer.role:<7}  {', '.join(layout)}: {pools}")
@@ -67,7 +68,7 @@ def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
 
 
 def _images(group: EngineConfig) -> str:
-    """What it has to do with images, in a server that has groups to encode them."""
+    """Return the group's part in image encoding as text; "" if the group takes no embeddings."""
     media = group.kv.media
     if group.transfer.role == "encode":
         return "; encodes images"
@@ -81,4 +82,5 @@ def _images(group: EngineConfig) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    """Return the number with its noun, in plural if needed."""
     return f"{number} {what}{'s' * (number != 1)}"

@@ -1,4 +1,4 @@
-"""``weft verify``: proof that this machine, this model and these settings give the right tokens."""
+"""``weft verify``: check of the tokens on a machine, with a model and a configuration."""
 
 from __future__ import annotations
 
@@ -61,16 +61,17 @@ def verify(
 ) -> int:
     """Compare MODEL's tokens and logits with a reference. Status 1 if they differ, ties excepted.
 
-    With several ranks (--tp, --dp, --ep, --overlap) their tokens are compared with those of one process, and
-    those of a server's groups (--topology FILE, or --prefill P --decode D --encode E) with the engine alone,
-    unless --reference is given. Groups must have handed caches over, and embeddings of images where some
-    encode them, as their counters say.
+    Several ranks (--tp, --dp, --ep, --overlap) are compared with one process. A server's groups (--topology
+    FILE, or --prefill P --decode D --encode E) are compared with the engine alone, unless --reference is
+    given. The counters of the groups must show that caches were handed over, and with encode groups also
+    embeddings of images.
 
-    Tokens are compared in float64, logits at max|a-b| / max|b| <= 1e-4 in float32. Without MODEL the
-    checkpoint of --reference is run.
+    Tokens are compared in float64, and logits in float32 with max|a-b| / max|b| <= 1e-4. Without MODEL, the
+    checkpoint of --reference runs.
     """
     if model_name is None and given.get("model") is None and not given.get("config") and topology is None:
         model_name = reference
+    # A topology file has its own settings, so flags of an engine are refused in this case.
     if topology is not None:
         from weft.launch.verify_topology import topology_of
 
@@ -95,7 +96,7 @@ def verify(
 def verify_groups(
     topology: Topology, reference: str | None, families: bool, prompts: int, tokens: int
 ) -> bool:
-    """Whether the groups of ``topology`` give the right tokens. Raises ConfigError."""
+    """Return True if the groups of ``topology`` give the right tokens. Raise ConfigError."""
     from weft.launch import verify_topology
 
     if families and reference is not None:
@@ -112,7 +113,7 @@ def verify_groups(
 def verify_engine(
     config: Config, reference: str | None, against_self: bool, families: bool, prompts: int, tokens: int
 ) -> bool:
-    """Whether an engine, of one rank or several, gives the right tokens. Raises ConfigError."""
+    """Return True if an engine, with one or several ranks, gives the right tokens. Raise ConfigError."""
     from weft.launch import verify_layout, verify_run
 
     layout = verify_layout.several(config)
@@ -133,6 +134,7 @@ def verify_engine(
             "ranks are compared with one process: give --reference and --self without --tp and --dp",
             param="--tp",
         )
+    # All requested comparisons run, even after a failure.
     good = True
     if families:
         good = verify_layout.families(config, verify_layout.FAMILIES, prompts, tokens, click.echo)

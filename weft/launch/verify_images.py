@@ -1,4 +1,4 @@
-"""Prompts with images for ``weft verify --topology``, and what groups counted of them."""
+"""Prompts with images for ``weft verify --topology``, and the image counters of groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from weft.types.media import MediaItem
 from weft.types.messages import HeadStats, Submit, TransferStats, ids_to_bytes
 
 SIDES = ((2, 3), (3, 2), (1, 4), (4, 4))
-"""Rows and columns of tokens of images; a model with a least size makes them larger."""
+"""Rows and columns of images, in tokens. A model with a minimum image size enlarges the images."""
 
 
 def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, room: int) -> list[Submit]:
-    """``asked`` with images before their prompts, of 1, 2, 3, 1, .. images; every second one is there twice,
-    in two prompts. Those that do not fit into ``room`` tokens have fewer. Ids in ``prompts`` that stand for
-    images are replaced.
+    """Return ``asked`` with images in front of each prompt: 1, 2, 3, 1, .. images per prompt.
+
+    Some images repeat an earlier image, so that embeddings are reused between prompts. Prompts without space
+    in ``room`` tokens get fewer images. Image tokens in ``prompts`` are replaced by a plain token.
     """
     rng = random.Random(1)
     reserved = {one for one in (facts.placeholder, facts.video, facts.start, facts.end) if one is not None}
@@ -32,6 +33,7 @@ def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, 
         ids: list[int] = []
         items: list[MediaItem] = []
         for place in range(number % 3 + 1):
+            # The second image of a prompt is a random earlier image.
             if place % 2 and pictures:
                 fit, pixels = rng.choice(pictures)
             else:
@@ -50,6 +52,7 @@ def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, 
 
 
 def _picture(facts: MediaFacts, rng: random.Random) -> tuple[Fit, bytes]:
+    """Return a random image: the fit and the pixels."""
     rows, columns = rng.choice(SIDES)
     token = facts.patch * facts.merge
     fit = facts.grid_of(rows * token, columns * token)
@@ -57,12 +60,13 @@ def _picture(facts: MediaFacts, rng: random.Random) -> tuple[Fit, bytes]:
 
 
 def _item(fit: Fit, pixels: bytes, start: int) -> MediaItem:
+    """Return the media item of an image at position ``start`` of a prompt."""
     key = hashlib.blake2b(pixels + repr(fit.grid).encode(), digest_size=16).digest()
     return MediaItem(key=key, start=start, count=fit.tokens, grid=fit.grid, pixels=pixels)
 
 
 def told(stats: HeadStats, encodes: bool) -> str:
-    """What an instance counted of images: one that ``encodes`` for others, or takes what these make."""
+    """Return the image counters of an instance as text. ``encodes``: True for an encode group."""
     moved = stats.embedding_transfers or TransferStats()
     rooms = f"{moved.done} rooms of embeddings done, {moved.failed} failed"
     if encodes:

@@ -1,6 +1,6 @@
-"""``weft verify --tp / --dp / --ep / --overlap``: several ranks give the tokens of one process.
+"""``weft verify --tp / --dp / --ep / --overlap``: several ranks must give the tokens of one process.
 
-Both sides are real engines in float64, the ranks real processes; greedy and seeded requests run together.
+Both sides are real engines in float64, and ranks are real processes. Greedy and seeded requests run together.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from weft.types.sampling import SamplingParams
 Say = Callable[[str], Any]
 
 TOKENIZER = "spool-text"
-"""Of tiny models, which have none of their own."""
+"""Tokenizer for tiny models, which have no tokenizer."""
 
 
 def several(config: Config) -> bool:
-    """Whether the configuration asks for more than one rank."""
+    """Return True if the configuration has more than one rank."""
     parallel = config.parallel
     return parallel.tensor_parallel_size * parallel.data_parallel_size > 1
 
 
 def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compares the tokens of ``config``'s layout with those of one process. True when all are equal and
-    what was asked for took part.
+    """Compare the tokens of ``config``'s layout with those of one process; report with ``say``.
+
+    Return True if all tokens are equal and all requested features took part.
     """
+    # In float64 rounding hardly ever decides between tokens, so a difference counts as a defect.
     doubles = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float64"))
     alone = msgspec.structs.replace(doubles, parallel=ParallelSection())
     prompts = make_prompts(resolve(alone), count, tokens)
@@ -60,11 +62,15 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
 
 
 def families(config: Config, names: Iterable[str], count: int, tokens: int, say: Say) -> bool:
-    """``against_one_process`` for a tiny random model of each of the ``names`` (keys of ``FAMILIES``)."""
+    """Run ``against_one_process`` for a tiny random model of each family in ``names``.
+
+    Return True if all pass.
+    """
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
         for name in names:
             path = write_family(Path(folder), name)
+            # Families without experts cannot run with expert parallelism.
             if config.parallel.enable_expert_parallel and load_spec(str(path), None).moe is None:
                 say(f"-- {name}: has no experts to divide")
                 continue
@@ -77,15 +83,19 @@ def families(config: Config, names: Iterable[str], count: int, tokens: int, say:
 
 
 def tiny_model(path: Path) -> dict[str, Any]:
-    """Settings of the model for a family that ``write_family`` has written to ``path``."""
+    """Return the model settings for a family in the folder ``path``, written by ``write_family``."""
     assert TOKENIZER in bundled_models()
     tokenizer = resolve_model_path(TOKENIZER, None)
     return {"model": str(path), "tokenizer": tokenizer, "load_format": "dummy", "max_model_len": 512}
 
 
 def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:
-    """Tokens of every prompt, all run together; every second one is sampled."""
+    """Return the tokens of every prompt, and the counters.
+
+    All prompts run together; every second is sampled.
+    """
     params = [
+        # Even prompts are greedy, odd prompts are sampled with a fixed seed.
         SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=tokens, ignore_eos=True)
         for number in range(len(prompts))
     ]
@@ -96,6 +106,7 @@ def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[lis
 
 
 def _described(config: Config) -> str:
+    """Return the layout as text."""
     parallel = config.parallel
     parts = [f"tp {parallel.tensor_parallel_size}", f"dp {parallel.data_parallel_size}"]
     if parallel.enable_expert_parallel:
@@ -104,11 +115,12 @@ def _described(config: Config) -> str:
 
 
 def _done(stats: HeadStats) -> str:
+    """Return the step counters as text."""
     return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two micro-batches"
 
 
 def _missing(config: Config, stats: HeadStats) -> list[str]:
-    """What was asked for and took no part."""
+    """Return the requested features that took no part."""
     missing = []
     if config.parallel.overlap in ("prefill", "all") and not stats.overlapped_steps:
         missing.append(f"--overlap {config.parallel.overlap}")

@@ -1,7 +1,6 @@
-"""The comparisons of ``weft verify``: greedy tokens in float64, logits in float32.
+"""Comparisons of ``weft verify``: greedy tokens in float64, logits in float32.
 
-Both sides get token ids, so nothing of the text pipeline takes part. Weft's side runs through the real
-scheduler and runner.
+Both sides get token ids, so text processing takes no part. Weft's side runs the real scheduler and runner.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, Step
 from weft.types.sampling import TokenParams
 
 TOLERANCE = 1e-4
-"""Of logits: max|a-b| / max|b|."""
+"""Maximum max|a-b| / max|b| of logits."""
 TIE = 1e-6
-"""Two tokens whose scores differ by less than this may trade places."""
+"""Maximum score margin of a tie. Tied tokens may swap ranks."""
 
 Say = Callable[[str], Any]
 Prompts = list[list[int]]
 
 
 class Variant(NamedTuple):
-    """One way to run the same prompts; it must change no token."""
+    """One way to run the same prompts. No variant may change a token."""
 
     name: str
     config: EngineConfig
     together: bool
-    """All prompts at once; else one after another."""
+    """True to run all prompts at once, False to run prompts one after another."""
     engaged: Callable[[HeadStats], bool] = lambda stats: True
-    """Whether the run did what it is there for."""
+    """Function that returns True if the counters show that the variant took effect."""
 
 
 def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
-    """Compares Weft with ``transformers``; reports with ``say``. True unless there is a defect."""
+    """Compare Weft with ``transformers``; report with ``say``. Return True unless there is a defect."""
     path = hub.resolve_model_path(path, config.model.revision)
     doubles = _resolved(config, "float64")
     prompts = make_prompts(doubles, count, tokens)
@@ -61,6 +60,7 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
         if mine == theirs:
             equal += 1
             continue
+        # A difference is acceptable only at a tie, so compare the logits at the first difference.
         at = first_difference(mine, theirs)
         a = ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
         b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
@@ -76,6 +76,7 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
+    """Compare logits in float32. Return True if the largest difference is within ``TOLERANCE``."""
     reference = Reference(config, path, "float32")
     forward = ForwardOnly(_resolved(config, "float32"))
     worst = 0.0
@@ -90,7 +91,10 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compares prompts alone with other ways to run them. False if a token differs or a way was not taken."""
+    """Compare prompts run alone with other ways to run them.
+
+    Return False if a token differs without a tie, or if a variant did not take effect.
+    """
     base = _resolved(config, "float64")
     prompts = make_prompts(base, count, tokens)
     alone, *others = variants(base, prompts, tokens)
@@ -107,6 +111,7 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
             good = False
         for number in wrong:
             at = first_difference(found[number], expected[number])
+            # Both sides share the row up to the difference, so one row shows the margin.
             row = ForwardOnly(alone.config).logits(prompts[number] + expected[number][:at])[-1]
             place = f"prompt {number}, token {at}"
             ids = (found[number][at], expected[number][at])
@@ -115,7 +120,7 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
 
 
 def determinism(config: Config) -> str:
-    """Whether logits are bitwise equal whatever is computed beside a request, with the settings as given."""
+    """Return a line on bitwise determinism of logits for any batch, with the settings as given."""
     core = EngineCore(_with(resolve(config), steps_in_flight=1), progress=False)
     try:
         return f"in {core.config.dtype} on {core.config.device}, {core.describe_determinism()}"
@@ -124,7 +129,7 @@ def determinism(config: Config) -> str:
 
 
 def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:
-    """Alone first, then the ways that must not differ from it."""
+    """Return the variants. The first runs prompts alone; the others must not differ from the first."""
     one = _with(base, steps_in_flight=1)
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
@@ -140,18 +145,19 @@ def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]
 
 
 def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
+    """Return ``config`` with changed scheduler settings and a matching number of slots."""
     scheduler = msgspec.structs.replace(config.scheduler, **changes)
     kv = msgspec.structs.replace(config.kv, num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight)
     return msgspec.structs.replace(config, scheduler=scheduler, kv=kv)
 
 
 def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineConfig:
-    """Pools that hold every prompt, or the longest sequence, but not what all of them grow to."""
+    """Return ``config`` with pools for all prompts, or for the longest sequence, but not for all outputs."""
     kv = config.kv
     longest = max(map(len, prompts)) + tokens
     pools = []
     for pool in kv.pools:
-        if pool.cache.kind == "state":  # running takes none of it
+        if pool.cache.kind == "state":  # running sequences use no snapshot
             pools.append(pool)
             continue
 
@@ -161,7 +167,8 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
         most = max(blocks(longest), sum(blocks(len(prompt) + 1) for prompt in prompts))
         pools.append(msgspec.structs.replace(pool, num_blocks=min(most, pool.num_blocks)))
     small = msgspec.structs.replace(kv, pools=tuple(pools), max_model_len=longest)
-    size = sum(pool.nbytes(config.dtype) for pool in pools)  # or a GPU's would be as large as its memory
+    # State the size, or a GPU engine would divide all of its memory again.
+    size = sum(pool.nbytes(config.dtype) for pool in pools)
     cache = msgspec.structs.replace(config.cache, kv_cache_memory=str(size))
     return msgspec.structs.replace(config, kv=small, cache=cache)
 
@@ -169,9 +176,10 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
 def run(
     variant: Variant, prompts: Prompts, tokens: int, params: Sequence[TokenParams] | None = None
 ) -> tuple[list[list[int]], HeadStats]:
-    """Tokens of every prompt, and what the engine counted; greedy without ``params``, one for each prompt.
+    """Return the tokens of every prompt and the engine's counters. Greedy without ``params`` (one per
+    prompt).
 
-    Raises WeftError when a prompt fails.
+    Raise WeftError if a prompt fails.
     """
     core = EngineCore(variant.config, progress=False)
     asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
@@ -188,14 +196,14 @@ def run(
 def submit_of(
     number: int, prompt: Sequence[int], tokens: int, params: Sequence[TokenParams] | None = None
 ) -> Submit:
-    """The sequence of prompt ``number``: with its own of ``params``, or greedy."""
+    """Return the sequence of prompt ``number``, with the prompt's entry of ``params``, or greedy."""
     one = TokenParams(temperature=0.0, max_tokens=tokens) if params is None else params[number]
     ids = ids_to_bytes(list(prompt))
     return Submit(sequence=number, request=number, seed=number, prompt_ids=ids, params=one)
 
 
 def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int, list[int]]:
-    """Tokens of each sequence, all of them run together. Raises WeftError when one fails."""
+    """Run all sequences together and return the tokens by sequence. Raise WeftError if a sequence fails."""
     found: dict[int, list[int]] = {one.sequence: [] for one in asked}
 
     def take(events: Sequence[TokenEvent]) -> None:
@@ -212,9 +220,10 @@ def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int
 
 
 def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
-    """Token ids: half random ids of many lengths, half plain questions where the checkpoint has a tokenizer.
+    """Return prompts as token ids: half random ids of various lengths, half questions if there is a
+    tokenizer.
 
-    Raises ConfigError when no prompt of one token leaves room for ``tokens``.
+    Raise ConfigError if ``tokens`` leaves no space for a prompt of one token.
     """
     room = min(config.kv.max_model_len - tokens, 200)
     if room < 1:
@@ -231,18 +240,19 @@ def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
 
 
 def _questions(config: EngineConfig, count: int) -> Prompts:
+    """Return up to ``count`` encoded questions; [] without a tokenizer."""
     if count == 0:
         return []
     try:
         tokenizer = Tokenizer.load(config.tokenizer_path)
-    except ConfigError:  # random ids serve as well
+    except ConfigError:  # random ids are sufficient
         return []
     encoded = [tokenizer.encode(problem.question) for problem in test_set(count)]
     return [ids for ids in encoded if ids and max(ids) < config.spec.vocab_size]
 
 
 class ForwardOnly:
-    """Logits of whole prompts through a runner, one prompt a step, without a scheduler."""
+    """Logits of whole prompts through a runner, one prompt per step, without a scheduler."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = _with(config, steps_in_flight=1)
@@ -250,9 +260,10 @@ class ForwardOnly:
         self._step = 0
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), vocab] on the CPU."""
+        """Return the logits of a prompt: [len(ids), vocab] on the CPU."""
         kv = self._config.kv
         count = len(ids)
+        # Every call reuses slot 0 and blocks 1, 2, ..; the generation counts the calls.
         ops: list[Op] = []
         step = self._step
         if step:
@@ -290,13 +301,14 @@ class ForwardOnly:
 
 
 def _resolved(config: Config, dtype: str) -> EngineConfig:
-    """The configuration in ``dtype``, and nothing of one prompt reused for another."""
+    """Return the resolved configuration in ``dtype``, without reuse between prompts."""
     model = msgspec.structs.replace(config.model, dtype=dtype)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     return resolve(msgspec.structs.replace(config, model=model, cache=cache))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the index of the first difference, or the shorter length if there is none."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -307,7 +319,10 @@ def report(
     rows: tuple[torch.Tensor, torch.Tensor],
     names: tuple[str, str],
 ) -> bool:
-    """Prints the first difference with both sides' margins between the two likeliest. True for a tie."""
+    """Report the first difference, with the margin between the two likeliest tokens on each side.
+
+    Return True for a tie.
+    """
     margins = [float(top[0] - top[1]) for top in (row.topk(2).values for row in rows)]
     tie = max(margins) < TIE
     sides = "; ".join(

@@ -1,8 +1,8 @@
-"""``weft verify --topology FILE`` and ``--prefill P --decode D``: groups give the tokens of one engine alone.
+"""``weft verify --topology FILE`` and ``--prefill P --decode D``: groups must give the tokens of one engine.
 
-The groups are those that ``weft up`` would start, as processes, without HTTP in front of them: the heads,
-messages and fleet are the same. All run in float64, all prompts together, and every second one is sampled.
-Where groups encode images, prompts have some.
+The groups are real processes as in ``weft up``, without HTTP: engines, messages and the fleet are the same.
+All run in float64, all prompts together, and every second prompt is sampled. With encode groups, prompts have
+images.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ SAMPLED = 0.8
 
 
 def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topology:
-    """The topology of ``file``, with ``model`` (if any) instead of its own.
+    """Return the topology of ``file``, with ``model`` (if given) in place of the file's model.
 
-    ``given``: settings of the command line. Raises ConfigError for those that have no place beside a file.
+    ``given``: settings of the command line. Raise ConfigError for settings that belong into the file, or for
+    several hosts.
     """
     others = [name for name in given if name != "log_level"]
     if others:
@@ -59,8 +60,10 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
 
 
 def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """Compares the groups' tokens with those of one engine that computes one prompt at a time, without
-    speculation. True unless there is a defect, or something that was asked for took no part.
+    """Compare the groups' tokens with those of one engine that computes one prompt at a time.
+
+    The single engine uses no drafts. Return True unless there is a defect or a requested feature took no
+    part.
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
@@ -80,6 +83,8 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
             continue
         at = first_difference(mine, one)
         place, ids = f"prompt {number}, token {at}", (mine[at], one[at])
+        # Ties are only checked for greedy text prompts: sampling adds noise to the scores, and
+        # ``ForwardOnly`` takes no images.
         if number % 2 or asked[number].media:
             how = "sampled" if number % 2 else f"of {len(asked[number].media)} images"
             say(f"{place} ({how}) differs: groups {ids[0]}; alone {ids[1]}: DEFECT")
@@ -92,8 +97,9 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
 
 
 def against_reference(topology: Topology, path: str, count: int, tokens: int, say: Say) -> bool:
-    """Compares the groups' greedy tokens with those of ``transformers``. True unless there is a defect, or
-    something that was asked for took no part.
+    """Compare the groups' greedy tokens with those of ``transformers``.
+
+    Return True unless there is a defect or a requested feature took no part.
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
@@ -122,11 +128,12 @@ def against_reference(topology: Topology, path: str, count: int, tokens: int, sa
 
 
 def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """``against_alone`` for a tiny random model of every family."""
+    """Run ``against_alone`` for a tiny random model of every family. Return True if all pass."""
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
         for name in FAMILIES:
             path = write_family(Path(folder), name)
+            # Skip families that cannot use the topology: no experts to divide, or no images to encode.
             divided = any(one.config.parallel.enable_expert_parallel for one in topology.groups)
             if divided and load_spec(str(path), None).moe is None:
                 say(f"-- {name}: has no experts to divide")
@@ -140,7 +147,7 @@ def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
 
 
 def _changed(topology: Topology, **model: Any) -> Topology:
-    """The same with other settings of the model, in every group."""
+    """Return ``topology`` with changed model settings in every group."""
     groups = []
     for name, config in topology.groups:
         section = msgspec.structs.replace(config.model, **model)
@@ -149,20 +156,22 @@ def _changed(topology: Topology, **model: Any) -> Topology:
 
 
 def _first(topology: Topology) -> Config:
-    """The first group that makes tokens."""
+    """Return the configuration of the first group that makes tokens."""
     return next(one.config for one in topology.groups if one.config.transfer.role != "encode")
 
 
 def _encodes(topology: Topology) -> bool:
+    """Return True if the topology has encode groups."""
     return any(one.config.transfer.role == "encode" for one in topology.groups)
 
 
 def _encode(groups: Iterable[EngineConfig]) -> bool:
+    """Return True if any group encodes images."""
     return any(group.transfer.role == "encode" for group in groups)
 
 
 def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
-    """One process with the groups' model, weights and caches, which reuses nothing for another prompt."""
+    """Return one process with the groups' model, weights and caches, without reuse between prompts."""
     replace = msgspec.structs.replace
     model = replace(config.model, max_model_len=face(groups).kv.max_model_len)
     if _encode(groups):
@@ -180,7 +189,7 @@ def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
 
 
 def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]]:
-    """Tokens of each, with nothing beside it."""
+    """Return the tokens of each prompt, computed alone."""
     core = EngineCore(config, progress=False)
     try:
         return [generate(core, [one])[one.sequence] for one in asked]
@@ -191,7 +200,7 @@ def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]
 def _groups_answer(
     groups: tuple[EngineConfig, ...], asked: Sequence[Submit], say: Say
 ) -> tuple[list[list[int]], bool]:
-    """(tokens of each prompt, whether all that was asked for took part)."""
+    """Return (tokens of each prompt, True if all requested features took part)."""
     engine = Replicas(groups)
     try:
         found = generate(engine, asked)
@@ -210,7 +219,7 @@ def _groups_answer(
 
 
 def _done(role: Role, stats: HeadStats) -> str:
-    """What an instance of ``role`` counted."""
+    """Return the counters of an instance of ``role`` as text."""
     if role == "encode":
         return told(stats, encodes=True)
     images = "" if stats.embedding_transfers is None else f", {told(stats, encodes=False)}"
@@ -224,11 +233,14 @@ def _done(role: Role, stats: HeadStats) -> str:
 
 
 def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator[str]:
-    """Instances that took no part in what their role is. Where others have roles, unified ones may idle.
-    ``images``: whether prompts had some."""
+    """Yield the names of idle instances. ``images``: True if prompts have images.
+
+    If the server has prefill and decode groups, unified groups may be idle.
+    """
     pairs = {"prefill", "decode"} <= {role for role, _ in stats.values()}
     for name, (role, one) in stats.items():
         moved = one.transfers if role != "encode" else one.embedding_transfers
+        # Transfers prove the part of all other roles; a unified group has no transfers.
         if role == "unified":
             if not pairs and not one.generation_tokens:
                 yield name
@@ -241,6 +253,7 @@ def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator
 def _speculation(
     groups: Iterable[EngineConfig], stats: Mapping[str, tuple[Role, HeadStats]]
 ) -> Iterator[str]:
+    """Yield --speculative-method if speculation is configured but no draft was made."""
     asked = any(group.speculation.speculative_method != "none" for group in groups)
     if asked and not any(sum(one.drafts) for _, one in stats.values()):
         yield "--speculative-method"

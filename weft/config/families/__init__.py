@@ -1,4 +1,4 @@
-"""Facts of each family of models, read from ``config.json``. No torch."""
+"""Model specs of each model family, read from ``config.json``. No torch."""
 
 from weft.config.families.load import FAMILIES, load_spec
 

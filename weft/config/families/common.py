@@ -1,4 +1,4 @@
-"""What the families' configurations have in common: sizes, cache kinds, end-of-text ids."""
+"""Common parts of the families' configurations: sizes, KV cache groups, end-of-text ids."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ SLIDING = "sliding_attention"
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family's fields mean when ``config.json`` leaves them out (as the transformers class has it)."""
+    """A family's values for fields missing in ``config.json``, as in the transformers class."""
 
     kv_heads: int | None = None
-    """None: as many as query heads."""
+    """None: the number of query heads."""
     head_dim: int | None = None
-    """None: hidden / heads."""
+    """None: hidden size / heads."""
     max_position: int = 32768
     norm_eps: float = 1e-6
     theta: float = 10000.0
     partial: float | None = None
-    """Share of a head's dims that are rotated; None: all, and the field is not the family's."""
+    """Share of a head's dims that rotate; None: all dims, and the family does not read the field."""
     sections: tuple[int, int, int] | None = None
-    """Of the rotated pairs, in families that see images."""
+    """Dim pairs that rotate by frame, row and column, in families with images."""
     intermediate: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
 
 def window_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
-    """(window, type of each layer) by ``use_sliding_window``, ``max_window_layers`` and ``layer_types``.
+    """Return (window, type of each layer) by ``use_sliding_window``, ``max_window_layers`` and
+    ``layer_types``.
 
-    Layers from ``max_window_layers`` on slide, unless ``layer_types`` says it for each. Raises ConfigError
-    for other layer types, and for sliding layers without a window.
+    Without ``layer_types``, layers from ``max_window_layers`` on use the window. Raise ConfigError for
+    unknown layer types, and for window layers without a window.
     """
     window = None
     if facts.flag("use_sliding_window", False):
-        # An explicit null is no window; a missing field is the family's 4096.
+        # An explicit null means no window; a missing field means the family's default of 4096.
         window = facts.optional_integer("sliding_window") if "sliding_window" in facts else 4096
     types = layer_types(facts)
     if types is None:
@@ -58,7 +59,7 @@ def window_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
 
 
 def layer_types(facts: Facts) -> list[str] | None:
-    """The field ``layer_types``, checked; None where it is missing."""
+    """Return the checked field ``layer_types``, or None if missing. Raise ConfigError."""
     types = facts.get("layer_types")
     if types is None:
         return None
@@ -71,20 +72,20 @@ def layer_types(facts: Facts) -> list[str] | None:
 
 
 def refuse_sliding_types(facts: Facts) -> None:
-    """For families whose layers are all alike: raises ConfigError when ``layer_types`` says otherwise."""
+    """Raise ConfigError if ``layer_types`` has window layers. For families without per-layer windows."""
     if SLIDING in (layer_types(facts) or []):
         raise facts.fail("layer_types", f"with {SLIDING} is not supported for this architecture")
 
 
 def uniform_window(window: int | None, layers: int) -> tuple[int | None, list[str]]:
-    """Every layer slides, or none."""
+    """Return (window, type of each layer) for a family with equal layers: all with the window, or none."""
     return window, [FULL if window is None else SLIDING] * layers
 
 
 def cache_specs(
     window: int | None, types: Sequence[str], kv_heads: int, head_dim: int
 ) -> tuple[CacheSpec, ...]:
-    """One cache kind for full layers and one for sliding layers, those that exist, in this order."""
+    """Return a KV cache group for full layers and a group for window layers, without empty groups."""
     full = tuple(i for i, kind in enumerate(types) if kind == FULL)
     sliding = tuple(i for i, kind in enumerate(types) if kind == SLIDING)
     caches = []
@@ -99,7 +100,10 @@ def cache_specs(
 
 
 def layer_count(facts: Facts, override: int | None) -> int:
-    """Layers to serve: the checkpoint's, or the first ``override`` of them."""
+    """Return the number of layers to serve: the checkpoint's, or the first ``override`` layers.
+
+    Raise ConfigError.
+    """
     layers = facts.integer("num_hidden_layers", high=MOST_PARTS)
     if override is None:
         return layers
@@ -111,17 +115,17 @@ def layer_count(facts: Facts, override: int | None) -> int:
     return override
 
 
-#: What a text model's configuration may leave to the one around it.
+#: Fields that the text model's configuration may leave to the outer configuration.
 _SHARED = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
 
 def text_spec(
     facts: Facts, override: int | None, build: Callable[[Facts, int | None], ModelSpec]
 ) -> ModelSpec:
-    """What ``build`` makes of ``text_config``: the text model of a checkpoint that also sees images.
+    """Return the result of ``build`` for ``text_config``: the text model of a checkpoint with images.
 
-    Where both say whether the head is the embedding, the outer one counts, as in the reference.
-    ``vision_config`` is read over; ``vision.py`` reads it.
+    If both configurations set ``tie_word_embeddings``, the outer value counts, as in transformers.
+    ``vision_config`` is only marked as read here; ``vision.py`` reads the content. Raise ConfigError.
     """
     facts.get("vision_config")
     text = facts.get("text_config")
@@ -149,11 +153,10 @@ def decoder_spec(
     rotated: int | None = None,
     **more: Any,
 ) -> ModelSpec:
-    """The facts that every family has; ``more`` are the fields of ``ModelSpec`` that it has beside them.
+    """Return the spec with the fields common to all families. ``more``: further fields of ``ModelSpec``.
 
-    rotated: dims of a head that are rotated, None for all of ``head_dim``.
-
-    ``eos_ids`` and ``dtype`` are those of ``config.json`` alone; ``load_spec`` completes them.
+    ``rotated``: rotated dims per head, None for all of ``head_dim``. ``eos_ids`` and ``dtype`` come from
+    ``config.json`` alone; ``load_spec`` completes both. Raise ConfigError.
     """
     heads = facts.integer("num_attention_heads")
     hidden = facts.integer("hidden_size")
@@ -184,6 +187,7 @@ def decoder_spec(
         "caches": cache_specs(window, types, kv_heads, head_dim),
         "max_position": served_positions(rope),
         "eos_ids": facts.integers("eos_token_id") if "eos_token_id" in facts else defaults.eos_ids,
+        # An explicit null means no token; a missing field means the family's default.
         "bos_id": bos[0] if bos else (None if "bos_token_id" in facts else defaults.bos_id),
         "dtype": facts.dtype() or "",
     }

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V3 and R1, and the text of Kimi K2, which is published as V3.
+"""DeepSeek V2, V3 and R1, and the text model of Kimi K2, published as V3.
 
 Source: arXiv 2405.04434 (V2), 2412.19437 (V3), 2507.20534 (Kimi K2).
 """
@@ -20,7 +20,7 @@ _V3 = Defaults(max_position=4096, bos_id=0, eos_ids=(1,))
 
 
 class _Routing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a version routes."""
+    """Routing of a version; fields as in ``MoESpec``."""
 
     scoring: Literal["softmax", "sigmoid"]
     correction: bool
@@ -32,7 +32,7 @@ class _Routing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_v2(facts: Facts, override: int | None) -> ModelSpec:
-    """Softmax scores; ``group_limited_greedy`` chooses from the groups with the best experts."""
+    """Return the spec of V2: softmax scores; ``group_limited_greedy`` prefers groups with the best expert."""
     if facts.flag("mlp_bias", False):
         raise facts.fail("mlp_bias", "= true is not supported")
     refuse_sliding_types(facts)
@@ -40,17 +40,22 @@ def build_v2(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def build_v3(facts: Facts, override: int | None) -> ModelSpec:
-    """Sigmoid scores; experts are chosen by score and trained bias, from the groups with the best pairs."""
+    """Return the spec of V3: sigmoid scores, and a trained bias for the choice of experts.
+
+    Groups are ranked by their best two experts.
+    """
     refuse_sliding_types(facts)
     spec = build_latent(facts, override)
+    # The modules continue the last layer, so a model cut to fewer layers has none.
     whole = spec.layers == layer_count(facts, None)
     modules = facts.integer("num_nextn_predict_layers", 0, low=0, high=MOST_PARTS)
     return with_mtp(spec, modules) if whole and modules else spec
 
 
 def build_latent(facts: Facts, override: int | None) -> ModelSpec:
-    """``build_v3``'s spec without modules that predict ahead, for versions that read ``layer_types`` by
-    themselves.
+    """Return the spec of ``build_v3`` without modules that predict further tokens.
+
+    Versions with another meaning of ``layer_types`` build on the result.
     """
     return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
 
@@ -64,6 +69,7 @@ def _build(
     first_dense: int,
     q_lora: int,
 ) -> ModelSpec:
+    """Return the spec of a version, without modules that predict further tokens. Raise ConfigError."""
     layers = layer_count(facts, override)
     nope = facts.integer("qk_nope_head_dim", 128)
     rope = facts.integer("qk_rope_head_dim", 64)
@@ -85,9 +91,9 @@ def _build(
 
 
 def with_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
-    """The same with ``modules`` modules that predict further tokens: layers behind the last, of its kinds.
+    """Return ``spec`` with ``modules`` modules that predict further tokens, as layers after the last layer.
 
-    They attend and route as the last layer does.
+    The modules attend and route like the last layer, and join the last layer's KV cache groups.
     """
     last = spec.layers - 1
     more = tuple(range(spec.layers, spec.layers + modules))
@@ -101,10 +107,11 @@ def with_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
 
 
 def _mla(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> MLASpec:
+    """Return the latent attention spec. Raise ConfigError."""
     scale = (nope + rotated) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim:
         scale *= _temperature(rope.factor, rope.mscale_all_dim) ** 2
-    # A missing rank is the version's, an explicit null means none.
+    # A missing rank means the default of the version; an explicit null means no low-rank projection.
     rank = facts.optional_integer("q_lora_rank") if "q_lora_rank" in facts else q_lora
     return MLASpec(
         q_lora=rank,
@@ -119,11 +126,15 @@ def _mla(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> 
 
 
 def _temperature(factor: float, mscale: float) -> float:
-    """Of scores in a context stretched by ``factor``. Source: arXiv 2309.00071, section 3.4."""
+    """Return the factor of scores in a context stretched by ``factor``.
+
+    Source: arXiv 2309.00071, section 3.4.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_dense: int) -> MoESpec | None:
+    """Return the routed experts, or None if no layer routes. Raise ConfigError."""
     experts = (
         facts.integer("n_routed_experts", low=0, high=MOST_PARTS) if facts.get("n_routed_experts") else 0
     )
@@ -142,6 +153,7 @@ def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_
         raise facts.fail("topk_group", f"{how.top_groups} is more than n_group {how.groups}")
     if top_k > experts // how.groups * how.top_groups:
         raise facts.fail("num_experts_per_tok", f"{top_k} is more than the experts of the chosen groups")
+    # The score of a group sums its best two experts.
     if how.group_rule == "top2" and experts // how.groups < 2:
         raise facts.fail("n_group", f"{how.groups} leaves groups of one expert; their score needs two")
     return MoESpec(
@@ -155,6 +167,7 @@ def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_
 
 
 def _v2_routing(facts: Facts) -> _Routing:
+    """Return the routing of V2. Raise ConfigError."""
     method = facts.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise facts.fail(
@@ -163,7 +176,7 @@ def _v2_routing(facts: Facts) -> _Routing:
     if (facts.get("scoring_func") or "softmax") != "softmax":
         raise facts.fail("scoring_func", f"{facts.get('scoring_func')!r} is not supported for DeepSeek V2")
     if facts.flag("norm_topk_prob", False):
-        # DeepSeek's own code leaves routed_scaling_factor out then; others apply both, or neither.
+        # DeepSeek's code then omits routed_scaling_factor. Other implementations apply both or neither.
         raise facts.fail("norm_topk_prob", "= true is not supported for DeepSeek V2")
     grouped = method == "group_limited_greedy"
     return _Routing(
@@ -178,10 +191,11 @@ def _v2_routing(facts: Facts) -> _Routing:
 
 
 def _v3_routing(facts: Facts) -> _Routing:
+    """Return the routing of V3. Raise ConfigError."""
     for name, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (facts.get(name) or only) != only:
             raise facts.fail(name, f"{facts.get(name)!r} is not supported for DeepSeek V3; there is: {only}")
-    # A missing field is the published model's; an explicit null means one group.
+    # A missing field means the published model's value; an explicit null means one group.
     groups = facts.integer("n_group", 1) if "n_group" in facts else 8
     chosen = facts.integer("topk_group", 1) if "topk_group" in facts else 4
     return _Routing(

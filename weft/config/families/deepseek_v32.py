@@ -1,7 +1,7 @@
-"""DeepSeek V3.2, and GLM-5, which lets layers share what one of them chose.
+"""DeepSeek V3.2, and GLM-5, where several layers share the choice of one indexer.
 
-DeepSeek V3 with an indexer that chooses the positions that attention reads. Source: DeepSeek-V3.2 (2025),
-section 2; sharing, arXiv 2603.12201.
+DeepSeek V3 with an indexer that chooses the positions for attention. Source: DeepSeek-V3.2 (2025), section 2;
+sharing: arXiv 2603.12201.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from weft.config.families.facts import Facts
 from weft.config.spec import CacheSpec, IndexSpec, ModelSpec
 
 _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
-"""Entries of layer_types: transformers writes the second up to 5.17."""
+"""Accepted entries of layer_types. transformers up to 5.17 writes the second."""
 _TYPES = {"full": True, "shared": False, "F": True, "S": False}
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Every layer has its own indexer."""
+    """Return the spec of V3.2: every layer has an indexer."""
     spec = build_latent(facts, override)
     return _indexed(facts, spec, range(spec.layers), heads=64, interleaved=False)
 
 
 def build_glm_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Layers named ``shared`` have none. Sizes that V3 has other defaults for must be there."""
+    """Return the spec of GLM-5: layers named ``shared`` have no indexer.
+
+    Raise ConfigError for missing sizes: the defaults of V3 do not apply.
+    """
     for name in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group", "topk_group", "rms_norm_eps"):
         facts.number(name)
     spec = build_latent(facts, override)
@@ -36,6 +39,7 @@ def build_glm_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _indexed(
     facts: Facts, spec: ModelSpec, layers: Iterable[int], *, heads: int, interleaved: bool
 ) -> ModelSpec:
+    """Return ``spec`` with indexers in ``layers``. ``heads``: default of index heads. Raise ConfigError."""
     mla = spec.mla
     count = spec.layers
     assert mla is not None
@@ -55,6 +59,7 @@ def _indexed(
     )
     if index.dim < mla.rope:
         raise facts.fail("index_head_dim", f"{index.dim} is less than the {mla.rope} rotated dims")
+    # Layers with an indexer append the index key to each entry. So layers with and without need two groups.
     width = mla.kv_lora + mla.rope
     caches = [CacheSpec(kind="latent", layers=index.layers, width=width + index.dim, form="sparse")]
     rest = tuple(i for i in range(count) if i not in index.layers)
@@ -64,6 +69,7 @@ def _indexed(
 
 
 def _check_dense(facts: Facts, spec: ModelSpec) -> None:
+    """Raise ConfigError if ``mlp_layer_types`` contradicts the routed layers of ``spec``."""
     types = facts.get("mlp_layer_types")
     if types is None:
         return
@@ -75,13 +81,18 @@ def _check_dense(facts: Facts, spec: ModelSpec) -> None:
 
 
 def _own(facts: Facts, layers: int) -> list[int]:
-    """Layers that have their own indexer, by ``indexer_types``, ``index_topk_pattern``, or every so many."""
+    """Return the layers with an indexer: by ``indexer_types``, ``index_topk_pattern``, or by frequency and
+    offset.
+
+    Raise ConfigError.
+    """
     for field in ("indexer_types", "index_topk_pattern"):
         types = facts.get(field)
         if types is None:
             continue
         if not isinstance(types, list | str) or len(types) < layers or any(t not in _TYPES for t in types):
             raise facts.fail(field, f"must name full or shared for each of {layers} layers")
+        # The first layer has no earlier layer to share with, so it needs an indexer.
         own = [i for i in range(layers) if _TYPES[types[i]]]
         if not own or own[0]:
             raise facts.fail(field, "must begin with a layer that has its own indexer")

@@ -1,8 +1,8 @@
-"""DeepSeek V4: a window of entries and compressed groups, hyper-connections, experts by score or by token id.
+"""DeepSeek V4: a window plus compressed groups, hyper-connections, and experts by score or by token id.
 
-Source: DeepSeek-V4 (2026), sections 2.1 to 2.3. Two forms of ``config.json`` exist: transformers' (a list of
-types, ``compress_rates``, ``rope_parameters`` with ``main`` and ``compress``) and the published one
-(``compress_ratios``, ``num_hash_layers``, ``rope_scaling``, ``compress_rope_theta``).
+Source: DeepSeek-V4 (2026), sections 2.1 to 2.3. ``config.json`` has two forms. The form of transformers has a
+list of types, ``compress_rates``, and ``rope_parameters`` with ``main`` and ``compress``. The published form
+has ``compress_ratios``, ``num_hash_layers``, ``rope_scaling`` and ``compress_rope_theta``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCORINGS: dict[str, Literal["sqrtsoftplus", "sigmoid", "softmax"]] = {
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Modules that predict further tokens are not served; their weights are passed over."""
+    """Return the spec. Modules that predict further tokens are skipped. Raise ConfigError."""
     layers = layer_count(facts, override)
     for name, only in (
         ("num_key_value_heads", 1),
@@ -69,6 +69,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def _sparse(facts: Facts, layers: int, group_rope: RopeSpec) -> SparseSpec:
+    """Return the sparse attention spec. Raise ConfigError."""
     rates = facts.get("compress_rates")
     rates = Facts(rates if isinstance(rates, dict) else {})
     sparse = SparseSpec(
@@ -92,10 +93,11 @@ def _sparse(facts: Facts, layers: int, group_rope: RopeSpec) -> SparseSpec:
 
 
 def _types(facts: Facts, layers: int) -> tuple[_Type, ...]:
-    """Of each layer; fields may name more layers than are served."""
+    """Return the type of each served layer; the fields may name more layers. Raise ConfigError."""
     named = facts.get("layer_types")
     ratios = facts.get("compress_ratios")
-    if named is None and ratios is None:  # two layers that see all, then both types in turn
+    # Default: two layers with all groups, then chosen and all in turn.
+    if named is None and ratios is None:
         return tuple("chosen" if i > 1 and i % 2 else "all" for i in range(layers))
     field, table = ("compress_ratios", _RATIOS) if named is None else ("layer_types", _TYPES)
     found = facts.get(field)
@@ -111,7 +113,7 @@ def _types(facts: Facts, layers: int) -> tuple[_Type, ...]:
 
 
 def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
-    """(of layers with a window alone, of layers with groups)."""
+    """Return the rotary embeddings of (layers with only a window, layers with groups). Raise ConfigError."""
     head_dim = facts.integer("head_dim", _DEFAULTS.head_dim)
     positions = facts.integer("max_position_embeddings", _DEFAULTS.max_position)
     share = facts.optional_number("partial_rotary_factor")
@@ -122,6 +124,7 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
         raise facts.fail("rope_parameters", f"must be an object, not {flat!r}")
     main = flat.get("main")
     groups = flat.get("compress")
+    # The form of transformers: one set of parameters per type of layer.
     if isinstance(main, dict) and isinstance(groups, dict):
         parts = [main, groups]
         shares = {Facts(part).number("partial_rotary_factor", 1.0) for part in parts}
@@ -132,7 +135,7 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
         scaled = {name: value for name, value in flat.items() if name not in ("main", "compress")}
         kind = scaled.get("rope_type") or scaled.get("type")
         if kind == "yarn" and scaled.get("attention_factor") is None:
-            scaled["attention_factor"] = 1.0  # the published model has no temperature
+            scaled["attention_factor"] = 1.0  # the published model uses no temperature
         theta = facts.number("compress_rope_theta", 160000.0, above=1.0)
         parts = [
             {"rope_theta": facts.number("rope_theta", 10000.0, above=1.0)},
@@ -151,10 +154,10 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
 
 
 def _caches(facts: Facts, sparse: SparseSpec) -> tuple[CacheSpec, ...]:
-    """Entries of the window; then for both types with groups what entries are made of, and the groups'
+    """Return the KV cache groups: window entries, then, per type with groups, group sources and group
     entries.
 
-    What a group is made of stays until the next group is made, of both where they overlap.
+    The source entries of a group stay until the next group is complete; for both groups if groups overlap.
     """
     dim = facts.integer("head_dim", _DEFAULTS.head_dim)
     everywhere = range(len(sparse.types))
@@ -179,10 +182,12 @@ def _caches(facts: Facts, sparse: SparseSpec) -> tuple[CacheSpec, ...]:
 
 
 def _moe(facts: Facts, layers: int) -> MoESpec:
+    """Return the routed experts. Raise ConfigError."""
     types = facts.get("mlp_layer_types")
     if types is None:
         first = facts.integer("num_hash_layers", 3, low=0)
         types = ["hash_moe" if i < first else "moe" for i in range(layers)]
+    # The first layers choose experts by token id, the others by score.
     if not isinstance(types, list) or len(types) < layers or any(t not in ("hash_moe", "moe") for t in types):
         raise facts.fail("mlp_layer_types", f"must be a list of hash_moe and moe, at least {layers} entries")
     scoring = facts.get("scoring_func") or "sqrtsoftplus"

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's ``config.json`` with types, ranges and errors that name the field at fault."""
+"""Typed reading of a checkpoint's ``config.json``, with range checks and errors that name the field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.common.lfs import refuse_pointer
 
-#: Fields that change what a model computes, with the values that leave them without effect. Anything else in
-#: a field that the model's family does not read is refused by name instead of being served wrongly.
+#: Fields that change results, with the values without effect. Any other value in a field that the family
+# does not read is refused by name. Ignoring the field would give wrong results.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
@@ -36,10 +36,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "vision_config": (None, {}),
 }
 
-#: No size of a model is larger; a file that says so is damaged or hostile.
+#: Maximum size in a configuration; a larger number means a damaged or hostile file.
 MOST = 1 << 31
 MOST_PARTS = 10_000
-"""Layers, or experts."""
+"""Maximum number of layers, or of experts."""
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -47,8 +47,9 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in ``folder/name``; None where there is no such file. Raises ConfigError if broken,
-    and for a Git LFS pointer.
+    """Return the JSON object in ``folder/name``, or None without such a file.
+
+    Raise ConfigError for a broken file or a Git LFS pointer.
     """
     path = folder / name
     if not path.is_file():
@@ -66,12 +67,15 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 class Facts:
-    """Typed access to the fields of one ``config.json``. A missing or null field takes the default."""
+    """Typed access to the fields of one ``config.json``. A missing or null field has the default value."""
 
     def __init__(
         self, config: Mapping[str, Any], weights: Sequence[str] | None = None, file: str = "config.json"
     ) -> None:
-        """weights: names of the tensors beside the file, None where they are not known; file: its name."""
+        """``weights``: tensor names of the checkpoint, None if unknown.
+
+        ``file``: name of the file in errors.
+        """
         self.file = file
         self._config = config
         self.weights = weights
@@ -81,21 +85,25 @@ class Facts:
         return name in self._config
 
     def get(self, name: str) -> Any:
-        """The raw value; None where it is missing."""
+        """Return the raw value, or None if missing. Mark the field as read."""
         self._read.add(name)
         return self._config.get(name)
 
     def fail(self, name: str, problem: str) -> ConfigError:
-        """The error for field ``name``, to be raised."""
+        """Return the error for field ``name``; the caller raises the error."""
         return ConfigError(f"{self.file}: {name} {problem}", param="--model")
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST) -> int:
-        """An integer, ``low`` .. ``high``. Without a default the field must be there."""
+        """Return an integer from ``low`` to ``high``.
+
+        Raise ConfigError, also for a missing field without default.
+        """
         value = self.get(name)
         if value is None:
             value = default
         if value is None:
             raise self.fail(name, "is missing")
+        # A whole number written as a float, for example 2.0, is valid.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -105,17 +113,18 @@ class Facts:
         return value
 
     def optional_integer(self, name: str, *, low: int = 1) -> int | None:
-        """Like ``integer``, but None where the field is missing or null."""
+        """Return an integer like ``integer``, or None for a missing or null field."""
         return None if self.get(name) is None else self.integer(name, low=low)
 
     def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than ``above``."""
+        """Return a finite number greater than ``above``. Raise ConfigError."""
         value = self.get(name)
         if value is None:
             value = default
         if value is None:
             raise self.fail(name, "is missing")
         if (
+            # bool is a subclass of int.
             isinstance(value, bool)
             or not isinstance(value, int | float)
             or not math.isfinite(value)
@@ -125,17 +134,17 @@ class Facts:
         return float(value)
 
     def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
-        """Like ``number``, but None where the field is missing or null."""
+        """Return a number like ``number``, or None for a missing or null field."""
         return None if self.get(name) is None else self.number(name, above=above)
 
     def has_weights(self, prefix: str, default: bool) -> bool:
-        """Whether a tensor's name begins with ``prefix``; ``default`` where names are not known."""
+        """Return True if a tensor's name begins with ``prefix``; ``default`` if the names are unknown."""
         if self.weights is None:
             return default
         return any(name.startswith(prefix) for name in self.weights)
 
     def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Return a bool. Raise ConfigError."""
         value = self.get(name)
         if value is None:
             return default
@@ -144,7 +153,10 @@ class Facts:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of integers, or one; empty where the field is missing or null."""
+        """Return the integers of a list or a single integer; () for a missing or null field.
+
+        Raise ConfigError.
+        """
         value = self.get(name)
         if value is None:
             return ()
@@ -154,7 +166,7 @@ class Facts:
         return tuple(values)
 
     def activation(self) -> str:
-        """``hidden_act`` by the name that ``layers`` uses."""
+        """Return ``hidden_act`` under the name that ``layers`` uses. Raise ConfigError."""
         name = self.get("hidden_act") or "silu"
         name = _SAME_ACTIVATION.get(name, name) if isinstance(name, str) else name
         if name not in _ACTIVATIONS:
@@ -162,9 +174,9 @@ class Facts:
         return str(name)
 
     def dtype(self) -> str | None:
-        """The type that the weights were saved in, where the file says so."""
+        """Return the type of the saved weights, or None if not stated. Raise ConfigError."""
         value = self.get("dtype") or self.get("torch_dtype")
-        if value in (None, "auto"):  # as the weights are saved
+        if value in (None, "auto"):  # not stated: the saved type counts
             return None
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:
@@ -172,9 +184,9 @@ class Facts:
         return name
 
     def refuse_unknown_computation(self) -> None:
-        """Raises ConfigError for a field that would change results and that no caller has read so far.
+        """Raise ConfigError for an unread field with an effect on results.
 
-        A family reads what it implements, so this comes after it.
+        Call after the family's reader: a family reads every implemented field.
         """
         for name, harmless in _WITHOUT_EFFECT.items():
             value = self._config.get(name)

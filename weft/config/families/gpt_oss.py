@@ -1,4 +1,7 @@
-"""GPT-OSS: sinks, every second layer slides, routed experts with biases. Source: arXiv 2508.10925."""
+"""GPT-OSS: attention sinks, a window in every second layer, routed experts with biases.
+
+Source: arXiv 2508.10925.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,16 @@ _WINDOW = 128
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Even layers slide unless ``layer_types`` says otherwise. Gates are clamped and steeper than silu's."""
+    """Return the spec.
+
+    Without ``layer_types`` even layers use the window. Gates are clamped and steeper than silu.
+    """
     layers = layer_count(facts, override)
     types = layer_types(facts) or [FULL if i % 2 else SLIDING for i in range(layers)]
     if len(types) < layers:
         raise facts.fail("layer_types", f"has {len(types)} entries for {layers} layers")
     types = types[:layers]
+    # An explicit null means no window; a missing field means the default.
     window = facts.optional_integer("sliding_window") if "sliding_window" in facts else _WINDOW
     if window is None and SLIDING in types:
         raise facts.fail("layer_types", f"has {SLIDING}, so sliding_window must be set")

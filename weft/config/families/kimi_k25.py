@@ -1,4 +1,4 @@
-"""Kimi K2.5: the text model is DeepSeek V3's, the tower in ``vision.py``. Source: arXiv 2602.02276."""
+"""Kimi K2.5: text model of DeepSeek V3, vision tower in ``vision.py``. Source: arXiv 2602.02276."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from weft.config.spec import ModelSpec
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Positions of images count as those of text do."""
+    """Return the spec of the text model. Image tokens take positions like text tokens."""
     return msgspec.structs.replace(text_spec(facts, override, build_v3), family="kimi_k25")

@@ -19,7 +19,7 @@ _DEFAULTS = Defaults(max_position=2048, bos_id=1, eos_ids=(2,))
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """``attention_bias`` puts a bias on all four projections, ``mlp_bias`` on all three."""
+    """Return the spec. ``attention_bias`` adds a bias to all four projections, ``mlp_bias`` to all three."""
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)
     window, types = uniform_window(None, layers)

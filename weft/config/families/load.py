@@ -1,4 +1,4 @@
-"""From a checkpoint's folder to its ``ModelSpec``."""
+"""From a checkpoint's folder to a ``ModelSpec``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.config.families.vision import read_tower
 from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
 from weft.config.spec import ModelSpec, keep_mtp
 
-#: Architecture, as ``config.json`` names it, to the function that reads its facts.
+#: Architecture name in ``config.json`` -> function that reads the spec.
 FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
 FAMILIES.add("LlamaForCausalLM", "weft.config.families.llama:build_spec")
 FAMILIES.add("MistralForCausalLM", "weft.config.families.mistral:build_spec")
@@ -62,10 +62,10 @@ MODEL_TYPES = {
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
 }
-"""The architecture that ``model_type`` means in a ``config.json`` without ``architectures``."""
+"""Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
 _HEAD = re.compile(r"(^|\.)lm_head\.|^(model\.)?head\.")
-"""Names of the tensors of an output head, with any prefix; DeepSeek V4 has ``head``."""
+"""Names of the tensors of an output head, with any prefix. DeepSeek V4 uses ``head``."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -77,13 +77,13 @@ def load_spec(
     mtp: int = 0,
     language_model_only: bool = False,
 ) -> ModelSpec:
-    """The facts of the checkpoint in ``folder``.
+    """Return the spec of the checkpoint in ``folder``.
 
-    End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. Names of tensors
-    say whether there is an output head (``ModelSpec.head``). A checkpoint that brings code (``auto_map``)
-    is refused unless ``trust_remote_code``. The code is not run even then: the architecture must be one of
-    Weft's own. Modules that predict further tokens are left out, except the first ``mtp``; so is a vision
-    tower with ``language_model_only``. Raises ConfigError for anything that cannot be served.
+    End-of-text ids are the union of ``config.json`` and ``generation_config.json``. Tensor names decide if
+    there is an output head (``ModelSpec.head``). A checkpoint with code (``auto_map``) is refused unless
+    ``trust_remote_code``. The code never runs: the architecture must be one of Weft's own. At most ``mtp``
+    modules that predict further tokens are kept. ``language_model_only`` drops the vision tower. Raise
+    ConfigError for a checkpoint that cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -98,6 +98,7 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
+    # From here on the architecture decides: every field that no reader has read must be without effect.
     names = tensor_names(path)
     facts = Facts({**config, "architectures": [_architecture(Facts(config))]}, names)
     build = FAMILIES.get(facts.get("architectures")[0])
@@ -120,9 +121,9 @@ def load_spec(
 
 
 def refuse_unserved(folder: Path) -> None:
-    """Raises ConfigError where ``config.json`` in ``folder`` names an architecture that is not served.
+    """Raise ConfigError if ``config.json`` in ``folder`` names an unsupported architecture.
 
-    For folders whose weights are not there yet: ``load_spec`` checks everything else.
+    For folders without weights so far: ``load_spec`` runs the other checks.
     """
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
@@ -130,16 +131,16 @@ def refuse_unserved(folder: Path) -> None:
 
 
 def _text_facts(facts: Facts) -> Facts:
-    """Of the text model, where it has a configuration of its own."""
+    """Return the fields of ``text_config``; no fields if there is none."""
     text = facts.get("text_config")
     return Facts(text if isinstance(text, dict) else {})
 
 
 def _architecture(facts: Facts) -> str:
-    """The one architecture that the file names, or else the one of its ``model_type``.
+    """Return the architecture named in the file, or the architecture of ``model_type``. Raise ConfigError.
 
-    Embedding models are published as the model below the head (``Qwen3Model``): the same layers, without a
-    head. Raises ConfigError.
+    Embedding models are published under the name of the model without head (``Qwen3Model``), with the same
+    layers.
     """
     names = facts.get("architectures")
     if names in (None, []):
@@ -152,21 +153,22 @@ def _architecture(facts: Facts) -> str:
         )
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
-    # The names of the tensors say later whether there is a head all the same.
+    # Tensor names decide later if there is a head.
     below = f"{names[0].removesuffix('Model')}ForCausalLM"
     return below if names[0].endswith("Model") and below in FAMILIES else names[0]
 
 
 def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
+    """Return the end-of-text ids of both files, without ids outside of the vocabulary."""
     generation = read_json(folder, "generation_config.json")
     more = Facts(generation).integers("eos_token_id") if generation is not None else ()
     return tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size}))
 
 
 def _has_modules(facts: Facts) -> bool:
-    """Whether the weights of a module that predicts further tokens were saved; true where none are at all.
+    """Return True if weights of a module that predicts further tokens were saved, or if no names are known.
 
-    They are named ``mtp.``, or as the layers behind the last.
+    The names contain ``mtp.``, or the number of the layer after the last layer.
     """
     behind = re.compile(rf"(^|\.)(mtp\.|layers\.{facts.get('num_hidden_layers')}\.)")
     return facts.weights is None or any(behind.search(name) for name in facts.weights)

@@ -1,9 +1,9 @@
-"""How a checkpoint says that images are processed: ``preprocessor_config.json``, or what took its place.
+"""Image processing settings of a checkpoint: ``preprocessor_config.json``, or its replacement.
 
-Older files have the fields at their top, files of transformers 5 below ``image_processor``, and those of
-checkpoints that bring code below ``media_proc_cfg``. What they leave out is as the reference classes have it.
-Of videos, files of transformers 5 speak below ``video_processor``, older ones in
-``video_preprocessor_config.json``; where there is neither, they are processed by the file about images.
+Older files have the fields at the top level. Files of transformers 5 have the fields below
+``image_processor``. Checkpoints with code have the fields below ``media_proc_cfg``. Missing fields have the
+defaults of the reference classes. Video settings are below ``video_processor`` (transformers 5), or in
+``video_preprocessor_config.json`` (older). Without either, the image file also sets the video processing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO_FILE = "video_preprocessor_config.json"
 _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
 
-#: Image processors of the reference library, by the way they fit an image.
+#: Image processor classes of transformers, by the rule for image sizes.
 _PROCESSORS = {
     "area": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"),
     "patches": ("Kimi_K25ImageProcessor", "Kimi_K25ImageProcessorFast", "KimiK25VisionProcessor"),
 }
 
-#: Names in files that came with code of their own, and those of the reference library.
+#: Field names in checkpoints with code, and the names in transformers.
 _OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
 _NAMES = {"rescale": "rescale_factor", "mean": "image_mean", "std": "image_std"}
-"""Of facts, in files."""
+"""Field names of ``MediaFacts``, and the names in files."""
 
 
 def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens: Any) -> MediaFacts:
-    """``MediaFacts`` of kind ``area`` from the files of ``folder``; the sizes are those of the tower.
+    """Return ``MediaFacts`` of kind ``area`` from the files of ``folder``. Raise ConfigError.
 
-    tokens: ``placeholder``, ``video``, ``start``, ``end``. Raises ConfigError.
+    ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``tokens``:
+    ``placeholder``, ``video``, ``start``, ``end``.
     """
     read = _Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
@@ -65,9 +66,9 @@ def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens:
 
 
 def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
-    """How videos are fitted by the model of ``images``; None where its files do not say it.
+    """Return the fitting of video frames, or None if the files do not describe videos.
 
-    Raises ConfigError for a file about videos that says what is not supported.
+    Raise ConfigError for an unsupported video file.
     """
     found = _video_content(folder)
     if found is not None:
@@ -77,12 +78,16 @@ def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
         return None
     try:
         return _video_facts(_Processor(_FILES[0], config, "", ()), images)
-    except ConfigError:  # it was made for images, and is fine for these
+    # The file is valid for images, but not for videos: the model takes no videos.
+    except ConfigError:
         return None
 
 
 def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
-    """Raises ConfigError where frames would be cut or coloured otherwise than images: one tower has both."""
+    """Return the fitting of video frames. Raise ConfigError if frames would be cut or coloured unlike images.
+
+    The same tower encodes images and frames, so both must agree.
+    """
     read.agree("patch_size", images.patch, 16)
     read.agree("temporal_patch_size", images.temporal, 2)
     read.agree("merge_size", images.merge, 2)
@@ -101,7 +106,10 @@ def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
 
 
 def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
-    """``MediaFacts`` of kind ``patches``, likewise."""
+    """Return ``MediaFacts`` of kind ``patches`` from the files of ``folder``; see ``area_facts``.
+
+    Raise ConfigError.
+    """
     read = _Processor.of_images(folder, "patches")
     read.agree("patch_size", patch, 14)
     read.agree("merge_size", merge, 2)
@@ -124,10 +132,13 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
 
 
 class _Processor:
-    """The file that says how images, or videos, are processed."""
+    """Settings file of an image processor or a video processor."""
 
     def __init__(self, name: str, config: Mapping[str, Any], field: str, known: Sequence[str]) -> None:
-        """``field`` names what processes them, which must be ``known`` where it is there."""
+        """Check the common fields. Raise ConfigError.
+
+        ``field``: name of the field with the processor class, "" for none. ``known``: supported classes.
+        """
         self.name = name
         self.facts = Facts(config, file=name)
         named = self.facts.get(field) if field else None
@@ -148,7 +159,7 @@ class _Processor:
         return cls(name, config, field, _PROCESSORS[kind])
 
     def bounds(self, default: Mapping[str, int]) -> tuple[int | None, int | None]:
-        """(shortest_edge, longest_edge) of ``size``, which are areas."""
+        """Return (minimum area, maximum area) from the edges in ``size``. Raise ConfigError."""
         size = self.facts.get("size")
         size = default if size is None else size
         if not isinstance(size, Mapping):
@@ -157,7 +168,10 @@ class _Processor:
         return bounds.optional_integer("shortest_edge"), bounds.optional_integer("longest_edge")
 
     def check_bounds(self, least: int | None, most: int | None, token: int) -> tuple[int, int]:
-        """Both of them. Raises ConfigError unless an area of ``token`` pixels is within."""
+        """Return both bounds.
+
+        Raise ConfigError for a missing bound, or bounds without room for ``token`` pixels.
+        """
         if least is None or most is None or least > most:
             raise self.fail(
                 "size",
@@ -169,17 +183,17 @@ class _Processor:
         return least, most
 
     def fail(self, name: str, problem: str) -> ConfigError:
-        """The error for field ``name``, to be raised."""
+        """Return the error for field ``name``; the caller raises the error."""
         return self.facts.fail(name, problem)
 
     def agree(self, name: str, tower: int, default: int) -> None:
-        """Raises ConfigError where the file does not say ``tower``, which the tower's sizes do."""
+        """Raise ConfigError if the field differs from ``tower``, the value in the tower's configuration."""
         found = self.facts.integer(name, default)
         if found != tower:
             raise self.fail(name, f"is {found}, but vision_config of config.json says {tower}")
 
     def colours(self, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
-        """The fields of ``MediaFacts`` that say how pixels are resampled and coloured."""
+        """Return the fields of ``MediaFacts`` for resampling and colours. Raise ConfigError."""
         resample = self.facts.integer("resample", BICUBIC, low=0, high=5)
         return {
             "resample": resample,
@@ -189,6 +203,7 @@ class _Processor:
         }
 
     def _triple(self, name: str, default: tuple[float, ...], above: float) -> tuple[float, ...]:
+        """Return a field with three numbers greater than ``above``. Raise ConfigError."""
         value = self.facts.get(name)
         value = default if value is None else value
         if not isinstance(value, list | tuple) or len(value) != 3:
@@ -200,7 +215,7 @@ class _Processor:
 
 
 def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """The name and content of the file about images."""
+    """Return the name and the content of the image settings file. Raise ConfigError if there is none."""
     for name in _FILES:
         config = read_json(folder, name)
         if config is None:
@@ -212,6 +227,7 @@ def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
         code = config.get("media_proc_cfg")
         if isinstance(code, dict):
             config = {_OTHER_NAMES.get(key, key): value for key, value in dict[str, Any](code).items()}
+            # Old code names one limit per side; transformers has a maximum height and width.
             side = config.pop("patch_limit_on_one_side", None)
             if side is not None:
                 config["size"] = {"max_height": side, "max_width": side}
@@ -224,7 +240,7 @@ def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _video_content(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """The name and content of the file about videos, if there is one of its own."""
+    """Return the name and the content of separate video settings, or None."""
     whole = read_json(folder, "processor_config.json") or {}
     if isinstance(own := whole.get("video_processor"), dict):
         return "processor_config.json", own

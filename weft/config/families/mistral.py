@@ -19,7 +19,10 @@ _DEFAULTS = Defaults(kv_heads=8, max_position=131072, bos_id=1, eos_ids=(2,))
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """``sliding_window`` null (version 0.2 on) is full attention; a missing field is 4096."""
+    """Return the spec.
+
+    A null ``sliding_window`` (from version 0.2) means full attention; a missing field means 4096.
+    """
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)
     window = facts.optional_integer("sliding_window") if "sliding_window" in facts else 4096

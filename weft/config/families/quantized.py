@@ -1,9 +1,9 @@
-"""How a checkpoint's weights are quantized: ``quantization_config`` of config.json, typed.
+"""Quantization of a checkpoint's weights: ``quantization_config`` of config.json, typed.
 
-Which tensors are quantized, and their groups and bits, is read off the tensors themselves; the configuration
-says what they can't: whose layout it is. Schemes for activations (static, dynamic) and lists of modules that
-were left out change nothing here: Weft dequantizes the published weights and computes with the result.
-What would change results and is not implemented is refused by name.
+The loader reads quantized tensors, group sizes and bits off the tensors. The configuration adds only the
+layout. Activation schemes (static, dynamic) and lists of excluded modules have no effect here: Weft
+dequantizes the published weights and computes with the result. Settings that would change results and are not
+implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -45,30 +45,32 @@ _COMPRESSED_FORMATS = (
 
 
 _FP8_BITS = 8.25
-"""Bits of an element in FP8 with a float32 scale for each row and 128 inputs: see docs/quantization.md."""
+"""Bits per FP8 element with a float32 scale per row and 128 inputs: see docs/quantization.md."""
 _GROUP = 128
-"""Inputs of a group of integers where the configuration does not say."""
+"""Inputs per group of integers if the configuration has no group size."""
 _ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
-"""Bits of an element by a part of ModelOpt's name, with scales of one byte for 32, and for 16."""
+"""Bits per element by part of ModelOpt's name, with one-byte scales per 32 (MXFP4) or 16 (NVFP4) elements."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
 """Names of modules of routed experts."""
 
 
 class _Fields:
-    """Typed access to one object of the configuration; errors name the field by its path."""
+    """Typed access to one object of the configuration. Errors name the field by its path."""
 
     def __init__(self, found: Mapping[str, Any], where: str) -> None:
         self._found = found
         self._where = where
 
     def fail(self, name: str, problem: str) -> ConfigError:
+        """Return the error for field ``name``; the caller raises the error."""
         return ConfigError(f"{self._where}.{name} {problem}", param="--model")
 
     def get(self, name: str) -> Any:
+        """Return the raw value, or None if missing."""
         return self._found.get(name)
 
     def choice(self, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
-        """One of ``allowed``; a missing or null field is ``default``."""
+        """Return one of ``allowed``; ``default`` for a missing or null field. Raise ConfigError."""
         value = self.get(name)
         if value is None:
             return default
@@ -78,13 +80,13 @@ class _Fields:
         return value
 
     def refuse(self, name: str, *harmless: Any) -> None:
-        """Raises ConfigError unless the field is missing, null or one of ``harmless``."""
+        """Raise ConfigError unless the field is missing, null or one of ``harmless``."""
         value = self.get(name)
         if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
             raise self.fail(name, f"= {value!r} is not supported by this version")
 
     def names(self, *fields: str) -> None:
-        """Lists of module names."""
+        """Raise ConfigError unless each field is missing, null or a list of names."""
         for name in fields:
             value = self.get(name)
             if value is not None and not (
@@ -93,7 +95,7 @@ class _Fields:
                 raise self.fail(name, f"must be a list of names, not {value!r}")
 
     def pair(self, name: str) -> tuple[int, int] | None:
-        """Two positive integers."""
+        """Return two positive integers, or None for a missing or null field. Raise ConfigError."""
         value = self.get(name)
         if value is None:
             return None
@@ -106,7 +108,10 @@ class _Fields:
         return value[0], value[1]
 
     def group_size(self, name: str) -> int | None:
-        """A positive integer, or -1 for one group; None where the field is missing or null."""
+        """Return a positive integer, -1 for a single group, or None for a missing or null field.
+
+        Raise ConfigError.
+        """
         value = self.get(name)
         if value is None or value == -1:
             return None if value is None else -1
@@ -115,6 +120,7 @@ class _Fields:
         return value
 
     def inner(self, name: str) -> _Fields | None:
+        """Return the object ``name``, or None for a missing or null field. Raise ConfigError."""
         value = self.get(name)
         if value is None:
             return None
@@ -123,11 +129,11 @@ class _Fields:
         return _Fields(value, f"{self._where}.{name}")
 
     def each(self, name: str) -> list[_Fields]:
-        """The objects in the object ``name``."""
+        """Return the objects in the object ``name``."""
         return [fields for _, fields in self.named(name)]
 
     def named(self, name: str) -> list[tuple[str, _Fields]]:
-        """The objects in the object ``name``, each with its key."""
+        """Return (key, object) for each object in the object ``name``."""
         found = self.inner(name)
         if found is None:
             return []
@@ -136,12 +142,11 @@ class _Fields:
 
 
 def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
-    """Return how the weights are quantized; None for plain weights.
+    """Return the layout of quantized weights, or None for plain weights.
 
-    ``config.json`` says so, or ``hf_quant_config.json`` beside it.
-
-    Older ModelOpt writes its fields into ``quantization_config`` without ``quant_method``. Raises ConfigError
-    that names the field and its value for what is unknown or not implemented.
+    The source is ``config.json``, or ``hf_quant_config.json`` in the same folder. Older ModelOpt writes its
+    fields into ``quantization_config`` without ``quant_method``. Raise ConfigError with the field and its
+    value for an unknown or unsupported setting.
     """
     for field in ("quantization_config", "compression_config"):
         found = facts.get(field)
@@ -156,7 +161,8 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
         method = fields.choice("quant_method", tuple(_METHODS), default=default)
         if method is None:
             raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
-        if method == "fp8":  # the one method with a field outside of its configuration
+        # Only this method has a field outside of quantization_config.
+        if method == "fp8":
             return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
         return _METHODS[method](fields, method)
     beside = read_json(folder, MODELOPT_FILE)
@@ -168,6 +174,7 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
 
 
 def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
+    """Return the layout of FP8 weights. Raise ConfigError."""
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
@@ -176,11 +183,11 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
 
 
 def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
-    """``spec`` of a checkpoint in FP8 with the bits of routed experts, where these are of another format.
+    """Return ``spec`` with the bits of routed experts, if their format differs from FP8. Raise ConfigError.
 
-    DeepSeek V4 says ``expert_dtype`` at the top of config.json (``beside``), others in
-    ``quantization_config``. ModelOpt's ``moe_quant_algo`` overrides both: such a checkpoint was made of one
-    whose fields remain.
+    DeepSeek V4 has ``expert_dtype`` at the top level of config.json (``beside``), others in
+    ``quantization_config``. ModelOpt's ``moe_quant_algo`` overrides both: such a checkpoint keeps the fields
+    of the checkpoint before the conversion.
     """
     inside = fields.choice("expert_dtype", ("fp8", "fp4"))
     if beside not in (None, "fp8", "fp4"):
@@ -195,7 +202,7 @@ def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> Quantize
 
 
 def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
-    """Of a folder that was made of a GGUF file, whose tensors say themselves what they are."""
+    """Return the layout of a folder converted from a GGUF file. Each tensor states its own format."""
     bits = fields.get("bits")
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 32:
         raise fields.fail("bits", f"must be a number of bits, not {bits!r}")
@@ -203,11 +210,13 @@ def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
 
 
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
+    """Return the layout of MXFP4 weights. Raise ConfigError."""
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_ALGORITHM_BITS["MXFP4"])
 
 
 def _awq(fields: _Fields, method: str) -> QuantizedSpec:
+    """Return the layout of AWQ weights. Raise ConfigError."""
     fields.choice("bits", (4,))
     version = fields.get("version")
     if version is not None and str(version).lower() != "gemm":
@@ -220,6 +229,7 @@ def _awq(fields: _Fields, method: str) -> QuantizedSpec:
 
 
 def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
+    """Return the layout of GPTQ weights. Raise ConfigError."""
     bits = fields.choice("bits", (2, 4, 8))
     group = fields.group_size("group_size")
     for flag in ("desc_act", "sym", "static_groups", "lm_head"):
@@ -228,12 +238,13 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("pack_dtype", ("int32",))
     form = fields.choice("checkpoint_format", ("gptq", "gptq_v2", ""))
     form = form or fields.choice("format", ("gptq", "gptq_v2", ""))
-    # The first form of the format stores zero points less one.
+    # The first version of the format stores zero points minus 1.
     offset = 0 if form == "gptq_v2" else 1
     return QuantizedSpec(method=method, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
 def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
+    """Return the layout of compressed-tensors weights. Raise ConfigError."""
     fields.choice("format", _COMPRESSED_FORMATS)
     fields.names("ignore")
     fields.refuse("transform_config", {})
@@ -251,9 +262,10 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
         kind = weights.choice("type", ("float", "int"))
         size = weights.group_size("group_size")
         if kind == "float":
-            bits = _FP8_BITS if width == 8 else 4 + 8 / (size or 32)  # a byte of scale
+            bits = _FP8_BITS if width == 8 else 4 + 8 / (size or 32)  # one byte per scale
         else:
             bits = _integer_bits(width, size or -1) or 16.0
+        # The memory plan uses the widest format of all groups.
         widest = max(widest, bits)
         weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"))
         if kind == "float":
@@ -264,7 +276,10 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
 
 
 def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
-    """AutoRound's tensors are GPTQ's or AWQ's, as the packing says. A layer's bits are read off them."""
+    """Return the layout of AutoRound weights: GPTQ or AWQ, by the packing format. Raise ConfigError.
+
+    The loader reads the bits of single layers off the tensors.
+    """
     packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
     like = _PACKINGS[packing]
     fields.choice("data_type", ("int",))
@@ -273,17 +288,18 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
     allowed = (4,) if like == "awq" else (2, 4, 8)
     bits = fields.choice("bits", allowed)
     for layer in fields.each("extra_config"):
-        # Layers of 16 bits and more are plain; a field of None is the whole model's.
+        # Layers of 16 or 32 bits are plain weights. None means the bits of the whole model.
         if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
             layer.choice("data_type", ("int",))
     return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_integer_bits(bits, group))
 
 
 def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
+    """Return the layout of ModelOpt weights; None if only the KV cache is quantized. Raise ConfigError."""
     fields = fields.inner("quantization") or fields
-    # The file beside config.json has the fields one level deeper than config.json.
+    # hf_quant_config.json nests the fields one level deeper than config.json.
     algorithm = fields.get("quant_algo")
-    if algorithm in (None, ""):  # the KV cache alone is quantized
+    if algorithm in (None, ""):  # only the KV cache is quantized
         return None
     upper = algorithm.upper() if isinstance(algorithm, str) else algorithm
     if upper not in _MODELOPT_ALGORITHMS:
@@ -300,7 +316,10 @@ def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
 
 
 def _mixed(fields: _Fields) -> QuantizedSpec:
-    """Each layer has a format of its own. The plan of memory takes the widest one of each kind of matrix."""
+    """Return the layout of a checkpoint with one format per layer.
+
+    The memory plan uses the widest format of routed experts, and the widest of all other matrices.
+    """
     widest: dict[bool, float] = {}
     for name, layer in fields.named("quantized_layers"):
         algorithm = layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
@@ -312,7 +331,7 @@ def _mixed(fields: _Fields) -> QuantizedSpec:
 
 
 def _algorithm_bits(algorithm: str) -> float:
-    """Bits of an element with its scales, of a matrix in one of ModelOpt's formats."""
+    """Return the bits per element, with scales, of one of ModelOpt's formats."""
     for name, bits in _ALGORITHM_BITS.items():
         if name in algorithm:
             return bits
@@ -320,9 +339,10 @@ def _algorithm_bits(algorithm: str) -> float:
 
 
 def _integer_bits(bits: int | None, group: int | None) -> float | None:
-    """Bits of an element of ``bits``, with a float32 scale and a byte of zero point for ``group`` inputs.
+    """Return the bits per element, with a float32 scale and a one-byte zero point per ``group`` inputs.
 
-    Integers of 2 bits are held in 4. ``group``: -1 for whole rows, None where the configuration does not say.
+    Elements of 2 bits take 4 bits in memory. ``group``: -1 for whole rows, None if not stated. Return None if
+    ``bits`` is None.
     """
     if bits is None:
         return None
@@ -340,7 +360,7 @@ _PACKINGS = {
     "auto_awq": "awq",
     "awq": "awq",
 }
-"""AutoRound's ``packing_format``, and whose tensors it means."""
+"""AutoRound's ``packing_format`` -> method with the same tensor layout."""
 
 _METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,

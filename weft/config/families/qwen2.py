@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; some layers may slide. Source: arXiv 2407.10671."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; windows in some layers. Source: arXiv 2407.10671."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DEFAULTS = Defaults(kv_heads=32)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """The biases are part of the family; no field switches them."""
+    """Return the spec. The biases belong to the family; no field switches them off."""
     layers = layer_count(facts, override)
     window, types = window_layers(facts, layers)
     return decoder_spec(

@@ -1,7 +1,7 @@
-"""Qwen3.5, dense and with routed experts: Qwen3-Next's layers with projections of their own names.
+"""Qwen3.5, dense and with routed experts: the layers of Qwen3-Next with different projection names.
 
-Published checkpoints hold a vision tower beside the text model (``...ForConditionalGeneration``): see
-``vision.py``. Source: the model cards of Qwen/Qwen3.5-27B and Qwen3.5-35B-A3B.
+Published checkpoints also contain a vision tower (``...ForConditionalGeneration``): see ``vision.py``.
+Source: the model cards of Qwen/Qwen3.5-27B and Qwen3.5-35B-A3B.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUTED = Defaults(kv_heads=2, head_dim=256, partial=0.25, sections=_SECTIONS, i
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """The architecture says whether layers route: all do, or none."""
+    """Return the spec. The architecture decides if layers route: all layers, or none."""
     layers = layer_count(facts, override)
     mtp = predicting_modules(facts, "mtp_num_hidden_layers")
     moe = None
@@ -29,5 +29,5 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """The text model of a checkpoint that also sees images."""
+    """Return the spec of the text model of a checkpoint with images."""
     return text_spec(facts, override, build_spec)

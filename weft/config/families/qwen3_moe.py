@@ -1,4 +1,4 @@
-"""Qwen3 with routed experts in place of some or all feed-forward layers. Source: arXiv 2505.09388."""
+"""Qwen3 with routed experts in some or all feed-forward layers. Source: arXiv 2505.09388."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _DEFAULTS = Defaults(kv_heads=4)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Layer i routes if i + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks i.
+    """Return the spec. Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in
+    ``mlp_only_layers``.
 
-    With ``use_sliding_window`` all layers slide; the family has no ``max_window_layers``.
+    With ``use_sliding_window`` all layers use the window; the family has no ``max_window_layers``.
     """
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)
@@ -42,8 +43,11 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def experts(facts: Facts, layers: int, count: int, top_k: int, intermediate: int) -> MoESpec | None:
-    """How layers route; ``count``, ``top_k`` and ``intermediate`` where the file does not say it."""
-    # transformers 5 writes num_local_experts, everyone before it num_experts.
+    """Return the routing of the layers, or None if no layer routes. Raise ConfigError.
+
+    ``count``, ``top_k`` and ``intermediate``: defaults for missing fields.
+    """
+    # transformers 5 writes num_local_experts, older files have num_experts.
     field = "num_experts" if "num_experts" in facts else "num_local_experts"
     count = facts.integer(field, count, low=0, high=MOST_PARTS)
     step = facts.integer("decoder_sparse_step", 1)

@@ -15,13 +15,18 @@ from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec, MoESpec, StatePart
 
 LINEAR = "linear_attention"
 MOST_MODULES = 1
-"""Modules that predict further tokens. Published checkpoints have one, and no names for a second."""
+"""Maximum number of modules that predict further tokens. Published checkpoints have a single module, and
+tensor names for no second one.
+"""
 
 _DEFAULTS = Defaults(kv_heads=2, head_dim=256, partial=0.25)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Layer i routes if i + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks i."""
+    """Return the spec.
+
+    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``.
+    """
     layers = layer_count(facts, override)
     mtp = predicting_modules(facts, "num_nextn_predict_layers")
     step = facts.integer("decoder_sparse_step", 1)
@@ -40,9 +45,9 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 def hybrid_spec(
     facts: Facts, *, family: str, layers: int, mtp: int, defaults: Defaults, **more: Any
 ) -> ModelSpec:
-    """The facts of a decoder whose layers are delta nets or gated attention, by ``layer_types``.
+    """Return the spec of a decoder with delta net layers and gated attention layers, by ``layer_types``.
 
-    Modules that predict further tokens attend. ``more``: further fields of ``ModelSpec``.
+    Modules that predict further tokens use attention. ``more``: further fields of ``ModelSpec``.
     """
     types = hybrid_types(facts, layers) + [FULL] * mtp
     bias = facts.flag("attention_bias", False)
@@ -69,19 +74,24 @@ def hybrid_spec(
 
 
 def predicting_modules(facts: Facts, field: str) -> int:
-    """How many modules that predict further tokens the checkpoint holds.
+    """Return the number of modules that predict further tokens: 0 or 1. Raise ConfigError.
 
-    Its weights say so: published configurations of Qwen3-Next leave ``field`` out, and a checkpoint that
-    was saved again by transformers keeps the field and has lost the weights.
+    The weights decide: published configurations of Qwen3-Next omit ``field``. Checkpoints saved again by
+    transformers keep ``field`` but lack the weights.
     """
     stated = facts.optional_integer(field, low=0)
     if stated is not None and stated > MOST_MODULES:
         raise facts.fail(field, f"must be at most {MOST_MODULES}, not {stated}")
+    # Unknown tensor names: trust the field, if present.
     return int(stated != 0 and facts.has_weights("mtp.", default=stated is not None))
 
 
 def hybrid_types(facts: Facts, layers: int) -> list[str]:
-    """The kind of each layer: ``layer_types``, or attention in every ``full_attention_interval``-th."""
+    """Return the type of each layer: ``layer_types``, or attention in every ``full_attention_interval``-th
+    layer.
+
+    Raise ConfigError.
+    """
     types = facts.get("layer_types")
     if types is None:
         interval = facts.integer("full_attention_interval", 4)
@@ -94,6 +104,7 @@ def hybrid_types(facts: Facts, layers: int) -> list[str]:
 
 
 def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
+    """Return the delta net spec for ``layers``. Raise ConfigError."""
     k_heads = facts.integer("linear_num_key_heads", 16)
     v_heads = facts.integer("linear_num_value_heads", 32)
     if v_heads % k_heads:
@@ -113,15 +124,17 @@ def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
 
 
 def state_cache(delta: DeltaSpec) -> CacheSpec:
-    """What a delta net keeps of a sequence: the convolution's last inputs, and the recurrent state."""
+    """Return the state group of delta net layers: last convolution inputs, and recurrent state."""
     back = delta.conv - 1
     return CacheSpec(
         kind="state",
         layers=delta.layers,
         parts=(
+            # [heads, taps - 1, dim]: inputs of the convolution before the next position
             StatePart(name="conv_q", shape=(delta.k_heads, back, delta.k_dim), wide=False),
             StatePart(name="conv_k", shape=(delta.k_heads, back, delta.k_dim), wide=False),
             StatePart(name="conv_v", shape=(delta.v_heads, back, delta.v_dim), wide=False),
+            # [heads, key dim, value dim]; float32, because errors would accumulate over positions
             StatePart(name="recurrent", shape=(delta.v_heads, delta.k_dim, delta.v_dim), wide=True),
         ),
         form="delta",
@@ -131,7 +144,7 @@ def state_cache(delta: DeltaSpec) -> CacheSpec:
 def moe_spec(
     facts: Facts, routed: tuple[int, ...], experts: int, *, top_k: int = 10, renormalize: bool | None = None
 ) -> MoESpec | None:
-    """Routed experts beside one that sees every token, weighed by a gate; None where no layer routes."""
+    """Return routed experts plus a gated shared expert, or None if no layer routes. Raise ConfigError."""
     top_k = facts.integer("num_experts_per_tok", top_k)
     shared = facts.integer("shared_expert_intermediate_size", 512, low=0)
     intermediate = facts.integer("moe_intermediate_size", 512)

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with routed experts: the text model is Qwen3's, the tower in ``vision.py``.
+"""Qwen3-VL, dense and with routed experts: text model of Qwen3, vision tower in ``vision.py``.
 
 Source: arXiv 2511.21631.
 """
@@ -18,11 +18,15 @@ _ROUTED = Defaults(kv_heads=16, max_position=128000, theta=500000.0, sections=_S
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """The text model. Its layers attend fully; in the routed form they route as Qwen3-MoE's do."""
+    """Return the spec of the text model.
+
+    All layers use full attention. Routed variants route like Qwen3-MoE.
+    """
     return text_spec(facts, override, _text)
 
 
 def _text(facts: Facts, override: int | None) -> ModelSpec:
+    """Return the spec of the text model from the fields of ``text_config``."""
     layers = layer_count(facts, override)
     moe = qwen3_moe.experts(facts, layers, 60, 4, 1408) if "Moe" in facts.get("architectures")[0] else None
     bias = facts.flag("attention_bias", False)
@@ -40,5 +44,5 @@ def _text(facts: Facts, override: int | None) -> ModelSpec:
     )
     if moe is None:
         return spec
-    # Every one of its routers scales the weights of the chosen experts to sum to 1.
+    # All routers of the family scale the weights of the chosen experts to sum to 1; no field states so.
     return msgspec.structs.replace(spec, moe=msgspec.structs.replace(moe, renormalize=True))

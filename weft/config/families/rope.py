@@ -1,8 +1,7 @@
-"""Rotary embedding facts from either form of ``config.json``.
+"""Rotary embedding settings from either form of ``config.json``.
 
-Old form: ``rope_theta`` beside ``rope_scaling`` (``type`` or ``rope_type`` inside). New form (transformers
-5): everything in ``rope_parameters``. Where both exist a non-empty ``rope_scaling`` wins, as it does in
-transformers.
+Old form: ``rope_theta`` plus ``rope_scaling`` (with ``type`` or ``rope_type``). New form (transformers 5):
+all fields in ``rope_parameters``. If both exist, a non-empty ``rope_scaling`` wins, as in transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from weft.config.spec import RopeSpec
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
-#: What each kind reads beside theta; anything else in the dict would be ignored, so it is refused.
+#: Fields that each kind reads besides theta. Any other field is refused, because it would be ignored.
 _FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -42,12 +41,13 @@ _COMMON = frozenset(
     {"type", "rope_type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 )
 _SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
-#: Left by configurations of other kinds; without effect on the kinds above. (Sections divide the pairs among
-#: the three axes of images; a text token has the same position on all of them.)
+#: Fields left over from other kinds, without effect on the kinds above. (Sections divide the pairs among the
+# three axes of images. A text token has the same position on all axes.)
 _IGNORED = frozenset({"finetuned", "max_position_embeddings"}) | _SECTIONS
 
 
 def _parameters(facts: Facts) -> dict[str, Any]:
+    """Return the rope parameters of either form; {} for none. Raise ConfigError."""
     for name in ("rope_scaling", "rope_parameters"):
         value = facts.get(name)
         if value is None or value == {}:
@@ -64,6 +64,7 @@ def _parameters(facts: Facts) -> dict[str, Any]:
 
 
 def _kind(parameters: dict[str, Any]) -> str:
+    """Return the kind of scaling. Raise ConfigError for an unknown kind."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _KINDS:
         raise ConfigError(
@@ -74,12 +75,13 @@ def _kind(parameters: dict[str, Any]) -> str:
 
 
 def _refuse_unknown(kind: str, parameters: dict[str, Any]) -> None:
+    """Raise ConfigError for fields that the kind does not use."""
     unknown = sorted(
         name
         for name, value in parameters.items()
         if value is not None and name not in _FIELDS[kind] | _COMMON | _IGNORED
     )
-    # Fields of another kind beside "default" come from hand-edited files: the author meant a scaling.
+    # Fields of another kind with kind "default" come from hand-edited files: the author meant a scaling.
     if unknown:
         raise ConfigError(
             f"config.json: rope type {kind!r} does not use {', '.join(unknown)}; correct or remove it",
@@ -95,13 +97,13 @@ def rope_spec(
     partial: float | None = None,
     sections: tuple[int, int, int] | None = None,
 ) -> RopeSpec:
-    """The rotary embedding of a model whose ``max_position_embeddings`` is ``max_position``.
+    """Return the rotary embedding of a model with ``max_position_embeddings`` = ``max_position``.
 
-    partial: the share of a head's dims that are rotated where ``partial_rotary_factor`` does not say it; None
-    for families that rotate all. sections: of families that see images, where the file does not say them.
+    ``partial``: default share of rotated dims if ``partial_rotary_factor`` is missing; None for families that
+    rotate all dims. ``sections``: default sections of families with images.
 
-    Raises ConfigError for a kind that is not implemented, a field that the kind does not use, a missing
-    field, and a head size that cannot be rotated.
+    Raise ConfigError for an unknown kind, a field that the kind does not use, a missing field, or a head size
+    that cannot be rotated.
     """
     parameters = _parameters(facts)
     kind = _kind(parameters)
@@ -117,6 +119,7 @@ def rope_spec(
     if dim < 2 or dim > head_dim or dim % 2 or (kind == "dynamic" and dim < 4):
         raise facts.fail("head_dim", f"{head_dim} cannot be rotated" + f" in {dim} dims" * (dim != head_dim))
     theta = facts.number("rope_theta", default_theta, above=1.0)
+    # A theta inside the rope parameters wins over the top-level field.
     theta = read.number("rope_theta", theta, above=1.0)
     original = read.optional_integer("original_max_position_embeddings")
     original = facts.optional_integer("original_max_position_embeddings") or original or max_position
@@ -137,7 +140,10 @@ def rope_spec(
 
 
 def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Pairs of frame, row and column, which take turns; whatever they are, text is rotated alike."""
+    """Return the pairs per axis: frame, row and column, alternating.
+
+    Sections do not affect text. Raise ConfigError.
+    """
     if kind == "dynamic":
         raise read.fail("rope_type", "dynamic is not supported for models that see images")
     if not read.flag("mrope_interleaved", True):
@@ -149,8 +155,9 @@ def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[in
 
 
 def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
-    # A null or zero beta means its default, and a missing factor the ratio of the two contexts, as in
-    # transformers.
+    # As in transformers: a null or zero beta means the default, and a missing factor means the ratio of the
+    # two context lengths.
+    """Return the spec for yarn. Raise ConfigError."""
     beta_fast = read.number("beta_fast", above=-1.0, default=32.0) or 32.0
     beta_slow = read.number("beta_slow", above=-1.0, default=1.0) or 1.0
     if read.number("extrapolation_factor", 1.0) != 1.0:
@@ -170,10 +177,10 @@ def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
 
 
 def _attention_factor(read: Facts, spec: RopeSpec) -> float | None:
-    """The factor of cos and sin where the file says so; None for the temperature of ``spec``.
+    """Return the stated factor for cos and sin; None to use the temperature of ``spec``. Raise ConfigError.
 
-    ``attention_factor`` is the whole factor. ``attn_factor``, of the method's own code, multiplies the
-    temperature, and ``apply_yarn_scaling`` false leaves the temperature out. Source: arXiv 2309.00071.
+    ``attention_factor`` is the whole factor. ``attn_factor``, from the method's own code, multiplies the
+    temperature. ``apply_yarn_scaling`` false drops the temperature. Source: arXiv 2309.00071.
     """
     more = read.number("attn_factor", 1.0)
     applied = read.flag("apply_yarn_scaling", True)
@@ -187,11 +194,12 @@ def _attention_factor(read: Facts, spec: RopeSpec) -> float | None:
 
 
 def served_positions(rope: RopeSpec) -> int:
-    """The longest context in tokens: ``max_position_embeddings``, stretched by the kinds that mean to.
+    """Return the maximum context length in tokens: ``max_position_embeddings``, stretched for dynamic and
+    yarn.
 
-    ``dynamic`` serves factor times its base context; ``yarn`` factor times the original one (published
-    files leave ``max_position_embeddings`` at either length). ``linear`` and ``llama3`` files state the
-    stretched length themselves.
+    ``dynamic`` serves ``factor`` times the base context. ``yarn`` serves ``factor`` times the original
+    context, because published files set ``max_position_embeddings`` to either length. ``linear`` and
+    ``llama3`` files state the stretched length.
     """
     if rope.kind == "dynamic":
         return int(rope.max_position * rope.factor)

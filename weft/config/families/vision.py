@@ -1,4 +1,4 @@
-"""Vision towers of checkpoints that have one: ``vision_config``, and what images become (``media.py``)."""
+"""Vision towers of checkpoints: ``vision_config``, plus the image processing settings (``media.py``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.media import area_facts, patches_facts
 from weft.config.spec import ModelSpec, VisionSpec
 
-#: Fields of towers that would change what they compute, with the values that are implemented.
+#: Tower fields that change results, with the implemented values.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "in_channels": (None, 3),
     "pos_emb_type": (None, "divided_fixed"),
@@ -23,9 +23,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None:
-    """The tower beside the text model ``spec``; None for architectures that have none.
+    """Return the tower of the text model ``spec``, or None for architectures without tower.
 
-    Raises ConfigError for a tower that is not implemented, and where the files about images are missing.
+    Raise ConfigError for an unsupported tower, or missing image settings.
     """
     read = _TOWERS.get(spec.architecture)
     if read is None:
@@ -41,13 +41,15 @@ def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None
 
 
 def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Of Qwen3-VL, and without levels of Qwen3.5."""
+    """Return the tower of Qwen3-VL, or of Qwen3.5 (without deepstack levels). Raise ConfigError."""
     five = spec.architecture.startswith("Qwen3_5")
     levels = () if five else _levels(vision)
     patch = _side(vision, "patch_size", 16)
     table = vision.integer("num_position_embeddings", 2304)
-    first = 248053 if five else 151652  # of the special tokens, where config.json leaves them out
+    # The first special token, the default if config.json has no ids.
+    first = 248053 if five else 151652
     output = vision.integer("out_hidden_size", 3584)
+    # Embedding rows replace token embeddings, so both need the same width.
     if output != spec.hidden:
         raise vision.fail("out_hidden_size", f"is {output}, but the text model's hidden_size {spec.hidden}")
     return VisionSpec(
@@ -58,6 +60,7 @@ def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
         intermediate=vision.integer("intermediate_size", 4304),
         activation=_activation(vision),
         output=output,
+        # The learned positions form a square table.
         side=math.isqrt(table),
         levels=levels,
         theta=_theta(vision),
@@ -75,7 +78,10 @@ def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
 
 
 def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Of Kimi K2.5, with the names of the reference library or those of its own code."""
+    """Return the tower of Kimi K2.5. Field names are those of transformers or of the published code.
+
+    Raise ConfigError.
+    """
 
     def size(name: str, other: str, default: int) -> int:
         return vision.integer(other if other in vision else name, default)
@@ -112,6 +118,7 @@ def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
 
 
 def _levels(vision: Facts) -> tuple[int, ...]:
+    """Return the layers with deepstack outputs. Raise ConfigError."""
     name = "deepstack_visual_indexes"
     levels = vision.integers(name) if name in vision else (8, 16, 24)
     if list(levels) != sorted(set(levels)):
@@ -120,6 +127,7 @@ def _levels(vision: Facts) -> tuple[int, ...]:
 
 
 def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
+    """Return the number of layers, checked against ``levels``. Raise ConfigError."""
     layers = vision.integer(name, 27, high=MOST_PARTS)
     if levels and not 0 <= levels[0] <= levels[-1] < layers:
         raise vision.fail("deepstack_visual_indexes", f"{levels!r} are not all among {layers} layers")
@@ -127,7 +135,10 @@ def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
 
 
 def _divided(vision: Facts, name: str, default: int, heads: int) -> int:
-    """The hidden size, of heads whose dims are rotated in quarters."""
+    """Return the hidden size.
+
+    Raise ConfigError unless the dims per head divide into quarters for the rotation.
+    """
     hidden = vision.integer(name, default)
     if hidden % (4 * heads):
         raise vision.fail(name, f"{hidden} is not a multiple of 4 times the {heads} heads")
@@ -135,7 +146,7 @@ def _divided(vision: Facts, name: str, default: int, heads: int) -> int:
 
 
 def _side(vision: Facts, name: str, default: int) -> int:
-    """A size that may be stated for each side; both must be alike."""
+    """Return a size that files may state for each side. Raise ConfigError if the sides differ."""
     value = vision.get(name)
     if not isinstance(value, list):
         return vision.integer(name, default)
@@ -145,11 +156,12 @@ def _side(vision: Facts, name: str, default: int) -> int:
 
 
 def _activation(vision: Facts) -> str:
-    """The towers' default is not the text models'."""
+    """Return the activation. The default of towers differs from that of text models."""
     return vision.activation() if vision.get("hidden_act") else "gelu_pytorch_tanh"
 
 
 def _theta(vision: Facts) -> float:
+    """Return the base of the rotary embedding. Raise ConfigError for an unsupported type."""
     parameters = vision.get("rope_parameters")
     if parameters is None:
         return 10000.0

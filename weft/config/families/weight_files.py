@@ -1,7 +1,7 @@
-"""The weight files of a checkpoint folder: which there are, and whether their headers fit the files.
+"""Weight files of a checkpoint folder, and the check of their headers.
 
-A header is read without the weights behind it, so a torn download, a file outside the folder or a Git LFS
-pointer is refused before anything starts.
+A header is read without the weights. So an incomplete download, a file outside the folder and a Git LFS
+pointer are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.config.families.facts import read_json
 from weft.gguf.folder import gguf_files
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
-#: Not weights, though they match the patterns.
+#: Files that match the patterns but hold no weights.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
 _ADAPTER = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model*"
 _MAX_HEADER = 100 << 20
 _MOST_DIMS = 64
-#: Bits of an element, as safetensors names types.
+#: Bits per element, by the type names of safetensors.
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -34,13 +34,13 @@ _BITS = {
 
 
 def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
+    """Return the weight files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
 
-    With ``partial`` shards that an index names may be missing. ``prefixes``: where an index says what is in
-    which file, those with tensors whose names begin so; others need not be there.
+    With ``partial``, shards named by an index may be missing. ``prefixes``: if an index maps tensors to
+    files, only files with matching tensor names are needed.
 
-    Raises ConfigError when there are none, when an index names a file that is missing or outside the
-    folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
+    Raise ConfigError if there are no weights, if an index names a file that is missing or outside the folder,
+    or if there are only pickles without ``--load-format pickle``.
     """
     if load_format == "pickle":
         result = _listed(folder, "pytorch_model.bin.index.json", prefixes) or pickles(folder)
@@ -66,7 +66,7 @@ def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = (""
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """``model.safetensors`` where it is there, else all such files but those of an adapter."""
+    """Return ``model.safetensors`` if present, else all safetensors files except adapters."""
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -74,7 +74,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def pickles(folder: Path) -> list[Path]:
-    """Files that may hold pickled weights."""
+    """Return the files that may hold pickled weights."""
     return sorted(
         {
             path
@@ -86,8 +86,10 @@ def pickles(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: bool = False) -> list[Path]:
-    """The shards that an index names, of tensors whose names begin with one of ``prefixes``; empty where
-    there is no index. ``partial``: some may be missing."""
+    """Return the shards named by an index, for tensors with a prefix in ``prefixes``; [] without an index.
+
+    ``partial``: True if shards may be missing. Raise ConfigError.
+    """
     index = read_json(folder, index_name)
     if index is None:
         return []
@@ -96,6 +98,7 @@ def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: b
         raise ConfigError(f"{index_name} has no weight_map", param="--model")
     shards = sorted({shard for name, shard in names.items() if str(name).startswith(prefixes)})
     for shard in shards:
+        # The index comes from the checkpoint: never follow a path out of the folder.
         if Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
             raise ConfigError(
                 f"{index_name} names {shard[:100]!r}, a file outside the model folder", param="--model"
@@ -108,8 +111,9 @@ def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: b
 
 
 def check_weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> None:
-    """Raises ConfigError, naming the file, for weight files that cannot be loaded: see ``weight_files`` and
-    ``read_header``. Weights are not read.
+    """Raise ConfigError, with the file's name, for files that cannot be loaded. Read no weights.
+
+    See ``weight_files`` and ``read_header`` for the checks.
     """
     if load_format == "dummy":
         return
@@ -120,7 +124,7 @@ def check_weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...]
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raises ConfigError for a folder with an adapter (LoRA and its kin) instead of a model."""
+    """Raise ConfigError for a folder with an adapter (for example LoRA) instead of a model."""
     if not (folder / _ADAPTER).is_file():
         return
     if (folder / "config.json").is_file() and (safetensors_files(folder) or pickles(folder)):
@@ -136,9 +140,9 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Name to entry (``dtype``, ``shape``, ``data_offsets``) of each tensor in a safetensors file.
+    """Return name -> entry (``dtype``, ``shape``, ``data_offsets``) of each tensor in a safetensors file.
 
-    Raises ConfigError, naming the file, unless the tensors fill the file behind the header without holes.
+    Raise ConfigError, with the file's name, unless the tensors fill the file after the header without gaps.
     """
     try:
         size = path.stat().st_size
@@ -156,7 +160,7 @@ def read_header(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise _damaged(path, "its header is not an object")
-    # The library checks the same when it opens the file, in a process that starts much later.
+    # The safetensors library runs the same checks, but in a process that starts much later.
     entries = {name: entry for name, entry in found.items() if name != "__metadata__"}
     spans = sorted(_span(path, name, entry) for name, entry in entries.items())
     end = 0
@@ -173,10 +177,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
-    """Where the tensor begins and ends behind the header. Raises ConfigError."""
+    """Return (begin, end, name) of a tensor, in bytes after the header. Raise ConfigError."""
     entry = entry if isinstance(entry, dict) else {}
     shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
-    # A product of very many dims would take long: no tensor has them.
+    # Limit the number of dims: the product over very many dims would take too long.
     if shape is None or place is None or len(shape) > _MOST_DIMS or len(place) != 2 or place[0] > place[1]:
         raise _damaged(path, f"its entry of tensor {name!r} has no shape or no place: {str(entry)[:100]}")
     begin, end = place
@@ -187,33 +191,39 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
 
 
 def _counts(value: Any) -> list[int] | None:
-    """``value``, a list of integers of at least 0; None for anything else."""
+    """Return ``value`` if it is a list of integers of at least 0, else None."""
     right = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
     return value if right else None
 
 
 def _damaged(path: Path, why: str) -> ConfigError:
+    """Return the error for a damaged file."""
     return ConfigError(f"{path.name} is damaged or not a weight file: {why}", param="--model")
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
+    """Return the tensor names of a safetensors checkpoint; None without tensors or with unreadable files."""
     index = read_json(folder, "model.safetensors.index.json")
     if index is not None and isinstance(index.get("weight_map"), dict):
         return list(index["weight_map"])
     try:
         names = [name for path in safetensors_files(folder) for name in read_header(path)]
-    except ConfigError:  # the check of the files reports it
+    # ``check_weight_files`` reports the error.
+    except ConfigError:
         return None
     return names or None
 
 
 def saved_dtype(folder: Path) -> str | None:
-    """The type of the first tensor of floating-point numbers, scales excepted, as safetensors names it."""
+    """Return the type of the first floating-point tensor that is no scale, or None.
+
+    Names as in safetensors.
+    """
     for path in safetensors_files(folder):
         try:
             header = read_header(path)
-        except ConfigError:  # as above
+        # ``check_weight_files`` reports the error.
+        except ConfigError:
             return None
         for name, entry in header.items():
             if "scale" not in name and str(entry.get("dtype")) in ("F64", "F32", "BF16", "F16"):
