@@ -65,6 +65,5 @@ class BoardLeases:
 
     def write(self, lease: Lease) -> None:
         self._client.post(self._mine, msgspec.msgpack.encode(lease))
-        self._client.look(
-            ANSWER_S
-        )  # an earlier query may be unanswered, and a wait of 0 would then send nothing
+        # An earlier query may be unanswered. A wait of 0 would then send nothing.
+        self._client.look(ANSWER_S)
