@@ -115,6 +115,7 @@ class AgentSimulation(Simulation):
             for number, stream in enumerate(self.streams)
             if isinstance(stream.arrival, Turn) and stream.times
         ]
+        # The first turn of a session has no cached history, so the report leaves it out.
         later = [(number, turn, stream) for number, turn, stream in turns if turn.session >= 0 < turn.number]
         others = [stream for _, turn, stream in turns if turn.session < 0]
         tokens = sum(turn.prompt for _, turn, _ in later)

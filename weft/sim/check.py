@@ -56,7 +56,7 @@ def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -
 
 
 class RankStep(NamedTuple):
-    """The part of a plan that a rank needs: a rank computes from this and from its slot table alone."""
+    """The part of a plan that a rank needs. A rank computes from the step and from its slot table alone."""
 
     allocated: list[tuple[int, int]]
     """(slot, key) of each newly allocated slot."""
@@ -76,14 +76,14 @@ class RankStep(NamedTuple):
 
 
 class TokenModel:
-    """A device that samples ``token``'s tokens. Like a worker, the model reads only its slot table and the
-    plan."""
+    """A device that samples the tokens of ``token``. Reads only its slot table and the plan, like a
+    worker."""
 
     def __init__(self, row_errors: Mapping[int, int], poison: Mapping[int, int]) -> None:
         """Create a model without sequences.
 
-        ``row_errors`` maps a key to a position with non-finite logits. ``poison`` maps a key to a position
-        that kills the process that computes it.
+        ``row_errors`` maps a key to a position with non-finite logits. ``poison`` maps a key to a position:
+        the process that computes the position dies.
         """
         self._row_errors = row_errors
         self._poison = poison
@@ -123,7 +123,7 @@ class TokenModel:
                 key, ids = self._slots[slot]
                 end = start + count
                 if sample:
-                    # A position at or past the poisoned one kills, because the exact position may be cached.
+                    # A continued sequence may recompute the position as input, so later samples count, too.
                     dies |= end >= self._poison.get(key, end + 1)
                     if end >= self._row_errors.get(key, end + 1):
                         errors.append((len(rows), RowError("logits are not finite").info()))
@@ -219,6 +219,7 @@ class Stream:
 
     def take(self, event: TokenEvent) -> None:
         """Check the next event, and store its content. Raise Violation."""
+        # A reader gets no event after the end, and no tokens while not reading.
         name = f"sequence {self.sequence}"
         if not self.open:
             raise Violation(f"{name}: an event after its end ({self.end or 'closed'})")

@@ -104,6 +104,7 @@ class Cluster(Timeline):
     def _start(self, fronts: int, old: bool) -> None:
         """Start API servers and engines. With ``old``, some of the processes speak version 1."""
         rng = self.rng
+        # The first API server always waits for all instances; later ones may join a running cluster.
         for number in range(fronts):
             version = 1 if old and rng.random() < 0.4 else 2
             self.counts["fronts of version 1"] += version == 1
@@ -138,7 +139,7 @@ class Cluster(Timeline):
         self._finish()
 
     def happened(self, kind: str) -> None:
-        """Count a fault that has had its effect."""
+        """Count a fault with an observed effect."""
         self.faults[kind] += 1
 
     # -- the end
@@ -210,7 +211,7 @@ class Cluster(Timeline):
         self._reap()
 
     def _reap(self) -> None:
-        """End all engines in order, together with their ranks. Raise Violation if a process is left."""
+        """End all engines in order, together with all ranks. Raise Violation if a process is left."""
         ended = [head for head in self.supervisor.heads.values() if head.alive and head.ready]
         for head in ended:
             head.group.end(dismiss=True)
@@ -219,6 +220,8 @@ class Cluster(Timeline):
             self.advance()
         for head in ended:
             for process in head.replica.living.values():
+                # A stopped process cannot read the order to end, and the host of a remote rank restarts the
+                # rank.
                 excused = process.stalled_until > self.now or process.rank in head.replica.remote
                 require(excused, f"{process.name} runs, and its head has ended in order")
         for replica in self.replicas.values():
@@ -315,6 +318,7 @@ class Cluster(Timeline):
         if head.engine.group is not None:
             epoch = head.group.membership.epoch
             head.group.end(dismiss)
+        # The rest of the expert-parallel group fails in its next collective.
         head.alive = False
         for other in self.supervisor.others(head):
             other.domain_gone = True
@@ -330,6 +334,7 @@ class Cluster(Timeline):
             for link in front.links.values():
                 if link.head is head:
                     self._break(link, self.rng.random() < 0.5 if lingers is None else lingers)
+        # The supervisor and each API server notice the end at different times.
         self.at(self.now + self.rng.random() * 0.03, None, self.supervisor.ended, head)
         return True
 
@@ -379,15 +384,15 @@ class Cluster(Timeline):
         self.at(self.now, None, self.end_front, front)
 
     def stopped(self, head: HeadProcess) -> None:
-        """End an engine that received the order to shut down. Raise Violation if an API server still needs
-        it."""
+        """End an engine that received the order to shut down. Raise Violation if an API server still uses the
+        engine."""
         others = [front.name for front in self.fronts if front.alive and not front.closing]
         require(not others, f"{head.name} was shut down while {others} use it")
         head.close_rooms()
         self.end_head(head, dismiss=True)
 
     def poisoned(self, head: HeadProcess) -> None:
-        """End an engine process that died of the position it computed."""
+        """End an engine process killed by a poisoned position."""
         self.poison_left -= 1
         if not self.poison_left:
             self.poison.clear()

@@ -42,7 +42,7 @@ class Collectives:
     """All collectives of one group, or of an expert-parallel group."""
 
     def __init__(self, timeline: Timeline, patience: float, delay: float) -> None:
-        """Create the collectives. ``patience`` is the number of seconds that a rank waits.
+        """Create the collectives. ``patience`` is the maximum number of seconds of a rank's wait.
 
         ``delay`` is the maximum number of seconds until ranks notice that a rank has left.
         """

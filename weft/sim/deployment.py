@@ -95,8 +95,8 @@ class Outcome(NamedTuple):
 
 
 class Group:
-    """An engine, its scheduler, and a device that only takes time. Also the engine behind its
-    ``HeadProtocol``."""
+    """An engine, a scheduler, and a device that only takes time. Implements the ``HeadEngine`` of its
+    protocol."""
 
     recovering = False
 
@@ -380,6 +380,7 @@ class Deployment:
         started = [stream for stream in streams if stream.times]
         waits = [stream.times[0] - stream.arrival.at for stream in started]
         paces = [_pace(stream) for stream in started]
+        # A refused request has no stream, so the request counts against the share of good requests.
         good = sum(wait <= limits[0] and pace <= limits[1] for wait, pace in zip(waits, paces, strict=True))
         now = max((stream.times[-1] for stream in started), default=0.0)
         return Outcome(

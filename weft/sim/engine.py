@@ -185,6 +185,8 @@ class Simulation:
         """Return the results so far."""
         requests = [s for s in self.streams if not s.arrival.background]
         beside = [s for s in self.streams if s.arrival.background]
+        # The prompt window runs from the first arrival to the last first token. Requests disturb background
+        # sequences only within the window.
         begin, end = prompt_window(requests)
         stats, now = self.scheduler.stats(), self.clock.now()
         started = [s for s in requests if s.times]

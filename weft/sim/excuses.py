@@ -99,11 +99,13 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
 
 
 def there(front: FrontProcess) -> tuple[bool, bool, bool]:
-    """Return whether live instances (including draining ones) (produce tokens, serve, serve with images).
+    """Return three flags for the live instances, including draining ones.
 
-    "Serve" means all work of a request: a unified instance, or a prefill and a decode instance.
+    The flags: the instances produce tokens; serve a request; serve a request with images. To serve means to
+    do all work: a unified instance, or a prefill and a decode instance.
     """
     up = _up(front, draining=True)
+    # An expert-parallel group with a dead instance takes no sequences.
     domains = {one.domain for one in front.fleet.table.instances.values() if one.domain and not one.alive}
     roles = {one.role for one in up}
     serves = "unified" in roles or {"prefill", "decode"} <= roles
@@ -135,6 +137,7 @@ def check_books(front: FrontProcess) -> None:
     placed = 0
     for sequence, entry in fleet.entries.items():
         stream = front.streams[sequence]
+        # A sequence is in exactly one state: at instances, parked, or paused.
         states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
         if states != 1:
             raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
@@ -147,6 +150,7 @@ def check_books(front: FrontProcess) -> None:
             raise Violation(f"{name}: sequence {sequence} lost {counts}")
         if not stream.open:
             raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+    # The loads of all instances together count exactly the placed sequences.
     for place, one in fleet.table.instances.items():
         placed -= len(one.open)
         if one.prompt_tokens != sum(one.open.values()):

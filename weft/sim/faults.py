@@ -130,7 +130,7 @@ def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float
 
 
 def _stall_head(cluster: Cluster) -> bool:
-    """Let an engine stand still: shortly, or until its API servers give it up."""
+    """Let an engine stand still: shortly, or so long that the API servers give the engine up."""
     head = _head(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
     if head is None or not _stall(cluster, head, seconds):
@@ -280,7 +280,7 @@ def _kill_rank(cluster: Cluster) -> bool:
 
 
 def _stop_rank(cluster: Cluster) -> bool:
-    """Stop a rank. The rank wakes soon, or after its group gave it up, or never."""
+    """Stop a rank. The rank wakes soon, or after the group gave the rank up, or never."""
     process = _rank(cluster)
     if process is None or process.stalled_until > cluster.now:
         return False

@@ -1,4 +1,4 @@
-"""A simulated API server: the product's ``Fleet``, a shell that carries out its actions, and its clients.
+"""A simulated API server: the product's ``Fleet``, a shell that carries out actions, and the clients.
 
 Every action of the fleet is compared with the state of the cluster.
 """
@@ -125,7 +125,7 @@ class FrontProcess:
             cluster.note(self.name, "..", "", "all instances have answered")
 
     def _outgoing(self, message: m.ToHead) -> m.ToHead:
-        """Return ``message`` as this version sends it: an older API server offers only version 1."""
+        """Return ``message`` in the version of this API server: an old one offers only version 1."""
         if self.version < 2 and isinstance(message, m.Hello):
             return msgspec.structs.replace(message, versions=(1, 1))
         return message
@@ -147,7 +147,7 @@ class FrontProcess:
             self._lands(self.streams[message.sequence])
 
     def _lands(self, stream: Stream) -> None:
-        """Note that the sequence is taken from its instances."""
+        """Note the removal of a sequence from its instances."""
         if self.cluster.now >= stream.lands_by:  # the cache was not received in time
             stream.losses += 1
             self.cluster.count("lost when it had moved")
@@ -234,7 +234,7 @@ class FrontProcess:
             require(later, f"{self.name}: a tick at the fleet's deadline changed nothing")
 
     def woke(self, seconds: float) -> None:
-        """Note that this API server stood still for ``seconds``."""
+        """Note that the API server stood still for ``seconds``."""
         self.there_at = [since + seconds for since in self.there_at]
         for stream in self.streams.values():
             stream.lands_by += seconds

@@ -1,4 +1,4 @@
-"""The group of a simulated engine: the product's ``Membership``, and a shell that carries out its actions.
+"""The group of a simulated engine: the product's ``Membership``, and a shell that carries out actions.
 
 The shell works like ``weft.engine.group``: frames to and from ranks over links with delay, a carrier that
 starts processes and connects communicators, and a watch with heartbeats. Every decision of the membership is
@@ -40,7 +40,7 @@ class Group:
         budget: RestartBudget | None = None,
         lag: int = 1,
     ) -> None:
-        """Create the group. ``load`` is the number of seconds that this rank takes to load.
+        """Create the group. ``load`` is the number of seconds to load the engine's own rank.
 
         ``leases`` are the leases of an expert-parallel group's engines, by replica.
         """
@@ -112,8 +112,7 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        """True if this rank is alive, as a process of the timeline and in collectives: its owner must
-        live."""
+        """True if the engine's own rank is alive, on the timeline and in collectives: the owner must live."""
         return self.owner.alive and not self.closed
 
     @property
@@ -406,7 +405,7 @@ class Group:
             self._carry()
 
     def _abort(self) -> None:
-        """Abort communicators: free this rank from the collective that it waits in."""
+        """Abort communicators: free the engine's own rank from a pending collective."""
         self.replica.collectives.leave(self.rank)
         self._queue.clear()
         self._running = None

@@ -130,7 +130,8 @@ class HeadProcess:
 
     @property
     def excused(self) -> bool:
-        """True if an API server may give the process up: something has happened to it or to its ranks."""
+        """True if an API server may give the process up: something has happened to the process or to a
+        rank."""
         group = self.engine.group
         troubled = group is not None and group.troubled
         return self.slow or not self.alive or (not self.ready and (troubled or self.domain_gone))

@@ -244,7 +244,7 @@ class Engine:
         return set() if room.held is None else set(room.held.blocks)
 
     def image_rooms(self) -> list[RoomKey]:
-        """Return the keys of the transfers that bring embeddings to this engine."""
+        """Return the keys of the transfers of embeddings to this engine."""
         if isinstance(self.scheduler, EncodeScheduler):
             return []
         return list(self.scheduler._state.images._rooms)

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def check_reservations(head: HeadProcess) -> None:
-    """Raise Violation if blocks wait for embeddings of a sequence that lacks blocks for its other images.
+    """Raise Violation if blocks wait for the embeddings of a sequence without blocks for all its images.
 
-    Blocks may also wait for a transfer that may still write. So no two sequences can wait for each other.
+    Blocks reserved by a running transfer are fine. The rule prevents two sequences that wait for each other.
     """
     scheduler = head.engine.scheduler
     if isinstance(scheduler, EncodeScheduler) or not scheduler._state.images._coming:

@@ -76,7 +76,7 @@ class Mishaps(Protocol):
         """
 
     def seen(self, kind: str) -> None:
-        """Note that a planned failure of a rank had its effect."""
+        """Note the effect of a planned failure of a rank."""
 
 
 class Replica:
@@ -177,7 +177,7 @@ class Replica:
             self.timeline.after(0.05 * slow, 0.3 * slow, None, self.spawn, process.rank)
 
     def head_ended(self, group: Group) -> None:
-        """Note that the engine of ``group`` is gone. Its ranks notice later, and wait for the next engine."""
+        """Note that the engine of ``group`` is gone. The ranks notice later, and wait for the next engine."""
         if self.group is group:
             self.group = None
         self.excuse()
@@ -414,7 +414,7 @@ class RankProcess:
         self._report(failed)
 
     def leave(self) -> None:
-        """Leave the epoch: close its communicators, and forget its steps."""
+        """Leave the epoch: close the communicators, and forget the steps."""
         self.running = self._busy = False
         self._queue.clear()
         self.replica.collectives.leave(self.rank)

@@ -125,7 +125,8 @@ class Supervisor:
         cluster.at(cluster.now + cluster.rng.random() * 0.05, None, self.start, instance, version)
 
     def _retire(self, instance: str, why: str) -> None:
-        """Retire an instance, with its whole expert-parallel group. An operator may revive it later."""
+        """Retire an instance, with the whole expert-parallel group. An operator may revive the group
+        later."""
         cluster = self._cluster
         domain = self._domains[instance]
         names = [n for n, other in self._domains.items() if n == instance or (domain and other == domain)]

@@ -82,7 +82,7 @@ class Timeline:
         self.at(self.now + least + (most - least) * self.rng.random(), process, what, *arguments)
 
     def advance(self) -> None:
-        """Run the earliest event, or postpone it if its process stands still."""
+        """Run the earliest event. Postpone the event if the process stands still."""
         time, _, process, what, arguments = heapq.heappop(self._heap)
         if time > self.now:
             self.now = time

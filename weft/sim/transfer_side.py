@@ -31,7 +31,7 @@ class TransferSide:
         rules: RoomRules,
         memory: np.ndarray,
     ) -> None:
-        """Create the side and open its transport.
+        """Create the side and open the transport.
 
         ``rank`` is the rank's number in its group. ``rules`` check writes and reads, and are notified of
         news. ``memory`` is the one region of ``dims``.
