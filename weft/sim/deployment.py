@@ -240,11 +240,8 @@ class Deployment:
         shared: int = 0,
         images: ImageCosts | None = None,
     ) -> None:
-        """Build the deployment. ``kv``, ``section`` and ``cost`` apply to each group.
-
-        ``shared`` is the number of leading tokens common to all prompts. ``images`` are the costs of the
-        requests' images, None without images.
-        """
+        """Build the groups, each with ``kv``, ``section`` and ``cost``. ``images``: costs, None without images.
+        ``shared`` is the number of leading tokens common to all prompts."""
         self.timeline = Timeline(seed)
         self.streams: dict[int, Stream] = {}
         self.refused = 0
