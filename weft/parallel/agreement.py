@@ -31,7 +31,7 @@ class AgreementGroup:
         self._epoch = -1
         self._launched = 0
         self._early: list[tuple[int, int]] = []
-        """Wake-ups of an epoch that has not begun at this replica."""
+        """Wake-ups of an epoch not yet begun at this replica."""
         self.votes = 0
         """Number of completed agreements."""
 

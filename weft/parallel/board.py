@@ -34,7 +34,7 @@ _QUEUE = 1000
 
 
 class Board:
-    """The table, and a thread that serves the table. ``post`` and ``get`` may be called from any thread."""
+    """The table, and the thread behind the table. ``post`` and ``get`` may be called from any thread."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
         """Listen at ``address``, and start the thread. Raise ConfigError if the address is taken."""
@@ -125,7 +125,7 @@ class Board:
         with self._lock:
             for key, value in ask.entries.items():
                 self._post(key, value)
-            # A client that has the present version gets an answer without entries.
+            # A client with the present version gets an answer without entries.
             known = (ask.board, ask.version) == (self._incarnation, self._version)
             entries = {} if known else dict(self._entries)
             answer = Table(number=ask.number, board=self._incarnation, version=self._version, entries=entries)

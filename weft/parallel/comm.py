@@ -15,11 +15,11 @@ class Pending(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """Wait for the collective and return its output. Raise any error of the communicator."""
+        """Wait for the collective and return the output. Raise any error of the communicator."""
 
 
 class Done(Pending):
-    """A collective that has ended."""
+    """A finished collective."""
 
     def __init__(self, made: Tensor) -> None:
         self._made = made

@@ -35,11 +35,11 @@ class HeadChannel(ABC):
     """The engine's end of the control channel."""
 
     address: str
-    """The address that ranks connect to."""
+    """The address for connections of ranks."""
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """zmq sockets that become readable when frames arrive. A loop may poll these beside other sockets."""
+        """zmq sockets that become readable when frames arrive. A loop may poll the sockets beside others."""
         return ()
 
     @abstractmethod
@@ -94,7 +94,7 @@ class RankChannel(ABC):
 
 
 class HeadLink(NamedTuple):
-    """A rank's connections to one engine that has welcomed the rank."""
+    """A rank's connections to an engine after the welcome."""
 
     channel: RankChannel
     heartbeats: RankChannel | None

@@ -117,7 +117,7 @@ class GroupComm(Comm):
     def _await_all(self, store: Any, timeout: float) -> None:
         """Return once all ranks are present. Raise CommLost after ``timeout`` seconds, or when aborted.
 
-        The later phases wait, too, but those waits cannot be aborted.
+        The later phases wait, too, but without a way to abort.
         """
         store.set(f"here{self.rank}", "")
         all_of_them = [f"here{rank}" for rank in range(self.size)]
@@ -132,7 +132,7 @@ class GroupComm(Comm):
             pause = min(2 * pause, LOOK_S)
 
     def _make(self, store: Any, timeout: timedelta) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # stubs know nothing of its options
+        gloo: Any = dist.ProcessGroupGloo  # stubs lack the options
         options = gloo._Options()
         options._timeout = timeout
         options._devices = [gloo.create_device(hostname=self._host or LOOPBACK)]
@@ -178,7 +178,7 @@ class GroupComm(Comm):
             lambda: self._run(lambda given: self._exchange(given, list(sends), list(receives)), x)
         )
 
-    # ---- code that runs in the launcher
+    # ---- code run by the launcher
 
     def _run(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return ``work(x)``, by way of host memory if necessary."""

@@ -59,7 +59,7 @@ class Handshakes:
                     self.why = STRANGER
                     refused += self._accepted[:1] or ["an unknown address"]
                     del self._accepted[:1]
-                elif not self.why:  # it was connected
+                elif not self.why:  # the connection broke
                     self.why = NOTHING
         return refused
 

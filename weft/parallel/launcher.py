@@ -40,7 +40,7 @@ class Flight:
     """Time at which all earlier collectives had ended."""
     ended: float = 0.0
     waited: float = 0.0
-    """Seconds that compute waited for the collective."""
+    """Seconds of waiting for the collective."""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class Launcher:
         """Called before each launch; set by planted faults."""
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
-        """Start ``work``, a blocking collective, and return its handle."""
+        """Start ``work``, a blocking collective, and return a handle."""
         flight = self._flight()
         flight.began = flight.launched
         made = work()
@@ -85,7 +85,7 @@ class Launcher:
         return True
 
     def flew(self, times: Iterable[tuple[float, float]]) -> None:
-        """Record the collectives of a whole step that ran elsewhere: (began, ended) of each."""
+        """Record the collectives of a whole step run elsewhere: (began, ended) of each."""
         self.flights += [Flight(0, began, began, ended, ended - began) for began, ended in times]
 
     def take(self) -> list[Flight]:
@@ -102,7 +102,7 @@ class Launcher:
         """Wait until no collective runs. Raise CommLost after ``timeout`` seconds."""
 
     def close(self) -> None:
-        """End the thread or stream that runs collectives."""
+        """End the thread or stream of collectives."""
 
     def check(self) -> None:
         """Raise CommLost if results of the device cannot be trusted: see ``broken``."""

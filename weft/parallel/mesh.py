@@ -59,7 +59,7 @@ class Mesh:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Collectives that make the bits of a row depend on the other rows of the step."""
+        """Collectives with the effect that the bits of a row depend on other rows of the step."""
         return ("sums over ranks (nccl)",) if self.nccl and not self.ordered and self.connects else ()
 
     @property
@@ -85,7 +85,7 @@ class Mesh:
             comm.connect(store, epoch, timeout)
         for agree in self.formed:
             agree()
-        self.launcher.take()  # drop the records: these collectives belong to no step
+        self.launcher.take()  # drop the records: collectives of the forming belong to no step
 
     def abort(self) -> None:
         """End every group: a waiting collective raises CommLost. May be called from any thread; does not

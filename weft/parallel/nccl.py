@@ -100,7 +100,7 @@ def _queue(collective: Any, *given: Any) -> None:
     """
     given[-1].asyncOp = False
     work = collective(*given)
-    if work is not None:  # this torch used its own stream anyway: make the current stream wait
+    if work is not None:  # torch used a side stream anyway: make the current stream wait
         work.wait()
 
 
@@ -111,7 +111,7 @@ def _end(group: Any, ended: threading.Event) -> None:
         log.warning("an NCCL communicator did not abort: %s", str(error).splitlines()[0])
     finally:
         ended.set()
-        # The last reference ends with this thread, because the destructor waits for the watchdog.
+        # The last reference ends with the thread: the destructor waits for the watchdog.
 
 
 def connect(store: Any, rank: int, size: int, device: torch.device, timeout: float, host: bool) -> NcclGroup:
@@ -160,7 +160,7 @@ def _form(store: Any, rank: int, size: int, device: torch.device) -> Any:
     options = nccl.Options()
     options._timeout = _NEVER
     options.config.blocking = 1  # separate threads bound the waits
-    with torch.cuda.device(device):  # sets the device of this thread
+    with torch.cuda.device(device):  # sets the device of the thread
         group = nccl(store, rank, size, options)
         # Connect now. The first collective may be a captured one, and must not block.
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))

@@ -50,9 +50,9 @@ class RemoteHeads:
         }
         self._hosts = [node for node in range(1, parallel.nnodes) if ranks_on(parallel, node)]
         self._present: dict[int, str] = {}
-        """Host -> key of the settings entry of its accepted process."""
+        """Host -> key of the settings entry of the accepted process."""
         self._answered: set[str] = set()
-        """Settings keys of the processes that were accepted or refused."""
+        """Settings keys of processes already accepted or refused."""
         self._waiting: dict[str, float] = {}
         """Settings key -> arrival time, for processes that came while another had the same number."""
         self._refused: dict[int, str] = {}
@@ -194,7 +194,8 @@ class RemoteHead:
             and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
         ):
             return ended.status
-        # A host that was restarted starts the wanted incarnation again: another process, so this one is over.
+        # A restarted host starts the wanted incarnation again. The process is another one, so the observed
+        # process has ended.
         moved = self._address is not None and self._listens() not in (None, self._address)
         return 1 if moved else None
 

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 log = get_logger(__name__)
 
 SLOT = 1 << 18
-"""Bytes that a rank publishes at a time. Each rank has two slots; unused parts take no memory."""
+"""Bytes published by a rank at a time. Each rank has two slots; unused parts take no memory."""
 SPIN = 50e-6
 """Seconds of busy waiting for other ranks, if each rank has a core of its own."""
 MOST_RANKS = 64
@@ -109,7 +109,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
         elif (there := int(_told(store, "segment", timeout))) >= 0:
             path = f"/proc/{places[0].pid}/fd/{there}"
             fd, ring = _map(lambda: os.open(path, os.O_RDWR | os.O_CLOEXEC), rank, places, timeout, slot)
-        # One rank that failed to map makes all ranks use gloo.
+        # One failure to map makes all ranks use gloo.
         mapped = _all_say(store, "mapped", rank, size, ring is not None, timeout)
     finally:  # all ranks have mapped the segment, or given up
         if fd >= 0:

@@ -16,7 +16,7 @@ import zmq
 from weft.parallel.secret import CurveKeys, admit_ranks
 
 MOST_WAKEUPS = 1000
-"""Maximum number of queued wake-ups for an engine that does not read."""
+"""Maximum number of queued wake-ups for an engine without a reader."""
 MOST_BYTES = 1024
 """Maximum bytes of a frame: a wake-up has few; the frames of the CURVE key exchange have hundreds."""
 
@@ -35,7 +35,7 @@ class WakeupChannel(Protocol):
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """zmq sockets that become readable with a wake-up. A loop may poll these beside other sockets."""
+        """zmq sockets that become readable with a wake-up. A loop may poll the sockets beside others."""
 
     def close(self) -> None: ...
 
@@ -116,7 +116,7 @@ class WakeupSocket:
         for other in self._others.values():
             try:
                 other.send(frame, zmq.NOBLOCK)
-            except zmq.Again:  # a thousand unread wake-ups: the next agreement with this engine will fail
+            except zmq.Again:  # a thousand unread wake-ups: the next agreement with the engine will fail
                 continue
 
     def received(self) -> list[tuple[int, int]]:

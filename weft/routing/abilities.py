@@ -1,4 +1,4 @@
-"""The fields of a Submit that instances of older releases do not know, by version of the messages."""
+"""The fields of a Submit unknown to instances of older releases, by version of the messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEDIA_SINCE = 5
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
-    """Return the ``instances`` able to do everything that ``submit`` needs."""
+    """Return the ``instances`` with support for every feature of ``submit``."""
     if (since := _since(submit)) == 0:
         return instances
     return [one for one in instances if one.version >= since]
@@ -52,7 +52,7 @@ def understood(submit: Submit, instance: Instance) -> Submit:
 
 
 def too_old(submit: Submit) -> Unavailable:
-    """Return the error for a Submit that every live instance is too old to take."""
+    """Return the error for a Submit when every live instance is too old."""
     what = "response formats and tool grammars"
     if submit.media:
         what = "images"

@@ -17,13 +17,13 @@ from weft.types import messages as m
 
 @dataclass(slots=True)
 class Began:
-    """The attempts that began: messages to send, in order, and counts."""
+    """The attempts begun by one call: messages to send, in order, and counts."""
 
     submits: list[tuple[Instance, m.Submit]] = field(default_factory=list)
     paired: int = 0
     """Sequences sent to two instances."""
     local: int = 0
-    """Sequences whose decode instance also prefills, for lack of a prefill instance."""
+    """Sequences sent to a decode instance alone, for lack of a prefill instance."""
     encodes: Counter[str] = field(default_factory=Counter)
     """Images sent to encode instances. Key "first" for the first attempt of a sequence, else "again"."""
 

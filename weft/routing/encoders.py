@@ -44,7 +44,7 @@ def encodes_for(encoder: Instance, compute: Instance) -> bool:
 
 
 def has_tower(compute: Instance) -> bool:
-    """Return True if ``compute`` encodes the images of its own prompts."""
+    """Return True if ``compute`` can encode images without help."""
     return compute.version < ENCODE_SINCE or (compute.welcome is not None and compute.welcome.tower)
 
 
@@ -64,7 +64,7 @@ def divided(instances: Iterable[Instance]) -> bool:
 
 
 def without_compute(instances: Iterable[Instance]) -> list[Instance]:
-    """Return the encode instances that cannot encode for any of the other ``instances``."""
+    """Return the encode instances unable to encode for any of the other ``instances``."""
     given = list(instances)
     return [one for one in given if one.role == "encode" and not any(encodes_for(one, o) for o in given)]
 

@@ -1,7 +1,7 @@
-"""Events that a fleet receives, and actions that a fleet requests. Data only; see ``weft.routing.fleet``.
+"""The events of a fleet (input) and the actions of a fleet (output). Data only; see ``weft.routing.fleet``.
 
-An instance keeps its name, and gets a new *link* (an integer) for each of its processes. Events of an old
-link come from a process that was given up, so these events change nothing.
+An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old
+link come from a process already given up, and change nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from weft.types.messages import Submit, ToFront, ToHead, TokenEvent
 
 
 class Opened(NamedTuple):
-    """A client request arrived: compute its sequences. Ask ``Fleet.refusal`` first."""
+    """A client request arrived: compute the sequences. Ask ``Fleet.refusal`` first."""
 
     submits: tuple[Submit, ...]
     hashes: Mapping[int, PromptHashes] = {}
     """Request id -> hashes of the prompt, for prompts with hashes computed earlier."""
     pinned: str | None = None
-    """The only instance that may compute the request. The loss of the instance fails the request."""
+    """The only instance allowed to compute the request. The loss of the instance fails the request."""
 
 
 class Closed(NamedTuple):
-    """The text side ended these sequences, or the client left. Idempotent."""
+    """The text side ended ``sequences``, or the client left. Idempotent."""
 
     sequences: tuple[int, ...]
 
@@ -40,7 +40,7 @@ class Paused(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """The client reads these sequences again. Idempotent."""
+    """The client reads ``sequences`` again. Idempotent."""
 
     sequences: tuple[int, ...]
 
@@ -93,7 +93,7 @@ class Received(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The process ended, or its connection broke."""
+    """The process ended, or the connection broke."""
 
     instance: str
     link: int
@@ -108,7 +108,7 @@ class Retired(NamedTuple):
 
 
 class Draining(NamedTuple):
-    """``instance`` finishes its present sequences, and gets no new sequences."""
+    """``instance`` finishes the present sequences, and gets no new sequences."""
 
     instance: str
 
@@ -125,7 +125,7 @@ class Tick(NamedTuple):
 
 
 class Closing(NamedTuple):
-    """This front ends. ``shutdown``: its instances end with it."""
+    """The API server ends. With ``shutdown``, all instances end, too."""
 
     shutdown: bool
 

@@ -1,4 +1,4 @@
-"""Pure state machine over all instances behind one API server and the sequences open on these instances.
+"""Pure state machine over all instances behind one API server, and over all open sequences.
 
     Opened ──► parked ──policy──► at an instance ──► Deliver(.., finish)
                  ▲                  │ lost, refused, evicted
@@ -68,11 +68,11 @@ class Fleet:
         self.entries = self.open.entries  # the open sequences
         # set once no instance is left and no process will be started again
         self.failure: WeftError | None = None
-        self.late_events = 0  # events of sequences or attempts that have already ended
-        self.failovers = 0  # sequences that continued after the loss of an instance
+        self.late_events = 0  # events of sequences or attempts already over
+        self.failovers = 0  # sequences continued after the loss of an instance
         self.pauses = 0
         self.paired = 0  # sequences sent to two instances
-        # sequences whose decode instance also prefills, for lack of a prefill instance
+        # sequences sent to a decode instance alone, for lack of a prefill instance
         self.local_prefills = 0
         self.encodes = Counter(first=0, again=0)  # images sent to encode instances, by attempt
         self._patience, self._front = patience, front
@@ -87,7 +87,7 @@ class Fleet:
     def on(self, event: e.Event, now: float) -> list[e.Action]:
         """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order.
 
-        All token events that result from ``event`` leave in one ``Deliver``, the last action.
+        All resulting token events leave in one ``Deliver``, the last action.
         """
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
@@ -139,13 +139,13 @@ class Fleet:
         self.open.resume(event.sequences)
 
     def _leave(self, sequence: int) -> None:
-        """Remove an open sequence from all its instances, and send each instance a ``Finish``."""
+        """Remove an open sequence from all instances, and send each instance a ``Finish``."""
         entry = self.entries[sequence]
         for name in entry.places:
             instance = self.table.instances[name]
             instance.end(sequence)
             self._send(instance, m.Finish(sequence=sequence))
-            # Version 1 has no attempt numbers. Events up to the final event may belong to this attempt.
+            # Version 1 has no attempt numbers. Events up to the final event may belong to the ended attempt.
             if instance.version < 2:
                 instance.unanswered.add(sequence)
         entry.left()
@@ -194,7 +194,7 @@ class Fleet:
 
     def _received(self, event: e.Received) -> None:
         instance, message = self.table.instances[event.instance], event.message
-        # A message over an old link comes from a process that was given up.
+        # A message over an old link comes from a process already given up.
         if instance.link != event.link or instance.state in GONE:
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
@@ -230,7 +230,7 @@ class Fleet:
             if event.finish is not None:
                 instance.unanswered.discard(sequence)
         attempt = None if entry is None else entry.places.get(instance.name)
-        # Drop events of attempts that have ended, and of sequences that are no longer at this instance.
+        # Drop events of ended attempts, and events of sequences no longer at the instance.
         if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
             self.late_events += 1
             return
@@ -260,7 +260,7 @@ class Fleet:
         """
         sequence, finish = event.sequence, event.finish
         back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
-        # A finish for this instance alone must not reach the client.
+        # A finish for one instance alone must not reach the client.
         why = "" if event.error is None else event.error.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
@@ -302,7 +302,7 @@ class Fleet:
         return may_retry(self.table, self._lateness.local, instance, entry, event)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
-        """Forget that ``instance`` has the sequence."""
+        """Remove the sequence from the records of ``instance``."""
         instance.end(entry.submit.sequence)
         del entry.places[instance.name]
         entry.encoders.pop(instance.name, None)
@@ -323,14 +323,14 @@ class Fleet:
         other return counts as a refusal. After more than ``MOST_REFUSALS`` refusals by one instance the
         sequence fails.
         """
-        # The partner has reached the end. The partner's final event is still on its way.
+        # The partner has reached the end. The partner's final event is still under way.
         if entry.ends_elsewhere(instance.name, why):
             self._depart(instance, entry)
             return
         sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
         doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # possibly the cause
         self._depart(instance, entry)
-        if ended is not None and not entry.orphaned:  # no new sequences until another process takes its place
+        if ended is not None and not entry.orphaned:  # no new sequences until the next process is up
             self.table.shun(self.table.instances[ended], self._now)
         if why == RanksLost.code or ended is not None:
             self._go_on(entry)
@@ -397,7 +397,7 @@ class Fleet:
             self._go_on(entry)
         self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
-        if not self.table.complete and not self._joining:  # a start that fails ends this API server
+        if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
@@ -417,7 +417,7 @@ class Fleet:
         return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
-        """Park a sequence after the loss of one of its instances; end the sequence after too many losses."""
+        """Park a sequence after the loss of an instance; end the sequence after too many losses."""
         sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1
@@ -429,7 +429,7 @@ class Fleet:
             self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
-        """Retire the instance and its whole expert-parallel group. Fail if the rest can never serve."""
+        """Retire the instance with the whole expert-parallel group. Fail if the rest can never serve."""
         retired = self.table.instances[event.instance]
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):

@@ -44,7 +44,7 @@ class HeadEngine(Protocol):
 
 
 class Pixels(Protocol):
-    """Resolver of images that API servers pass by name. See ``weft.engine.pixel_inbox``."""
+    """Resolver of images passed by name. See ``weft.engine.pixel_inbox``."""
 
     @property
     def probe(self) -> SharedName | None: ...
@@ -54,10 +54,10 @@ class Pixels(Protocol):
 
 class _Front(NamedTuple):
     name: str
-    """The name of the API server, the same for all its connections."""
+    """The name of the API server, the same for all connections of the server."""
     version: int
     quiet: bool
-    """True if the API server wants heartbeats only while it has sequences."""
+    """True if the API server wants heartbeats only while owning sequences."""
 
 
 class _Owner(NamedTuple):
@@ -94,7 +94,7 @@ class HeadProtocol:
             return self._hello(front, message)
         if front not in self._fronts:
             self.bad_frames += 1
-            if isinstance(message, m.Submit):  # this API server was forgotten because it did not read
+            if isinstance(message, m.Submit):  # the API server was forgotten for not reading
                 return self._reject(front, message, NotGreeted("say hello first"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)
@@ -143,7 +143,7 @@ class HeadProtocol:
         return tuple(events)
 
     def heartbeats(self) -> Outgoing:
-        """Return a heartbeat for each API server that wants one now, and the changes of the prefix cache."""
+        """Return the due heartbeat of each API server, and the changes of the prefix cache."""
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
         told: Outgoing = [
@@ -154,14 +154,14 @@ class HeadProtocol:
         return [*self.prefixes.changes(), *told]
 
     def failed(self, error: WeftError) -> Outgoing:
-        """Return the messages that report a failed engine.
+        """Return the messages about a failed engine.
 
         Sequences get no final event: the API server may continue the sequences elsewhere.
         """
         return [(front, m.HeadFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """Drop an API server that is gone, and finish its sequences. Idempotent."""
+        """Drop a lost API server, and finish all sequences of the server. Idempotent."""
         self._fronts.pop(front, None)
         self.prefixes.forget(front)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
@@ -219,9 +219,9 @@ class HeadProtocol:
         return bool(name) and self._fronts[connection].name == name
 
     def _found(self, submit: m.Submit) -> m.Submit:
-        """Return ``submit`` with the pixels that were passed by name.
+        """Return ``submit`` with the pixels passed by name.
 
-        Raise PixelsLost for missing pixels, and ValueError if this engine resolves no names.
+        Raise PixelsLost for missing pixels, and ValueError if the engine resolves no names.
         """
         if self._pixels is not None:
             return self._pixels.take(submit)
@@ -237,7 +237,7 @@ class HeadProtocol:
 
     def _heartbeat(self) -> m.Heartbeat:
         stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
-        # A group that is being formed has deadlines of its own, so the engine counts as idle meanwhile.
+        # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
 
 

@@ -1,4 +1,4 @@
-"""The instances of a fleet by name: their states, and the instances that take sequences now."""
+"""The instances of a fleet by name: states, deadlines, and the present takers of sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = 2
 """Deaths in a row after which an instance comes back half-open."""
 LISTEN_S = 60.0
 ABSENT_S = 10.0
-"""Seconds that the first start waits for absent hosts, once the present instances can serve requests."""
+"""Wait of the first start for absent hosts, in seconds, once the present instances can serve requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +33,23 @@ class Patience:
     engine: float = 120.0
     """Seconds without a message, or without progress, after which an instance counts as dead."""
     recovery: float = 120.0
-    """Seconds that sequences wait while no instance takes any and a process is being restarted."""
+    """Wait of sequences in seconds, while no instance takes any and a process is being restarted."""
     listen: float = LISTEN_S
     """Seconds from the time of a known address until the process listens. Listening is the first act of a
     process."""
     load: float = 3600.0
     """Seconds from the start of an instance until its answer. The instance loads its model in between."""
     role: float = 10.0
-    """Seconds that new sequences wait for an instance of a missing role while other instances take sequences.
-    """
+    """Wait of new sequences in seconds for an instance of a missing role while other instances take
+    sequences."""
     transfer: float = 300.0
     """Maximum seconds for one KV transfer from prefill to decode, and for the transfer of one image's
     embedding."""
 
 
 class InstanceTable:
-    """All instances. Only this class changes their states. Times are seconds of one monotonic clock."""
+    """All instances. No other class changes the state of an instance. Times are seconds of one monotonic
+    clock."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class InstanceTable:
         for name in retired:
             self.retire(self.instances[name])
         self.complete = False
-        """True once all instances have been up. An API server that joins needs only enough to serve; the
+        """True once all instances have been up. A joining API server needs only enough to serve; the
         first start may also go on without absent hosts (``starts_without``)."""
         self.restarts = 0
         """Processes started in place of a lost one."""
         self.lacking = Since()
         """Times since when new sequences find no place. Nothing is lacking before ``complete``."""
         self.gone = Since()
-        """The same, but draining instances count as present: their processes live."""
+        """The same, but draining instances count as present: the processes live."""
         self._path_since = math.inf
         """Time at the first start since when the present instances can serve and all others are absent; else
         inf."""
@@ -86,7 +87,7 @@ class InstanceTable:
 
     @property
     def alive(self) -> bool:
-        """True if the instances that are alive can serve requests."""
+        """True if the live instances can serve requests."""
         return self.complete and self.serve(one for one in self.instances.values() if one.alive)
 
     @property
@@ -96,9 +97,9 @@ class InstanceTable:
 
     @property
     def over(self) -> bool:
-        """True if the instances that are not retired can never serve a request."""
+        """True if the remaining (not retired) instances can never serve a request."""
         left = [one for one in self.instances.values() if one.state is not InstanceState.RETIRED]
-        # `None` is the role of an instance that never answered: any role is still possible.
+        # `None` is the role before the first answer: any role is still possible.
         roles = {one.role for one in left}
         if not roles or roles & {None, "unified"}:
             return not roles
@@ -118,7 +119,7 @@ class InstanceTable:
         )
 
     def missing(self, images: bool) -> list[str]:
-        """Return the roles without an instance that takes sequences. ``images``: the role "encode" counts,
+        """Return the roles without a serving instance. ``images``: the role "encode" counts,
         too."""
         known = (one.role for one in self.instances.values())
         return missing_roles(known, (one.role for one in self._serving()), images)
@@ -130,7 +131,7 @@ class InstanceTable:
 
     @property
     def unpaired(self) -> int:
-        """Number of live instances that have a role and no live partner."""
+        """Number of live instances with a role and without a live partner."""
         alive = [one for one in self.instances.values() if one.alive]
         return len(without_partner(alive)) + len(without_compute(alive))
 
@@ -141,7 +142,7 @@ class InstanceTable:
     def takers(self, leaving: int | None = None) -> list[Instance]:
         """Return the instances that take prompts or decode now, in order of the table.
 
-        ``leaving`` is a sequence that is about to leave: half-open instances count as free of this sequence.
+        ``leaving`` is a sequence about to leave: half-open instances count as free of the sequence.
         """
         return [one for one in self._taking(leaving) if one.role != "encode"]
 
@@ -165,7 +166,7 @@ class InstanceTable:
         return min(deadlines)
 
     def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
-        """Return the instances that count as dead now, with the reason. Move healthy half-open instances to
+        """Return the instances now considered dead, with the reason. Move healthy half-open instances to
         up."""
         result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
@@ -200,7 +201,7 @@ class InstanceTable:
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
-        """Note that the address of the instance's process is known."""
+        """Record a known address of the instance's process."""
         instance.located = True
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
@@ -218,7 +219,7 @@ class InstanceTable:
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
         """Note the answer of a process, which is now up. Raise EngineDead for an unusable process.
 
-        Messages of another version or another incarnation make a process unusable. A repeated welcome of an
+        Messages of another version or another incarnation make a process unusable. A second welcome of an
         instance that is up changes nothing.
         """
         version = m.common_version(welcome.versions)
@@ -237,7 +238,7 @@ class InstanceTable:
         instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
             log.info("engine %s is back", instance.name)
-        # An API server that joins others starts as soon as the present instances can serve.
+        # A joining API server starts as soon as the present instances can serve.
         all_up = all(other.alive for other in self.instances.values())
         self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
         self._look_for_path(now)
@@ -261,7 +262,7 @@ class InstanceTable:
         return True
 
     def prove(self, instance: Instance) -> None:
-        """Note that the instance is healthy: a sequence ended well there, or the uptime reached
+        """Mark the instance as healthy: a sequence ended well there, or the uptime reached
         ``HEALTHY_S``."""
         if instance.state is InstanceState.HALF_OPEN:
             instance.state = InstanceState.UP
@@ -286,14 +287,14 @@ class InstanceTable:
             self._changed(now)
 
     def lose(self, instance: Instance, now: float, error: WeftError, closing: bool) -> bool:
-        """Note that the process of an instance is gone or unusable. Return False if this was known already.
+        """Note that the process of an instance is gone or unusable. Return False if already known.
 
         With ``closing`` this API server ends together with its instances, so the loss is no error in the log.
         """
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
         planned = closing or instance.state is InstanceState.DRAINING
-        # During the first start the caller reports the reason as its own last line.
+        # During the first start the caller reports the reason as the last log line.
         level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
         log.log(level, "engine %s is lost: %s", instance.name, error.message)
         healthy = instance.alive and now - instance.since >= HEALTHY_S
@@ -304,7 +305,7 @@ class InstanceTable:
         return True
 
     def retire(self, instance: Instance) -> None:
-        """Note that no other process of the instance will be started."""
+        """Mark the instance as retired: no other process will be started."""
         instance.state = InstanceState.RETIRED
 
     def farewells(self, shutdown: bool) -> list[tuple[Instance, m.Shutdown | m.Goodbye]]:

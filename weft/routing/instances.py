@@ -2,7 +2,7 @@
 
 Load is counted in sequences. An open sequence counts 1. Prompt tokens count extra until the prompt is
 computed, so an instance with one long prompt gets no second one meanwhile. Heartbeats report all sequences of
-the instance; the part beyond this API server's own sequences is the load of other API servers.
+the instance; the part beyond the API server's own sequences is the load of other API servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.routing.prefix_index import PrefixView
 from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
-"""Prompt tokens, still to be computed, that weigh as much as one running sequence."""
+"""Number of uncomputed prompt tokens with the weight of one running sequence."""
 
 
 class InstanceState(Enum):
@@ -56,14 +56,14 @@ class Instance:
     link: int = -1
     """The connection to the present process."""
     welcome: Welcome | None = None
-    """The present process's description of itself; None before its answer."""
+    """The answer of the present process; None before the answer."""
     role: Role | None = None
-    """Role of the latest process that answered; None before the first answer."""
+    """Role in the latest answer of any process; None before the first answer."""
     version: int = 0
-    """Version of the messages that both ends speak."""
+    """Common version of the messages of both ends."""
     stats: HeadStats = field(default_factory=HeadStats)
     open: dict[int, int] = field(default_factory=dict)
-    """This API server's open sequences -> prompt tokens still to be computed."""
+    """Open sequence of the API server -> prompt tokens still to be computed."""
     prompt_tokens: int = 0
     """The sum of the values of ``open``."""
     elsewhere: int = 0
@@ -71,7 +71,7 @@ class Instance:
     chosen: int = 0
     """Number of sequences sent to the instance so far."""
     unanswered: set[int] = field(default_factory=set)
-    """Sequences removed from a version 1 instance whose final event is still to come."""
+    """Sequences removed from a version 1 instance before the final event."""
     deaths: int = 0
     """Deaths in a row, since the instance was last healthy."""
     since: float = -math.inf
@@ -96,7 +96,7 @@ class Instance:
 
     @property
     def alive(self) -> bool:
-        """True if the instance answers, so its sequences can come to an end."""
+        """True if the instance answers, so open sequences can come to an end."""
         return self.state in ALIVE
 
     @property
@@ -109,7 +109,7 @@ class Instance:
         return len(self.open) + self.elsewhere + self.prompt_tokens / PROMPT_TOKENS
 
     def begin(self, sequence: int, prompt_tokens: int) -> None:
-        """Count ``sequence`` as sent to this instance."""
+        """Count ``sequence`` as sent to the instance."""
         self.open[sequence] = prompt_tokens
         self.prompt_tokens += prompt_tokens
         self.chosen += 1

@@ -15,7 +15,7 @@ class Lacks(NamedTuple):
     pair: bool = False
     """Some take sequences, but none can do all work, and no two are partners."""
     images: bool = False
-    """Some take sequences, but none of them takes sequences with images."""
+    """Some take sequences, but no sequences with images."""
 
 
 class Since:
@@ -38,7 +38,7 @@ class Since:
 
 
 def missing_roles(known: Iterable[str | None], present: Iterable[str | None], images: bool) -> list[str]:
-    """Return the roles of ``known`` instances that no ``present`` instance has, in order of first use.
+    """Return the roles of ``known`` instances missing among the ``present`` ones, in order of first use.
 
     With ``images``, the role "encode" counts, too.
     """

@@ -13,7 +13,7 @@ log = get_logger(__name__)
 LATE = "the engine failed and did not come back in time; try again later"
 UNFIT = "the groups that take requests do not fit together; see the server's log"
 NO_ROLE = "no group of the role "
-"""First words of an error that names missing roles."""
+"""First words of the error for missing roles."""
 
 
 class _Limit:
@@ -92,7 +92,7 @@ class Lateness:
         return self._role.passed and self._table.local
 
     def why(self, begun: bool, images: bool = False) -> Unavailable | None:
-        """Return the error that ends the wait of a sequence without an instance; None if the sequence should
+        """Return the error to end the wait of a sequence without an instance; None if the sequence should
         wait.
 
         With ``begun`` the sequence was at an instance before; with ``images`` the sequence has images.

@@ -27,7 +27,7 @@ from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
 
 class LedgerEntry:
-    """One open sequence, with its output so far."""
+    """One open sequence, with the output so far."""
 
     __slots__ = (
         "attempt",
@@ -52,15 +52,15 @@ class LedgerEntry:
 
     def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
         self.submit = submit
-        """The client's request for this sequence, without the attempt's changes."""
+        """The client's request for the sequence, without the changes of an attempt."""
         self.hashes = hashes
         """Block hashes of the prompt; None if not known."""
         self.pinned = pinned
-        """The only instance that may compute the sequence; None for any."""
+        """The only instance allowed to compute the sequence; None for any."""
         self.tokens: array[int] = array("i")
         """Output tokens received so far."""
         self.places: dict[str, int] = {}
-        """Instance -> attempt, for each instance that works on the sequence."""
+        """Instance -> attempt, for each instance at work on the sequence."""
         self.pair: tuple[str, str] | None = None
         """(instance that computes the prompt, instance that decodes) of the present attempt. None if one
         instance does both."""
@@ -87,7 +87,7 @@ class LedgerEntry:
         self.skip = 0
         """Positions of prompt logprobs still to be dropped from the present attempt as repetitions."""
         self.cached = 0
-        """Prompt tokens that the first instance found in its prefix cache."""
+        """Prompt tokens found in the prefix cache of the first instance."""
         self.continued = False
         """True if the present attempt continues after tokens of an earlier attempt."""
 
@@ -98,7 +98,7 @@ class LedgerEntry:
 
     @property
     def sender(self) -> str | None:
-        """The prefill instance of a pair, until all its events have come; else None."""
+        """The prefill instance of a pair, until the last event of the instance; else None."""
         return self.pair[0] if self.pair is not None and self.pair[0] in self.places else None
 
     def partner(self, name: str) -> str | None:
@@ -128,12 +128,12 @@ class LedgerEntry:
         return why == EndedElsewhere.code and self.partner(name) is not None
 
     def receives(self, name: str) -> bool:
-        """Return True if ``name`` decodes a prompt that another instance has computed."""
+        """Return True if ``name`` decodes a prompt computed by another instance."""
         return self.pair is not None and self.pair[1] == name
 
     @property
     def needs_sender(self) -> bool:
-        """True if some output is still to come that only the prefill instance can report."""
+        """True if the prefill instance alone can report some of the output still to come."""
         if not any(event.token_ids for event in self.held):
             return True
         params, prompt = self.submit.params, len(self.submit.prompt_ids) // 4
@@ -141,12 +141,12 @@ class LedgerEntry:
         return asked and self.prompt_logprobs < prompt - 1
 
     def refuse(self, name: str) -> int:
-        """Count a refusal or return by ``name``. Return the number of these since the last token."""
+        """Count a refusal or return by ``name``. Return the count since the last token."""
         self.refused[name] = self.refused.get(name, 0) + 1
         return self.refused[name]
 
     def left(self) -> None:
-        """Note that no instance works on the sequence now."""
+        """Record the removal of the sequence from all instances."""
         self.places.clear()
         self.encoders.clear()
         self.held.clear()
@@ -154,7 +154,7 @@ class LedgerEntry:
         self.landed = self.computed = self.orphaned = False
 
     def again(self) -> Submit:
-        """Begin the next attempt and return its Submit, which continues after all tokens so far."""
+        """Begin the next attempt. Return the Submit, which continues after all tokens so far."""
         self.attempt += 1
         self.skip = self.prompt_logprobs
         if not self.tokens:
@@ -191,7 +191,7 @@ class LedgerEntry:
         if event.cache_miss is not None:
             self.submit = msgspec.structs.replace(self.submit, explain=False)
         self.landed = self.landed or (receives and bool(event.token_ids))
-        # Drop the tokens that came before: both instances of a pair report the first token.
+        # Drop tokens received before: both instances of a pair report the first token.
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:
             event = _after(event, known)

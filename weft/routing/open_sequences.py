@@ -21,15 +21,15 @@ class OpenSequences:
     def __init__(self) -> None:
         self.entries: dict[int, LedgerEntry] = {}
         self.requests: dict[int, dict[int, None]] = {}
-        """Request -> its open sequences (an ordered set). The sequences share a prompt, and prompt blocks at
+        """Request -> open sequences (an ordered set). The sequences share a prompt, and prompt blocks at
         one instance."""
         self._refusals = CountedLog(log)
         self.parked = Parked()
-        """Sequences that wait for an instance, in order."""
+        """Sequences waiting for an instance, in order."""
         self.paused: dict[int, None] = {}
-        """Sequences that their client does not read."""
+        """Sequences not read by the client."""
         self.bereft: set[int] = set()
-        """Parked or paused sequences whose instance was lost."""
+        """Parked or paused sequences after the loss of an instance."""
 
     def open(self, event: Opened) -> None:
         """Add the sequences of a new request as parked."""
@@ -40,7 +40,7 @@ class OpenSequences:
             self.parked.add(submit.sequence)
 
     def forget(self, sequence: int) -> None:
-        """Forget a sequence that has ended."""
+        """Forget an ended sequence."""
         entry = self.entries.pop(sequence)
         siblings = self.requests[entry.submit.request]
         del siblings[sequence]
@@ -51,11 +51,11 @@ class OpenSequences:
         self.bereft.discard(sequence)
 
     def unpaused(self, sequences: Iterable[int]) -> list[int]:
-        """Return the subset of ``sequences`` that is open and not paused."""
+        """Return the open and unpaused members of ``sequences``."""
         return [one for one in sequences if one in self.entries and one not in self.paused]
 
     def pause(self, sequence: int) -> None:
-        """Mark a sequence as paused. The caller has removed the sequence from its instances."""
+        """Mark a sequence as paused. The caller has removed the sequence from all instances."""
         self.parked.discard(sequence)
         self.paused[sequence] = None
 
@@ -78,7 +78,7 @@ class OpenSequences:
         return {name for each in self.requests[request] for name in self.entries[each].places}
 
     def late(self, lateness: Lateness) -> list[tuple[int, WeftError]]:
-        """Return the parked sequences that have waited too long, each with the reason. Logs the reason."""
+        """Return the parked sequences after too long a wait, each with the reason. Logs the reason."""
         found: list[tuple[int, WeftError]] = []
         for sequence in self.parked:
             entry = self.entries[sequence]

@@ -30,15 +30,15 @@ class Route(NamedTuple):
     """The instances for the sequences of one prompt."""
 
     compute: Instance
-    """The instance that computes the prompt."""
+    """The instance for the prompt."""
     decode: Instance | None = None
-    """The instance that continues from the first token; None if ``compute`` continues."""
+    """The instance for the output after the first token; None if ``compute`` continues."""
     encoders: tuple[Instance, ...] = ()
     """The encode instance of each image of the prompt; () without images, or if ``compute`` encodes."""
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """Return True if ``decode`` can continue prompts of ``prefill``, by their present processes."""
+    """Return True if ``decode`` can continue prompts of ``prefill``, by the present processes of both."""
     if prefill.role != "prefill" or decode.role != "decode":
         return False
     one, other = prefill.welcome, decode.welcome
@@ -96,7 +96,7 @@ class Router:
         return self._policies.decisions
 
     def asks(self, instance: Instance) -> bool:
-        """Return True if ``instance``, which is up, should report its cached prefixes."""
+        """Return True if ``instance``, which is up, should report cached prefixes."""
         knows = self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
         return knows and instance.role != "encode"
 
@@ -139,7 +139,7 @@ class Router:
         computing = [one for one in takers if not helped or sees(one, encoders or ())]
         willing = [one for one in computing if one.name not in entry.refused]
         others = [one for one in takers if one.name not in entry.refused]
-        # First try without the instances that refused the sequence, then with all instances.
+        # First try without instances known to refuse the sequence, then with all instances.
         for able, decoding in ((willing, others), (computing, takers)):
             route = None
             if not entry.submit.pooling:
@@ -174,7 +174,7 @@ class Router:
         decode = [one for one in decoding if any(are_partners(each, one) for each in prefill)]
         if not decode:
             return None
-        # The decode instance is chosen first, then one of its partners.
+        # The decode instance is chosen first, then one of the partners.
         decodes = self._policies.decode.choose(_among(decode, near), hashes, session)
         partners = [one for one in prefill if are_partners(one, decodes)]
         return Route(self._policies.compute.choose(_among(partners, near), hashes, session), decodes)

@@ -1,4 +1,4 @@
-"""Open sequences that wait for an instance, in order. Pure."""
+"""Open sequences waiting for an instance, in order. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wait_after(evictions: int) -> float:
 
 
 class Parked:
-    """The parked sequences. Some of them wait until a given time."""
+    """The parked sequences. Some sequences wait until a given time."""
 
     def __init__(self) -> None:
         self._all: dict[int, None] = {}
@@ -39,7 +39,7 @@ class Parked:
         self._waits.pop(sequence, None)
 
     def ready(self, now: float) -> list[int]:
-        """Return the sequences that may go to an instance now, in order."""
+        """Return the sequences ready for an instance now, in order."""
         if self._waits:
             self._waits = {one: until for one, until in self._waits.items() if until > now}
         return [one for one in self._all if one not in self._waits]

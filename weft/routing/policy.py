@@ -14,7 +14,7 @@ from weft.routing.instances import PROMPT_TOKENS, Instance
 from weft.types.media import MediaItem
 
 DEFAULT_BLOCK = 64
-"""Tokens of a block for an instance that does not report a block size."""
+"""Tokens of a block for an instance without a reported block size."""
 MOST_BLOCKS = 65536
 """Blocks remembered per instance for affinity."""
 
@@ -42,7 +42,7 @@ class Decisions:
 
     def __init__(self) -> None:
         self.exact = 0
-        """Every instance had reported its cached prefixes."""
+        """Every instance had reported cached prefixes."""
         self.degraded = 0
         """Some instances had reported, some not."""
         self.fallback = 0
@@ -60,7 +60,7 @@ class Decisions:
 
 
 class Policy(abc.ABC):
-    """Chooses among instances that take sequences. At least one instance is always given."""
+    """Chooses among serving instances. At least one instance is always given."""
 
     knows_prefixes = False
     """True if the policy needs reports of cached prefixes."""
@@ -77,7 +77,7 @@ class Policy(abc.ABC):
         """
 
     def told(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
-        """Note that ``instance`` has reported its cached prefixes or (``idle``) that no work is left."""
+        """Take note of a report of ``instance``: of cached prefixes or, with ``idle``, of no work left."""
 
 
 class RoundRobin(Policy):
@@ -133,9 +133,9 @@ class PrefixAffinity(Policy):
         super().__init__()
         self._tokens = tokens
         self._known: dict[str, tuple[int, Recent[bytes, bool]]] = {}
-        """Instance -> (incarnation, hashes of blocks sent to this incarnation)."""
+        """Instance -> (incarnation, hashes of blocks sent to the incarnation)."""
         self._homes: Recent[str, tuple[str, int]] = Recent(MOST_SESSIONS)
-        """Session -> (instance of the last turn, its incarnation)."""
+        """Session -> (instance of the last turn, incarnation of the instance)."""
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         if len(instances) == 1:  # no choice, so skip the hashing of many long prompts
@@ -172,11 +172,13 @@ class PrefixAffinity(Policy):
         if known is None or incarnation != instance.incarnation:  # the cache of a new process is empty
             known = Recent(MOST_BLOCKS)
             self._known[instance.name] = (instance.incarnation, known)
-        for block_hash in reversed(hashes):  # last block first, so a prefix is evicted after its continuation
+        for block_hash in reversed(
+            hashes
+        ):  # last block first, so a prefix is evicted after all continuations
             known.put(block_hash, True)
 
     def told(self, instance: Instance, idle: bool) -> None:
-        """Forget blocks that will not enter the reported cache any more.
+        """Forget blocks with no more chance to enter the reported cache.
 
         An idle instance without open sequences has computed every block sent there, so the report is
         complete. With open sequences blocks may still come: an idle engine does not count blocked sequences,
@@ -212,7 +214,7 @@ class Policies(NamedTuple):
     """The two choices of a route, each with a memory of its own."""
 
     compute: Policy
-    """The choice of the instance that computes a prompt."""
+    """The choice of the instance for a prompt."""
     decode: Policy
     """The choice of the decode instance for a prompt computed elsewhere."""
 

@@ -1,4 +1,4 @@
-"""Index of the prefixes cached by an instance: reported by its engine, mirrored by API servers.
+"""Index of the prefixes cached by an instance: reported by the engine, mirrored by API servers.
 
     front ── WatchPrefixes ──► head            once it is up, and again after a gap
           ◄─ PrefixIndex(number, whole) ─      all cached prefixes

@@ -240,8 +240,8 @@ class Deployment:
         shared: int = 0,
         images: ImageCosts | None = None,
     ) -> None:
-        """Build the groups, each with ``kv``, ``section`` and ``cost``. ``images``: costs, None without images.
-        ``shared`` is the number of leading tokens common to all prompts."""
+        """Build the groups, each with ``kv``, ``section`` and ``cost``. ``shared``: leading tokens common to
+        all prompts. ``images``: costs of images, None without images."""
         self.timeline = Timeline(seed)
         self.streams: dict[int, Stream] = {}
         self.refused = 0
