@@ -175,7 +175,7 @@ class BoardClient:
             return False
         quiet = time.monotonic() - max(self.heard, self._connected)
         self._handshakes.look()
-        # After a long silence, reconnect: zmq may hold a dead connection.
+        # After a long silence, reconnect: zmq may hold a dead connection, and answers may be lost.
         if self._answered < self._number and quiet > RENEW_S:
             self._close(0)
             self._connect()
@@ -232,6 +232,7 @@ class BoardClient:
                 continue
             self.heard = time.monotonic()
             self._answered = max(self._answered, table.number)
+            # A new table id means that host 0 restarted, so the version counts from anew.
             if table.board != self.board or table.version > self.version:
                 self.entries = table.entries
                 self.board = table.board

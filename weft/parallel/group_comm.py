@@ -89,6 +89,7 @@ class GroupComm(Comm):
         """
         group = fast = None
         try:
+            # Keys of earlier epochs stay in the store, so each epoch and group gets a prefix of its own.
             prefixed = dist.PrefixStore(f"{epoch}/{self.name}", store)
             self._await_all(prefixed, timeout)
             group = self._make(prefixed, timedelta(seconds=timeout))
@@ -144,6 +145,7 @@ class GroupComm(Comm):
     def abort(self) -> None:
         """End the group. Collectives in flight raise CommLost at this rank and, for lack of a peer,
         elsewhere."""
+        # Take the references under the lock, then abort outside: an abort may block.
         with self._lock:
             group = self._group
             self._group = None
@@ -224,6 +226,7 @@ class GroupComm(Comm):
     def _scatter(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x[0].clone()
+        # One row per rank: the exchange leaves [size, *shape] here, to be summed in order of ranks.
         each = [1] * self.size
         return _ordered_sum(self._exchange(x, each, each))
 

@@ -155,6 +155,7 @@ class _Flying(Pending):
             raise CommLost("a collective did not end in time")
         if self._error is not None:
             raise self._error
+        # `ended` includes the simulated delay, which may lie in the future.
         late = self._flight.ended - time.monotonic()
         if late > 0:  # the simulated link delay is not over
             time.sleep(late)
@@ -201,6 +202,7 @@ class ThreadLauncher(Launcher):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft-collectives", daemon=True)
             self._thread.start()
+        # Count before queueing, so `settle` never misses a collective.
         with self._idle:
             self._unfinished += 1
         self._queue.put(flying)

@@ -65,6 +65,7 @@ class _Link:
 
     def take(self) -> bytes | None:
         now = self.clock.now()
+        # A delayed frame is overtaken by later frames.
         for number, (due, data) in enumerate(self.frames):
             if due <= now:
                 del self.frames[number]
@@ -137,6 +138,7 @@ class Loopback:
         """Return (peer, next frame) for the engine, round robin over the peers; None if nothing has
         arrived."""
         peers = [peer for peer, to_rank in self._links if not to_rank]
+        # Begin after the last served peer, so no peer starves.
         later = [peer for peer in peers if peer > self._last]
         for peer in [*later, *peers]:
             data = self._links[peer, False].take()

@@ -101,6 +101,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
     fd = -1
     ring = None
     try:
+        # Rank 0 creates the memory. A negative descriptor announces a failure to the other ranks.
         if rank == 0:
             fd, ring = _map(
                 lambda: os.memfd_create("weft-collectives", os.MFD_CLOEXEC), rank, places, timeout, slot

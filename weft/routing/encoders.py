@@ -81,6 +81,7 @@ def choose(encoders: Sequence[Instance], items: Sequence[MediaItem]) -> tuple[In
     loads = {one.name: one.load for one in encoders}
     chosen = []
     for item in items:
+        # The images chosen so far count as load for the next image.
         most = min(loads.values()) + MARGIN
         free = [one for one in encoders if loads[one.name] <= most]
         best = max(free, key=lambda one: _weight(item.key, one.name))

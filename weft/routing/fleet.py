@@ -91,6 +91,7 @@ class Fleet:
         """
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
+        # Any event may free an instance or a sequence, so placement follows every event.
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
@@ -217,6 +218,7 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
+        # A single instance leaves no choice, so no reports of prefixes are needed.
         if self.router.asks(instance) and len(self.table.instances) > 1:
             self._send(instance, m.WatchPrefixes())
         if self.table.complete and not complete:
@@ -243,6 +245,7 @@ class Fleet:
         if event.token_ids:
             instance.computed(sequence)
             entry.computed = True
+        # Without a pair, an event without position (an old version) needs no ordering.
         alone = entry.pair is None and event.position < 0
         said = event if alone else entry.in_turn(instance.name, event)
         if said is None:
@@ -260,8 +263,8 @@ class Fleet:
         """
         sequence, finish = event.sequence, event.finish
         back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
-        # A finish for one instance alone must not reach the client.
         why = "" if event.error is None else event.error.code
+        # A finish for one instance alone must not reach the client.
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
@@ -395,6 +398,7 @@ class Fleet:
         self._actions.append(e.Unlink(instance.name, instance.link))
         for entry in self._part(instance):
             self._go_on(entry)
+        # Sequences already handed off stay with the decode instance, but must show a token in time.
         self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
@@ -408,9 +412,12 @@ class Fleet:
         left = []
         for sequence in list(instance.open):
             entry = self.entries[sequence]
+            # The decode instance continues without the lost prefill instance if all output of the latter has
+            # come.
             if entry.sender == instance.name and not entry.needs_sender:
                 self._hand_over(instance, entry)
                 continue
+            # A lost encode instance does not matter once the prompt is computed.
             if instance.name not in entry.encoders or not entry.computed:
                 left.append(entry)
             self._depart(instance, entry)

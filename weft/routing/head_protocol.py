@@ -119,6 +119,7 @@ class HeadProtocol:
         by_front: dict[bytes, list[m.TokenEvent]] = {}
         for event in events:
             owner = self._owners.get(event.sequence)
+            # The API server left, or a later attempt has already ended the sequence.
             if owner is None:
                 continue
             if owner.attempt:
@@ -194,6 +195,7 @@ class HeadProtocol:
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         owner = self._owners.get(submit.sequence)
         try:
+            # Sequence ids come from API servers, so two servers may clash.
             if owner is not None and owner.front != front:
                 raise Unavailable("another front uses the sequence's id")
             if owner is not None and submit.attempt <= owner.attempt:

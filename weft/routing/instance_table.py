@@ -160,6 +160,7 @@ class InstanceTable:
             if instance.state is InstanceState.STARTING:
                 deadlines.append(instance.deadline)
             elif instance.alive:
+                # Dead means silent, or busy without a step.
                 deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
             if instance.state is InstanceState.HALF_OPEN:
                 deadlines.append(instance.since + HEALTHY_S)
@@ -297,6 +298,7 @@ class InstanceTable:
         # During the first start the caller reports the reason as the last log line.
         level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
         log.log(level, "engine %s is lost: %s", instance.name, error.message)
+        # A death soon after the start extends the row of deaths.
         healthy = instance.alive and now - instance.since >= HEALTHY_S
         instance.deaths = 1 if healthy else instance.deaths + 1
         instance.state = InstanceState.DOWN
@@ -322,6 +324,7 @@ class InstanceTable:
 
         An expert-parallel group with one dead instance takes no sequences.
         """
+        # One dead instance stops the collectives of the whole expert-parallel group.
         broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
         return [
             one

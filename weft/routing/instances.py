@@ -126,9 +126,11 @@ class Instance:
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
         """Store the reported load and progress."""
+        # Waiting without work is no lack of progress.
         if message.idle or message.stats.steps != self.stats.steps:
             self.moved = now
         self.stats = message.stats
+        # The report may be older than this API server's latest sequences, so the difference may be negative.
         self.elsewhere = max(0, message.stats.running + message.stats.waiting - len(self.open))
 
     def start(self, link: int, deadline: float) -> None:

@@ -106,6 +106,7 @@ class LedgerEntry:
 
         For an encode instance, return the instance that computes the prompt.
         """
+        # An encode instance sends to the prefill instance only.
         if name in self.encoders and self.pair is not None:
             return self.sender
         return next((other for other in self.places if other != name and other not in self.encoders), None)
@@ -134,8 +135,10 @@ class LedgerEntry:
     @property
     def needs_sender(self) -> bool:
         """True if the prefill instance alone can report some of the output still to come."""
+        # Until the decode instance has a token, the cache may still be missing there.
         if not any(event.token_ids for event in self.held):
             return True
+        # Prompt logprobs come only from the prefill instance, and only for choice 0.
         params, prompt = self.submit.params, len(self.submit.prompt_ids) // 4
         asked = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
         return asked and self.prompt_logprobs < prompt - 1
@@ -172,7 +175,7 @@ class LedgerEntry:
         """
         goes_on = event.finish in (None, "stop", "length")
         if self.sender not in (None, name):
-            # While the prefill instance still reports, only the end of the decode instance passes.
+            # Meanwhile only a failure or return of the decode instance passes.
             if goes_on:
                 self.held.append(event)
                 return None
@@ -198,7 +201,7 @@ class LedgerEntry:
         if event.token_ids:
             self.tokens.extend(event.token_ids)
             self.refused.clear()
-        # Clients see the cache hits of the first attempt only.
+        # Clients see the cache hits from before the first token only.
         if not self.continued and not receives:
             self.cached = max(self.cached, event.num_cached)
         elif event.num_cached != self.cached:

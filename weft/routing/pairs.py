@@ -206,6 +206,7 @@ def ticketed(
     gets no pixels, and returns a sequence that it cannot continue.
     """
     compute, decode, encoders = route
+    # The encode instances work once per prompt, so only the first sequence carries the images.
     parts: list[tuple[Instance, Submit]] = []
     if encoders and first:
         submit, parts = divided_submit(compute, encoders, submit, seconds)
@@ -215,6 +216,7 @@ def ticketed(
         return [(compute, submit), *parts]
     assert compute.welcome is not None
     assert decode.welcome is not None
+    # Sequence, attempt and incarnation together are unique, so no transfer can be mistaken for another.
     key = RoomKey(submit.sequence, submit.attempt, compute.incarnation)
     sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
     receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)

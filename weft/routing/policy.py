@@ -143,6 +143,7 @@ class PrefixAffinity(Policy):
             return instances[0]
         self.decisions.count(instances)
         has = {one.name: self._has(one, hashes) for one in instances}
+        # Each cached token saves 1 / `tokens` of the load of a running sequence.
         cost = {one.name: one.load - has[one.name] / self._tokens for one in instances}
         chosen = min(instances, key=lambda one: (cost[one.name], one.chosen, one.order))
         # A session's instance wins over the cheapest instance if it is near enough in cost and has as much
@@ -187,6 +188,7 @@ class PrefixAffinity(Policy):
         incarnation, known = self._known.get(instance.name, (0, None))
         if known is None or incarnation != instance.incarnation or not instance.prefixes.known:
             return
+        # Everything sent to an idle instance is either in the reported index or will not come.
         if idle and not instance.open:
             known.clear()
         for key in instance.prefixes.removed:

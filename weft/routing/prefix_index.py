@@ -48,6 +48,7 @@ class PrefixReports:
                 return []
             self._log, self._positions = followed
         self.forget(front)
+        # Flush pending changes first, so all API servers continue from the same message number.
         told = self.changes()
         keys = b"".join(self._log.keys)
         whole = PrefixIndex(number=self.number, whole=True, positions=self._positions, added=keys)
