@@ -253,6 +253,7 @@ def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True)
         _require_transformers(name)
         writer = _with_transformers
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Write to a hidden folder beside the target, then rename: readers never see half a checkpoint.
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         with progress_bar(title=name, unit="tensor", shown=progress) as bar:

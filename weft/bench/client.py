@@ -145,6 +145,7 @@ async def _read_lines(response: httpx.Response, lines: list[tuple[float, bytes]]
     async for data in response.aiter_bytes():
         now = time.monotonic()
         *whole, rest = (rest + data).split(b"\n")
+        # All lines of one network read have the same arrival time.
         lines += [(now, line) for line in whole if line.strip()]
     if rest.strip():
         lines.append((time.monotonic(), rest))
@@ -174,6 +175,7 @@ async def prepare(
             ) from error
     # The largest id fails if the server's vocabulary is smaller.
     if endpoint == "completions" and prompts != "text":
+        # Two tokens of the largest id that a plan may contain.
         body = {"model": model, "prompt": [safe_range(vocab_size)[-1]] * 2, "max_tokens": 1}
         answer = await _call(client, "POST", f"{base}/completions", body, timeout)
         if answer.status_code == 200:

@@ -74,6 +74,7 @@ def measure(
             began = time.perf_counter()
             made = generate(ids, workload.output_tokens)
             seconds.append(time.perf_counter() - began)
+            # End-of-text is ignored, so a shorter output is an error, and would distort the rates.
             if any(len(one) != workload.output_tokens for one in made):
                 raise WeftError(f"{workload.name}: an answer has another length than asked for")
             tick(workload.name)
@@ -83,6 +84,7 @@ def measure(
 
 def result(workload: Workload, seconds: Sequence[float]) -> dict[str, Any]:
     """Return the results of a workload from the seconds of its rounds. Rates use the median round."""
+    # The median is robust against a single disturbed round.
     middle = statistics.median(seconds)
     output, prompt = (workload.requests * n for n in (workload.output_tokens, workload.prompt_tokens))
     found: dict[str, Any] = rounded(

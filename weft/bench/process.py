@@ -187,6 +187,7 @@ class ServerProcess:
     def _measure(self) -> None:
         if self._process is not None and self._process.returncode is None:
             found = tree(self._process.pid)
+            # Remember every process ever seen, because orphans leave the tree.
             self._seen.update((one.pid, one) for one in found)
             self._peak = self._peak.with_sample(sample(found, self._peak))
 
@@ -216,6 +217,7 @@ class ServerProcess:
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
         """Kill every process of the tree that still runs, including orphans."""
+        # Members may have left the process group or lost the parent, so kill by id, too.
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:
             left = [*left, *tree(process.pid)]

@@ -113,6 +113,7 @@ def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
     if short:
         notes.append(f"{short} answers ended before the tokens asked for")
     chunks, tokens = sum(len(r.arrivals) for r in good), sum(r.output_tokens for r in good)
+    # Several tokens per chunk hide the gaps between tokens.
     if chunks and tokens > 1.1 * chunks:
         notes.append(f"a chunk held {tokens / chunks:.1f} tokens on average: ITL is between chunks")
     if run.seconds > 1 and run.client_cpu > _BUSY * run.seconds:

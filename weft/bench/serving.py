@@ -92,6 +92,7 @@ async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
     async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:
         timeout = asked.limits.request_timeout
+        # Ask the server before the clock starts: model, form of prompts, words per token.
         model, kind, words = await prepare(
             client, base, asked.model, asked.endpoint, asked.prompts, asked.vocab_size, timeout
         )
@@ -150,6 +151,7 @@ async def _warm_up(client: Any, asked: RunSettings, target: ServerTarget) -> Non
     like = next(asked.plan())
     planned = Planned(None, like.input_len, min(like.output_len, 16))
     count = asked.warmup
+    # All warm-up requests run at once, but within the run's concurrency.
     limits = dataclasses.replace(
         asked.limits, requests=count, duration=None, concurrency=min(count, asked.limits.concurrency or count)
     )

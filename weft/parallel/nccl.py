@@ -136,6 +136,7 @@ def connect(store: Any, rank: int, size: int, device: torch.device, timeout: flo
             with lock:
                 if not late.is_set():
                     made.append(group)
+            # The caller has given up, so no other code would abort the group.
             if late.is_set():
                 group.abort()
         except Exception as error:

@@ -134,6 +134,7 @@ class AgentSimulation(Simulation):
             return super()._submit_of(number, arrival)
         session = self._sessions[arrival.session]
         more = session.rng.integers(0, VOCABULARY, arrival.prompt, dtype=np.int32)
+        # The prompt grows by the last output and by new tokens of the tool.
         session.tokens = np.concatenate([session.tokens, np.array(session.said, np.int32), more])
         session.tokens = session.tokens[: arrival.prompt]
         session.said = []

@@ -229,6 +229,7 @@ class Stream:
             self._take_prompt(event.prompt_logprobs)
         new = list(event.token_ids)
         due = self.tokens[self.count : self.count + len(new)]
+        # Tokens are a function of the sequence, so any other token is wrong.
         if new != due:
             raise Violation(f"{name}: tokens {new} at {self.count}, where {due} are due")
         if new:

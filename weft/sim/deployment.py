@@ -196,6 +196,7 @@ class Group:
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
         deployment.serve(self)
+        # As in `EngineCore`: fill the pipeline, and commit when a step completes.
         depth = depth_of(self._section)
         while len(self._in_flight) < depth:
             builder = self.scheduler.build(now)
@@ -212,6 +213,7 @@ class Group:
         deployment = self._deployment
         now = deployment.now
         events = self.scheduler.commit(plan, self.device.result(plan), now)
+        # A step begins when launched or when the step before completes, whichever is later.
         self.scheduler.observe(plan, now - max(began, self._completed))
         self._completed = now
         for op in plan.ops:
@@ -301,6 +303,7 @@ class Deployment:
         for number, arrival in enumerate(self._arrivals):
             self.timeline.at(arrival.at, None, self._open, number, arrival)
         self.timeline.at(HEARTBEAT_S, None, self._heartbeat)
+        # Heartbeats repeat for ever, so the heap never empties.
         while self._unfinished():
             self.timeline.advance()
         return self._outcome(limits)

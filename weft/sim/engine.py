@@ -154,6 +154,7 @@ class Simulation:
         plan = self._plan(now) if len(self._in_flight) < self._depth else None
         if plan is not None:
             self._launch(plan, now)
+        # Wait for the oldest step only when no other step can be launched.
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             self._commit()
         elif plan is None and self._arrivals:

@@ -27,12 +27,14 @@ FOR_EVER = 1e6
 def plan(cluster: Cluster) -> int:
     """Choose faults and times for the schedule. Return the number of planned faults."""
     rng = cluster.rng
+    # Some schedules run without faults, to check that nothing is lost without a reason.
     if rng.random() < 0.1:
         return 0
     kinds = {kind: weight for kind, (weight, _) in KINDS.items() if _can_happen(cluster, kind)}
     planned = 0
     for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
+        # Repeated kills lead to half-open and retired instances.
         if kind == "head killed" and rng.random() < 0.3:
             planned += _plan_row(cluster, at)
         else:

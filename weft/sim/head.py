@@ -187,6 +187,7 @@ class HeadProcess:
         if side is None:
             return
         own, members = side.endpoint, group.membership.members
+        # The engine's own rank has number 0.
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
 
         def endpoints() -> list[Endpoint | None]:
@@ -283,6 +284,7 @@ class HeadProcess:
                 step = self.engine.launch(cluster.now)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
+            # The scheduler must never wait for ever with work at hand.
             if not self.engine.scheduler.in_flight and self.engine.has_work():
                 raise Violation(f"{self.name}: work waits and nothing is planned")
             self._tell(self.engine.asked())  # a sequence that ended during planning may unblock others

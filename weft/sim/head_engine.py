@@ -165,6 +165,7 @@ class Engine:
         plan = None if builder is None else self.scheduler.seal(builder)
         if plan is not None:
             self._launch(plan, now)
+        # Wait only when nothing can be launched beside the steps in flight.
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             return self._in_flight[0]
         return None
@@ -194,6 +195,7 @@ class Engine:
         self._free_at = 0.0
         self.model.clear()
         self._slots.clear()
+        # Blocks pinned across the loss must not be handed out until the pins are released.
         self.held_over = set(self.holds)
         events = self.scheduler.requeue_all()
         if self.sides is not None:
@@ -258,6 +260,7 @@ class Engine:
         kind = state.caches.kinds[0]
         assert isinstance(kind, FullKind)
         blocks: list[int] = []
+        # The blocks of the oldest running sequence, without the null block.
         for slot in state.order().tolist()[:1]:
             blocks = [block for block in kind._tables[slot].blocks if block]
         for block in blocks:
@@ -269,6 +272,7 @@ class Engine:
         """Release blocks pinned by ``hold``."""
         assert isinstance(self.scheduler, Scheduler)
         self.holds.subtract(blocks)
+        # Adding an empty counter drops the entries that reached zero.
         self.holds += Counter()
         self.held_over.intersection_update(self.holds)
         for block in blocks:
@@ -286,6 +290,7 @@ class Engine:
         epoch = self.group.membership.epoch
         self._in_flight.append(_Launched(plan, result, epoch, self._free_at, dies))
         if self.group.others:
+            # Each rank computes the checksum from a slot table of its own; a difference shows a lost step.
             checksum = step.run(self._slots)
             content = None if self.sides is None else plan
             self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))

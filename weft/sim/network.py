@@ -95,6 +95,7 @@ class Network:
             return
         at = self._arrival(link, link.to_head[-1][0] if link.to_head else 0.0)
         link.to_head.append((at, message))
+        # Only the first message has a scheduled delivery, so messages stay in order.
         if len(link.to_head) == 1:
             cluster.at(at, link.head, self._deliver_to_head, link)
         if link.duplicate and isinstance(message, m.Submit):
@@ -116,6 +117,7 @@ class Network:
             return
         at = self._arrival(link, link.to_front[-1][0] if link.to_front else 0.0)
         link.to_front.append((at, message))
+        # Only the first message has a scheduled delivery, so messages stay in order.
         if len(link.to_front) == 1:
             cluster.at(at, link.front, self._deliver_to_front, link)
 
@@ -146,6 +148,7 @@ class Network:
         rng, now = cluster.rng, cluster.now
         self.cut(link, lingers=False)
         seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        # The new connection keeps the link's number, but the engine sees another name.
         again = Link(link.number, link.front, link.head, link.latency)
         again.connection = link.connection + b"+"
         again.excused, again.held_until = link.excused, now + seconds

@@ -132,6 +132,7 @@ class Replica:
     def excuse(self, seconds: float = 0.0) -> None:
         """Note an incident of ``seconds``. Until soon afterwards, epochs of the expert-parallel group may
         end."""
+        # Losses spread through an expert-parallel group, so the excuse holds for all replicas.
         timeouts = EXCUSED if len(self.domain) == 1 else DOMAIN_EXCUSED
         until = self.timeline.now + seconds + timeouts * self.pace.timeout
         for replica in self.domain:
@@ -291,6 +292,7 @@ class RankProcess:
             self.loaded = True
             self._is_ready()
         elif isinstance(frame, f.Abort):
+            # An abort of an earlier epoch is late: the rank is in a newer epoch already.
             if frame.epoch >= self.epoch:
                 self.leave()
         elif isinstance(frame, f.Form):
@@ -365,6 +367,7 @@ class RankProcess:
         """Receive a step. Ignored if this rank has left the step's epoch."""
         if group is not self.group or not self.running or work.epoch != self.epoch:
             return
+        # A gap in the steps is allowed only after a broken connection.
         if self._next not in (None, work.step):
             due = f"{self.name}: step {work.step} came where step {self._next} was due"
             require(self.lost_frames, due)

@@ -114,9 +114,11 @@ class Supervisor:
     def _again(self, head: HeadProcess, why: str) -> None:
         cluster = self._cluster
         instance = head.instance
+        # From now on other reports about the same process change nothing.
         head.replaced = True
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)
+        # Upgrades do not use up the restart budget.
         if not upgrade and not self._budget.grant(cluster.now):
             self._retire(instance, why)
             return
@@ -130,6 +132,7 @@ class Supervisor:
         cluster = self._cluster
         domain = self._domains[instance]
         names = [n for n, other in self._domains.items() if n == instance or (domain and other == domain)]
+        # With one member of an expert-parallel group all members are retired.
         for name in names:
             if name in self.retired:
                 continue

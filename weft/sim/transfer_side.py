@@ -79,8 +79,10 @@ class TransferSide:
         self._awake = False
         transfer = self._transfer
         transfer.turn(0.0)
+        # One turn sends a bounded amount; continue until nothing is left to send.
         while transfer.pushes.behind() is not None:
             transfer.turn(0.0)
+        # Raised here, because the transfer itself would swallow the exception.
         if self._wrong:
             raise self._wrong[0]
         if self._said:

@@ -99,6 +99,7 @@ class TransferRooms:
         else:
             room = self._room(ticket.key, self._groups[ticket.peer.name])
             room.receiver = group
+            # The sender may have offered the room before the receiver's Submit arrived.
             if room.offered:
                 self._offer(room, ticket.key)
 
@@ -121,6 +122,7 @@ class TransferRooms:
             case r.ReserveRoom(key, start):
                 room.bound, room.start = True, start
                 self._said(room.sender, r.RoomBound(key, start))
+                # Chunks computed before the receiver had blocks leave now, in order.
                 for first, end in room.waiting:
                     self._leave(room, first, end)
                 room.waiting.clear()
@@ -149,8 +151,10 @@ class TransferRooms:
             room.waiting.append((start, end))
 
     def _leave(self, room: _Room, start: int, end: int) -> None:
+        # Positions before `room.start` are already in the receiver's prefix cache.
         positions = max(end - max(start, room.start), 0)
         begins = max(self._timeline.now, room.sender.link_free_at)
+        # One link per sender: data queues behind earlier data.
         room.sender.link_free_at = begins + positions * self._wire.position_bytes / self._wire.bandwidth
         room.arrives = room.sender.link_free_at + self._wire.latency
 

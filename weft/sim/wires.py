@@ -140,6 +140,7 @@ class SimTransport:
         self._under_way[write.key, write.peer, write.number] = address
         carried = Carried(self, write.peer, write.parts, write.digests, [])
         wires = self._wires
+        # In shared memory the receiver copies, so nothing has to leave the sender first.
         if wires.kind == "shm":
             self._post(write, carried)
         else:
@@ -154,6 +155,7 @@ class SimTransport:
     def _post(self, write: Write, carried: Carried) -> None:
         timeline = self._wires.timeline
         target = self._wires.transport(self._peers[write.peer][0])
+        # The peer is gone: the writer notices a broken connection soon.
         if target is None:
             timeline.after(0.0, 0.05, self.process, self.broke, self._peers[write.peer][0])
             return
@@ -189,6 +191,7 @@ class SimTransport:
         carried: Carried = incoming.content
         wires, seed, done = self._wires, ranks_seed(incoming.key, carried.writer.rank, self.rank), 0
         corrupt = False
+        # Copy each part, perhaps flip a bit, then compare the digests of the written bytes.
         for number, part in enumerate(carried.parts):
             region = self.regions[part.target]
             bytes_of = carried.payload
