@@ -173,9 +173,8 @@ class PrefixAffinity(Policy):
         if known is None or incarnation != instance.incarnation:  # the cache of a new process is empty
             known = Recent(MOST_BLOCKS)
             self._known[instance.name] = (instance.incarnation, known)
-        for block_hash in reversed(
-            hashes
-        ):  # last block first, so a prefix is evicted after all continuations
+        # Last block first, so a prefix is evicted after all continuations.
+        for block_hash in reversed(hashes):
             known.put(block_hash, True)
 
     def told(self, instance: Instance, idle: bool) -> None:

@@ -41,7 +41,7 @@ class Agents:
     first: int = 30_000
     """Tokens of a session's first prompt."""
     grows: int = 4_800
-    """Mean number of tokens that a tool adds to the prompt per turn."""
+    """Mean number of tokens added to the prompt by a tool, per turn."""
     output: int = 400
     shared: int = 15_000
     """Leading tokens common to all sessions: instructions and tools."""
@@ -61,7 +61,7 @@ class Agents:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """Results of sessions from their second turns on."""
+    """Results of sessions, without first turns."""
 
     turns: int
     prompt_tokens: float

@@ -39,7 +39,7 @@ def token_key(prompt: bytes, seed: int, choice: int) -> int:
 
 
 def token(key: int, position: int) -> int:
-    """Return the token at ``position`` of the sequence with this ``key``."""
+    """Return the token at ``position`` of the sequence with the key ``key``."""
     mixed = ((key ^ (position * 0x9E3779B1)) * 0x85EBCA6B) & 0xFFFFFFFF
     return (mixed >> 11) % VOCABULARY
 
@@ -172,7 +172,7 @@ class Stream:
     sequence: int
     prompt: list[int]
     tokens: list[int]
-    """All tokens that the sequence will produce."""
+    """All tokens of the sequence's output."""
     finish: str
     key: int
     wants_prompt: bool
@@ -188,7 +188,7 @@ class Stream:
     end: str | None = None
     """Finish reason of the final event; None before."""
     links: set[int] = field(default_factory=set)
-    """Numbers of the links over which the sequence was sent to instances that still have it."""
+    """Links to the instances that still have the sequence, by number."""
     moved_over: int = 0
     """Link over which the prefill instance of the present attempt reported the handoff; 0 before."""
     lands_by: float = math.inf
@@ -199,13 +199,13 @@ class Stream:
     computed: bool = False
     """True once a token of the present attempt came. By then the compute instance has all images."""
     ended_elsewhere: bool = False
-    """True if an instance reported an end at its partner, and the partner's report is still to come."""
+    """True if an instance reported an end at the partner, and the partner's report is still to come."""
     landed: bool = False
     """True once the decode instance reported a token in the present attempt."""
     losses: int = 0
     """Number of instances lost while at work on the sequence."""
     given_back: set[str] = field(default_factory=set)
-    """Instances that refused or returned the sequence since the last token."""
+    """Instances with a refusal or return of the sequence since the last token."""
     times_given_back: int = 0
 
     @property
@@ -213,12 +213,12 @@ class Stream:
         return self.end is None and not self.closed
 
     def left(self) -> None:
-        """Note that the sequence left its instances. A later loss does not concern the sequence."""
+        """Forget the present attempt, because the sequence left all instances. A later loss does not count."""
         self.moved_over, self.lands_by = 0, math.inf
         self.landed = self.computed = False
 
     def take(self, event: TokenEvent) -> None:
-        """Check the next event, and store its content. Raise Violation."""
+        """Check the next event, and record the content. Raise Violation."""
         # A reader gets no event after the end, and no tokens while not reading.
         name = f"sequence {self.sequence}"
         if not self.open:

@@ -63,10 +63,10 @@ class Cluster(Timeline):
         self.row_errors: dict[int, int] = {}
         """Key of a sequence -> position with non-finite logits."""
         self.poison: dict[int, int] = {}
-        """Key of a sequence -> position that kills the process that computes it."""
+        """Key of a sequence -> position with a deadly effect on the computing process."""
         self.poison_left = 0
         self.slow_starts = 0
-        """Number of future processes that will not listen, or not load, in time."""
+        """Number of future processes with a start beyond the limit."""
         heads = rng.choice((1, 2, 2, 3, 4))
         fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""
@@ -84,7 +84,7 @@ class Cluster(Timeline):
         self.lag = rng.choice((0, 1, 1))
         """Lag of ``Membership.counts``; the product uses 1."""
         self.rank_budget = rng.choice((1, 2, 4, 4))
-        """Epochs that one engine process may lose."""
+        """Maximum number of epochs lost by one engine process."""
         self.leases: list[Lease | None] = [None] * len(self.instances)
         self.replicas = self._make_replicas(domain)
         self.fronts: list[FrontProcess] = []
@@ -170,7 +170,7 @@ class Cluster(Timeline):
         return f"clients {waiting}, open sequences {entries}, faults to come {self.pending_faults}"
 
     def _finish(self) -> None:
-        """Check everything that must hold once the cluster is quiet. Raise Violation."""
+        """Check the final state of a quiet cluster. Raise Violation."""
         for client in self.clients:
             self.counts[f"requests {client.outcome}"] += 1
         for front in self.fronts:
@@ -249,11 +249,11 @@ class Cluster(Timeline):
         self._mishaps[kind, rank] += times
 
     def seen(self, kind: str) -> None:
-        """Count an effect that a rank reports. See ``Mishaps``."""
+        """Count an effect reported by a rank. See ``Mishaps``."""
         self.happened(kind)
 
     def _make_replicas(self, domain: str) -> dict[str, Replica]:
-        """Return the ranks of every instance. Instances of an expert-parallel group share their epochs."""
+        """Return the ranks of every instance. Instances of an expert-parallel group share epochs."""
         rng, pace, tensor = self.rng, Pace(), self.tensor
         shared = Collectives(self, patience_of(pace), 0.05)
         replicas: dict[str, Replica] = {}
@@ -356,7 +356,7 @@ class Cluster(Timeline):
         return was_up
 
     def end_front(self, front: FrontProcess) -> bool:
-        """End the API server's process now; its clients ask another one. Return True if the process was
+        """End the API server's process now; the clients ask another one. Return True if the process was
         alive."""
         if not front.alive:
             return False
@@ -434,7 +434,7 @@ class Cluster(Timeline):
             self.at(self.now + client.leaves, front, front.abandon, first)
 
     def client_ended(self, client: Client, front: FrontProcess, outcome: str) -> None:
-        """Note that a request has ended at ``front``. A refused request is sent again later."""
+        """Record the end of a request at ``front``. A refused request is sent again later."""
         self.note(front.name, "=>", "client", f"request {client.number} {outcome}")
         if outcome == "refused" and client.tries <= MOST_TRIES:
             self.at(self.now + 0.3, None, self.ask, client)

@@ -76,7 +76,7 @@ class Collectives:
             return
         awake = max(who.stalled_until for who, _ in collective.here.values())
         if awake > self._timeline.now:
-            if not collective.begun:  # the others wait for a stalled rank, up to their patience
+            if not collective.begun:  # the others wait for a stalled rank, but not for ever
                 collective.begun = True
                 self._timeline.at(self._timeline.now + self._patience, None, self._break, key, collective)
             self._timeline.at(awake, None, self._complete, key, collective)

@@ -43,7 +43,7 @@ from weft.types.sampling import TokenParams
 HEARTBEAT_S = 0.5
 PATIENCE = Patience(engine=math.inf, recovery=math.inf, load=math.inf, listen=math.inf, role=math.inf)
 MOST_PIXELS = 1 << 40
-"""Bytes of pixels that an encode group may have at a time: practically unlimited here."""
+"""Limit on the bytes of pixels in an encode group: practically unlimited here."""
 _FRONT = b"front"
 
 
@@ -144,7 +144,7 @@ class Group:
         return events
 
     def part(self, cache: Cache) -> Part | None:
-        """Return the part of the scheduler that handles transfers of ``cache``; None without such a part."""
+        """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
         if cache == "embeddings":
             return self.scheduler.embeddings
         return None if self.role == "encode" else self.scheduler
@@ -309,7 +309,7 @@ class Deployment:
         return self._outcome(limits)
 
     def serve(self, group: Group) -> None:
-        """Carry out the transfer actions that the scheduler of ``group`` requests."""
+        """Carry out the transfer actions requested by the scheduler of ``group``."""
         self.rooms.serve(group)
         self.images.serve(group)
 

@@ -41,7 +41,7 @@ class FakeDevice:
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Launch ``plan`` behind all earlier steps. Return its completion time."""
+        """Launch ``plan`` behind all earlier steps. Return the completion time."""
         seconds = patches_in(plan) * self._patch_seconds
         if plan.rows or not self._patch_seconds:
             seconds += self._cost.predict(shape_of(plan))
@@ -72,7 +72,7 @@ class FakeDevice:
         """Return the accepted drafts of each row, up to the first wrong one. ``drafts``: int [rows]."""
         if not drafts.any():
             return drafts
-        # [rows, most drafts]: a row's drafts are right up to its first miss.
+        # [rows, most drafts]: drafts of a row are right up to the first miss.
         right = self._drafts.random((len(drafts), int(drafts.max()))) < self._acceptance
         accepted: np.ndarray = np.minimum(right.cumprod(axis=1).sum(axis=1), drafts)
         return accepted

@@ -133,7 +133,7 @@ class Simulation:
             raise ConfigError("background sequences alone run for ever: give requests or a number of seconds")
         turns, more = 0, 2 + 2 * self._depth if self._requests else 0
         while (not self.finished or more) and self.clock.now() < most_seconds and self.has_work():
-            more -= self.finished  # background sequences that waited for the last request get their token
+            more -= self.finished  # give background sequences behind the last request one more token
             self.turn()
             turns += 1
             if progress is not None and turns % 64 == 0:
@@ -275,7 +275,7 @@ def simulate(
     speculation: SpeculationSection | None = None,
     acceptance: float = 1.0,
 ) -> Report:
-    """Run a workload to its end and return the report; see ``Simulation``."""
+    """Run a workload to the end and return the report; see ``Simulation``."""
     simulation = Simulation(
         kv,
         section,

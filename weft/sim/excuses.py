@@ -49,7 +49,7 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         require(cluster.groups_lost >= MOST_LOSSES, why)
     elif "times while it worked" in message:
         require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
-    else:  # a pinned sequence ends with its instance
+    else:  # a pinned sequence ends with the instance
         require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)
 
 
@@ -69,7 +69,7 @@ def check_prefixes(front: FrontProcess, instance: Instance) -> None:
 
 
 def _is_late(message: str) -> bool:
-    """Return True if the error message means that a request waited too long."""
+    """Return True if the error message means too long a wait."""
     return message in (LATE, UNFIT) or message.startswith(NO_ROLE)
 
 

@@ -1,4 +1,4 @@
-"""The faults of a schedule, with proof of their effect.
+"""The faults of a schedule, with proof of the effects.
 
 A fault is planned before anything runs. At its time a fault picks a victim among the present processes and
 links. A fault counts only with a visible effect: a live process ends, messages under way are late or lost, or
@@ -107,7 +107,7 @@ def _rank(cluster: Cluster) -> RankProcess | None:
     return cluster.rng.choice(running or living) if living else None
 
 
-# -- the faults: each applies itself, and returns True if the effect was visible at once
+# -- the faults: each returns True if the effect was visible at once
 
 
 def _kill_head(cluster: Cluster) -> bool:
@@ -156,7 +156,7 @@ def _stall_front(cluster: Cluster) -> bool:
 
 
 def _poison(cluster: Cluster) -> bool:
-    """Poison a request: engines die at one of its positions. Counted at the first death."""
+    """Poison a request: engines die at one of the positions. Counted at the first death."""
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.poison[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -185,7 +185,7 @@ def _kill_front(cluster: Cluster) -> bool:
 
 
 def _close_front(cluster: Cluster) -> bool:
-    """End an API server in order; a moment later its connections are closed."""
+    """End an API server in order; a moment later all connections are closed."""
     front = _front(cluster)
     if front is None or front.stalled_until > cluster.now:
         return False
@@ -296,7 +296,7 @@ def _stop_rank(cluster: Cluster) -> bool:
 
 
 def _rank_raises(cluster: Cluster) -> bool:
-    """Let the next step raise at a rank, or at the engine's own rank. Counted when it does."""
+    """Let the next step raise at a rank, or at the engine's own rank. Counted at the exception."""
     process = _rank(cluster)
     if process is not None:
         own = cluster.rng.random() < 0.25
@@ -373,7 +373,7 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
 
 
 def _lost_word(cluster: Cluster) -> bool:
-    """Lose the next report of a rank about a transfer, with its connection. Counted when a report is lost."""
+    """Lose the next report of a rank about a transfer, with the connection. Counted when a report is lost."""
     process = _rank(cluster)
     if process is not None:
         process.loses_word = True
@@ -381,14 +381,14 @@ def _lost_word(cluster: Cluster) -> bool:
 
 
 OF_ROOMS = {*room_faults.KINDS, "room report lost"}
-"""Kinds of faults that need transfers between groups."""
+"""Kinds of faults with a need for transfers between groups."""
 MISHAPS = {
     "load": "rank cannot load",
     "form": "rank cannot form",
     "connect": "rank cannot form",
     "step": "rank raised",
 }
-"""Planned failure of a rank -> kind of the fault that the rank reports."""
+"""Planned failure of a rank -> kind of fault in the report."""
 OF_RANKS = {
     *MISHAPS.values(),
     "rank killed",
@@ -398,7 +398,7 @@ OF_RANKS = {
     "room report lost",
     "group given up",
 }
-"""Kinds of faults that need a group of several ranks."""
+"""Kinds of faults with a need for a group of several ranks."""
 KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "head killed": (8, _kill_head),
     "engine failed": (3, _fail_head),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.sim.head import HeadProcess
 
 MOST_SILENCE = 1.2
-"""Seconds of silence that do not justify giving an instance up."""
+"""Seconds of silence without a right to give an instance up."""
 
 
 class FrontProcess:
@@ -56,7 +56,7 @@ class FrontProcess:
         self.asked: dict[int, Client] = {}
         """Client number -> client, for requests under way."""
         self.requests: dict[int, list[int]] = {}
-        """First sequence of a request -> all its sequences."""
+        """First sequence of a request -> all sequences of the request."""
         self.replaced: set[int] = set()
         """Links for which the fleet has requested a replacement."""
         self.retired_instances: set[str] = set()
@@ -66,7 +66,7 @@ class FrontProcess:
         self.there_at = [0.0, 0.0, 0.0]
         """Last times with live instances able to (produce tokens, serve a request, serve one with images).
 
-        Time of a stall of this process does not count.
+        Stalls of the API server do not count.
         """
         self._were_there = (False, False, False)
         """The same three abilities at the last event."""
@@ -74,7 +74,7 @@ class FrontProcess:
     # -- the shell
 
     def feed(self, event: e.Event) -> None:
-        """Give the fleet an event, carry out its actions, and check the state."""
+        """Give the fleet an event, carry out the actions, and check the state."""
         if not self.alive:
             return
         cluster = self.cluster
@@ -87,7 +87,7 @@ class FrontProcess:
         for action in actions:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
-        if not goes_on(event, actions):  # an end may show that another instance is gone
+        if not goes_on(event, actions):  # an end may reveal the loss of another instance
             self._were_there = there(self)
             check_books(self)
         if self.clients:
@@ -172,7 +172,7 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
-                    stream.ended_elsewhere = False  # the report of that end may be lost, too
+                    stream.ended_elsewhere = False  # the report of the end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
@@ -305,16 +305,16 @@ class FrontProcess:
         for stream in self.streams.values():  # the engine has ended the sequences of the former connection
             if link.number in stream.links:
                 stream.links.discard(link.number)
-                stream.ended_elsewhere = False  # the report of that end may be lost with the connection
+                stream.ended_elsewhere = False  # the report of the end may be lost with the connection
         self.feed(e.Linked(link.head.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
-        """Notice that the connection broke or the process ended."""
+        """Notice a broken connection or the end of a process."""
         self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: {why}")
         self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
 
     def started(self, head: HeadProcess) -> None:
-        """Learn from the registry that another process was started."""
+        """Learn from the registry of a newly started process."""
         self.retired_instances.discard(head.instance)
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
@@ -324,22 +324,22 @@ class FrontProcess:
         self.cluster.connect(link)
 
     def ended(self, head: HeadProcess) -> None:
-        """Learn from the registry that the process has ended."""
+        """Learn from the registry of the end of a process."""
         for link in list(self.links.values()):
             if link.head is head:
                 self.lost(link, "its process ended")
 
     def retired(self, instance: str, error: WeftError) -> None:
-        """Learn from the registry that the instance will not come back."""
+        """Learn from the registry of the retirement of an instance."""
         self.retired_instances.add(instance)
         self.feed(e.Retired(instance, error))
 
     def draining(self, instance: str) -> None:
-        """Learn from the registry that the instance takes no new sequences."""
+        """Learn from the registry of an instance about to drain."""
         self.feed(e.Draining(instance))
 
     def close(self) -> None:
-        """End the API server in order, without its instances."""
+        """End the API server in order, without the instances."""
         self.closing = True
         self.feed(e.Closing(shutdown=False))
 

@@ -26,7 +26,7 @@ MEETING_S = 0.05
 
 
 class Group:
-    """The group of one simulated engine. Its ranks are processes of ``replica``."""
+    """The group of one simulated engine. The ranks are processes of ``replica``."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Group:
         """True if an epoch, a try to form one, or a rank process was ever lost."""
         self.closed = False
         self.rooms: dict[f.Cache, GroupRooms] = {}
-        """Transfers of ranks, by cache, in a group with transfers, once it takes steps."""
+        """Transfers of ranks, by cache. Empty without transfers, and before the first step."""
         self._closing = False
         self._timeline = replica.timeline
         self._load_s = load
         self._number = 0 if meeting is None else meeting.replica
         self._leases = [] if leases is None else leases
         self._away = self._ready = False
-        """``_away``: this rank loads and reads no frames. ``_ready``: this rank is ready."""
+        """``_away``: the engine's own rank loads and reads no frames. ``_ready``: the rank is ready."""
         self._frames: deque[tuple[RankProcess, bytes, f.ToHead]] = deque()
         """Frames not yet read."""
         self._carrying: deque[t.Spawn | t.Connect] = deque()
@@ -83,10 +83,10 @@ class Group:
         """The last epoch with connected communicators."""
         self._reports = Reports(self.name, self.membership, replica)
         self._queue: deque[Work] = deque()
-        """Steps that this rank has not begun."""
+        """Steps not yet begun by the engine's own rank."""
         self._running: Work | None = None
         self._waited: int | None = None
-        """The step that the owner waits for."""
+        """The step awaited by the owner."""
 
     # -- beginning and end
 
@@ -98,7 +98,7 @@ class Group:
             self._timeline.at(self._timeline.now, self, self._watch)
 
     def end(self, dismiss: bool | None) -> None:
-        """End the group with its engine. Idempotent.
+        """End the group with the engine. Idempotent.
 
         ``dismiss`` is True if the ranks end, too; None if the engine was killed and can notify nobody.
         """
@@ -205,7 +205,7 @@ class Group:
     # -- the membership
 
     def _feed(self, event: t.Event) -> None:
-        """Give the membership an event, carry out its actions, and react to a change of phase."""
+        """Give the membership an event, carry out the actions, and react to a change of phase."""
         if self.closed:
             return
         members = self.membership
@@ -221,7 +221,7 @@ class Group:
             self._settle()
 
     def _carry_out(self, actions: list[t.Action]) -> None:
-        # `Spawn` and `Connect` block in the product, so the carrier runs these one after the other.
+        # `Spawn` and `Connect` block in the product, so the carrier runs one action after the other.
         for action in actions:
             if isinstance(action, t.Send):
                 self._send(action)
@@ -330,7 +330,7 @@ class Group:
             self._read(process, peer, frame)
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
-        # Frames of a process that was given up must not change anything.
+        # Frames of a process already given up must not change anything.
         members = self.membership
         if process.given_up_by is self:
             before = self._reports.known_of(process.rank)

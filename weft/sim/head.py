@@ -42,7 +42,7 @@ ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remembe
 
 
 class OldHeadProtocol(HeadProtocol):
-    """The protocol of an engine that speaks only version 1."""
+    """The protocol of an engine with version 1 alone."""
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
         if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
@@ -108,7 +108,7 @@ class HeadProcess:
         self.links: dict[bytes, Link] = {}
         """Connection -> link."""
         self.connecting: list[Link] = []
-        """Links that wait for the process to listen."""
+        """Links waiting for the process to listen."""
         self._inbox: deque[tuple[bytes, m.ToHead]] = deque()
         self._waits = 0
         """Number of the current wait for a step; each wait gets a new number."""
@@ -118,7 +118,7 @@ class HeadProcess:
     # -- start and end
 
     def start(self, listen: float, load: float) -> None:
-        """Start the process: it listens after ``listen`` seconds, and serves ``load`` seconds later."""
+        """Start the process: to listen after ``listen`` seconds, and to serve ``load`` seconds later."""
         self._load_s = load
         self.cluster.at(self.cluster.now + listen, self, self._listen)
 
@@ -211,7 +211,7 @@ class HeadProcess:
         self.room_news()
 
     def room_news(self) -> None:
-        """Schedule a check for news of transfers. A loop that waits for a step checks after the step."""
+        """Schedule a check for news of transfers. A waiting loop checks after the awaited step."""
         if not self._news:
             self._news = True
             self.cluster.at(self.cluster.now, self, self._look)
@@ -287,7 +287,7 @@ class HeadProcess:
             # The scheduler must never wait for ever with work at hand.
             if not self.engine.scheduler.in_flight and self.engine.has_work():
                 raise Violation(f"{self.name}: work waits and nothing is planned")
-            self._tell(self.engine.asked())  # a sequence that ended during planning may unblock others
+            self._tell(self.engine.asked())  # the end of a sequence during planning may unblock others
             if step is not None:
                 self._busy = True
                 self._waits += 1
@@ -340,7 +340,7 @@ class HeadProcess:
     # -- faults and orders
 
     def group_lost(self) -> None:
-        """Drop the epoch and its steps. See ``Owner``."""
+        """Drop the epoch with all steps. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
         lost = self.engine.lose_group()
@@ -393,7 +393,7 @@ class HeadProcess:
             self._turn()
 
     def evict(self, moving: bool = False) -> int | None:
-        """Return a sequence to its API server. Return the sequence's id; None if no sequence qualifies.
+        """Return a sequence to the API server. Return the sequence's id; None if no sequence qualifies.
 
         The API server must speak version 2. With ``moving``, the sequence must have an unfinished transfer.
         """

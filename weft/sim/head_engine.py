@@ -32,7 +32,7 @@ from weft.types.rooms import RoomKey, RoomTicket
 STEP_S = 0.02
 """Seconds of a step; as much again for every 8 tokens and patches."""
 MOST_PIXELS = 80
-"""Bytes of pixels that an encode group may have at a time: a few images."""
+"""Limit on the bytes of pixels in an encode group: a few images."""
 
 
 class _Launched(NamedTuple):
@@ -67,7 +67,7 @@ class Engine:
         self.group: Group | None = None
         """The group, once the process listens."""
         self.holds: Counter[int] = Counter()
-        """Pin counts of blocks that outside processes may still write to."""
+        """Pin counts of blocks open to writes by outside processes."""
         self.held_over: set[int] = set()
         """Pinned blocks from before the last loss of the group."""
         self.scheduler: Scheduler | EncodeScheduler
@@ -77,14 +77,14 @@ class Engine:
         else:
             self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
         self.late_images = 0
-        """Number of sequences with images that came too late."""
+        """Number of sequences with late images."""
         self.recovering = False
         """True between the loss of ranks and the next epoch; no step is made meanwhile."""
         self._depth = depth_of(section)
         self._in_flight: deque[_Launched] = deque()
         self._free_at = 0.0
         self._slots: dict[int, int] = {}
-        """Slot -> key, for the checksums of this rank."""
+        """Slot -> key, for the checksums of the engine's own rank."""
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         events = self.scheduler.add(submit, self._clock.now())
@@ -99,11 +99,11 @@ class Engine:
         return self.scheduler.finish(sequence) + self.asked()
 
     def asked(self) -> list[m.TokenEvent]:
-        """Carry out the transfer actions that the scheduler requested. Return the resulting events."""
+        """Carry out the transfer actions requested by the scheduler. Return the resulting events."""
         return [event for cache, rooms in self.rooms.items() for event in rooms.asked(self.part(cache))]
 
     def part(self, cache: Cache) -> RoomScheduler:
-        """Return the part of the scheduler that handles transfers of ``cache``."""
+        """Return the scheduler's interface for transfers of ``cache``."""
         if cache == "embeddings":
             assert self.scheduler.embeddings is not None
             return self.scheduler.embeddings
@@ -141,7 +141,7 @@ class Engine:
         return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
-        """Return the description of this engine for API servers."""
+        """Return the description of the engine for API servers."""
         return m.Welcome(
             versions=(m.OLDEST, m.VERSION),
             vocab_size=VOCABULARY,
@@ -171,7 +171,7 @@ class Engine:
         return None
 
     def commit_oldest(self, now: float) -> list[m.TokenEvent] | None:
-        """Commit the oldest step and return its events; None if the process dies of the step."""
+        """Commit the oldest step and return the events; None if the process dies of the step."""
         step = self._in_flight.popleft()
         assert self.group is not None
         self.group.check_count(step.plan.step, step.epoch)
@@ -207,7 +207,7 @@ class Engine:
     # ---- state for checks
 
     def live(self) -> set[int]:
-        """Return the sequences at this engine."""
+        """Return the sequences of the engine."""
         scheduler = self.scheduler
         state = scheduler._book if isinstance(scheduler, EncodeScheduler) else scheduler._state
         return set(state.live)
@@ -296,7 +296,7 @@ class Engine:
             self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))
 
     def _check_blocks(self, plan: StepPlan) -> None:
-        """Raise Violation if ``plan`` hands out a block that has been pinned since before a loss."""
+        """Raise Violation if ``plan`` hands out a block pinned since before a loss."""
         for op in plan.ops:
             if isinstance(op, AppendBlocks | AppendEach):
                 held = self.held_over.intersection(op.blocks.tolist())

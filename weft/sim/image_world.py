@@ -17,7 +17,7 @@ from weft.types.media import MediaItem
 from weft.types.messages import Role, ids_to_bytes
 
 BESIDE_PAIRS = 0.45
-"""Share of the schedules with pairs that also have encode groups."""
+"""Share of schedules with encode groups, among the schedules with pairs."""
 ALONE = 0.06
 """Share of the other schedules in which encode groups stand beside unified groups."""
 UNIFIED: tuple[tuple[Role, ...], ...] = (
@@ -33,7 +33,7 @@ ROW_BYTES = 8 * LEVELS
 _COUNTS = (1, 2, 3, 4, 5)
 """Image number -> rows of the image."""
 _MOST_BLOCKS = 5
-"""Maximum blocks of the images of a prompt. Compute groups have room for all of them."""
+"""Maximum blocks of the images of a prompt. Compute groups have room for all these blocks."""
 _PLACEHOLDER = VOCABULARY - 1
 
 
@@ -57,7 +57,7 @@ class ImageWorld:
         self.there = False
         """True if there are encode groups."""
         self._shown: dict[int, tuple[MediaItem, ...]] = {}
-        """Key of a sequence -> its images."""
+        """Key of a sequence -> images of the sequence."""
 
     def roles(self, roles: list[Role], paired: bool) -> list[Role]:
         """Return the roles of a cluster: ``roles`` plus encode groups, or another set of roles with encode
@@ -95,7 +95,7 @@ class ImageWorld:
         return msgspec.structs.replace(kv, pools=pools, media=limits)
 
     def show(self, client: Client) -> None:
-        """Give a client's request images in some cases: changes its prompt and media."""
+        """Give a client's request images in some cases: changes prompt and media."""
         rng = self._rng
         if not self.there or rng.random() >= SEEING:
             return
@@ -126,11 +126,11 @@ class ImageWorld:
         return msgspec.structs.replace(section, max_queued_requests=self._queue)
 
     def shown(self, key: int) -> tuple[MediaItem, ...]:
-        """Return the images of the sequence with this key."""
+        """Return the images of the sequence with the key ``key``."""
         return self._shown.get(key, ())
 
     def seen(self, key: int) -> Mapping[int, int]:
-        """Return placeholder position -> content shown there, for the sequence with this key."""
+        """Return placeholder position -> content shown there, for the sequence with the key ``key``."""
         return {
             item.start + row: 1000 * (1 + item.pixels[0]) + row
             for item in self._shown.get(key, ())

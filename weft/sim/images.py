@@ -1,4 +1,4 @@
-"""Images of simulated requests: their form for schedulers, and the costs of encoding and sending."""
+"""Images of simulated requests: the form for schedulers, and the costs of encoding and sending."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ImageCosts(NamedTuple):
     tokens: int
     """Tokens per image, each of ``MERGE``² patches."""
     patch_seconds: float
-    """Seconds that a device needs to encode a patch."""
+    """Seconds of a device for the encoding of a patch."""
     row_bytes: int
     """Bytes of one row of an embedding, all levels."""
     repeats: float = 0.0
-    """Share of images that repeat an earlier image, 0 .. 1."""
+    """Share of images equal to an earlier image, 0 .. 1."""
 
     def limits(self, most: int, *, tower: bool, takes: bool) -> MediaLimits:
         """Return the limits of a group, for ``most`` images per prompt.
@@ -86,5 +86,5 @@ class Images:
 
 
 def patches_in(plan: StepPlan) -> int:
-    """Return the number of patches that a step encodes."""
+    """Return the number of patches to encode in the step."""
     return sum(op.grid[0] * op.grid[1] * op.grid[2] for op in plan.ops if isinstance(op, Encode))

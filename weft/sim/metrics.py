@@ -56,7 +56,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Start until the end of the last request (without background sequences), or until the run was cut
     off."""
     requests: int
-    """Number of requests that arrived; background sequences are not counted."""
+    """Number of requests; background sequences are not counted."""
     done: int
     refused: int
     """Requests refused with 429 because of ``--max-queued-requests``."""

@@ -48,7 +48,7 @@ class Link:
         """The link's name at the engine. Each connection over the link has another name."""
         self.latency = latency
         self.version = min(front.version, head.version)
-        """Version of the messages that both ends speak."""
+        """Common version of the messages of both ends."""
         self.up = False
         self.unlinked = False
         """True if the API server has given the link up."""
@@ -61,13 +61,13 @@ class Link:
         self.silence = 0.0
         """Seconds of silence imposed on the link."""
         self.excused = False
-        """True if an incident of the link or its engine justifies giving the link up."""
+        """True if an incident of the link or the engine justifies giving the link up."""
         self.to_head: deque[tuple[float, m.ToHead]] = deque()
         self.to_front: deque[tuple[float, m.ToFront]] = deque()
 
     @property
     def idle(self) -> bool:
-        """True if nothing is under way that will arrive."""
+        """True if no message under way will arrive."""
         return not ((self.up and self.to_head) or ((self.up or self.lingers) and self.to_front))
 
 
@@ -164,7 +164,7 @@ class Network:
         return True
 
     def _unreachable(self, link: Link) -> None:
-        """Report that there has been no connection for a while."""
+        """Report a long time without a connection."""
         if link.front.links[link.number] is link and not link.up and not link.unlinked:
             link.front.feed(e.Unreachable(link.head.instance, link.number))
 
@@ -193,7 +193,7 @@ class Network:
 
     def _deliver_to_front(self, link: Link) -> None:
         now = self._cluster.now
-        # Deliver in order. A message that is not due yet, or a silent link, schedules this call again.
+        # Deliver in order. An early message, or a silent link, schedules the next call.
         queue = link.to_front
         if not (link.up or link.lingers):
             return

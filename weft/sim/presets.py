@@ -34,7 +34,7 @@ PRESETS: dict[str, CostModel] = {
 
 
 def load(name: str) -> CostModel:
-    """Return a preset by name, or the model of a JSON file. Raise ConfigError that lists the presets."""
+    """Return a preset by name, or the model of a JSON file. Raise ConfigError with a list of the presets."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)

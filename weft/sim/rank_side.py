@@ -58,7 +58,7 @@ def dims_of(kv: KVConfig, ranks: int) -> GroupDims:
 class RankSide(TransferSide):
     """The KV cache of one rank's process: one full-attention group of one layer.
 
-    Keys and values have 8 bytes each: a key is the entry, a value its complement.
+    Keys and values have 8 bytes each: a key is the entry, a value the bitwise complement.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RankSide(TransferSide):
             elif isinstance(op, AppendEach):
                 for slot, block in zip(op.slots.tolist(), op.blocks.tolist(), strict=True):
                     self._slots[slot].table.append(block)
-        # Exports begin before the rows and end after them, as on a device.
+        # Exports begin before the rows and end after the rows, as on a device.
         done = self._exports.begin(plan.ops)
         for rows in (plan.prefill, plan.decode):
             columns = (rows.slot.tolist(), rows.start.tolist(), rows.count.tolist())
@@ -117,7 +117,7 @@ class RankSide(TransferSide):
         table = np.array(slot.table, np.int64)
         positions = np.arange(end)
         blocks, offsets = table[positions // self._block], positions % self._block
-        # All earlier positions must hold this sequence's entries. Then write the new positions.
+        # All earlier positions must hold the sequence's entries. Then write the new positions.
         read = self._entries[blocks[:start], :, offsets[:start]]
         wrong = (read[:, 0] != due[:start]) | (read[:, 1] != ~due[:start])
         if wrong.any():

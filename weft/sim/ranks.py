@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SETTINGS = {"dtype": '"float64"'}
 EXCUSED = 2.0
-"""Rank timeouts within which every incident of a rank has shown its effect."""
+"""Time after which every incident of a rank has had an effect, in rank timeouts."""
 DOMAIN_EXCUSED = 10.0
 """The same for an expert-parallel group: each replica may lose several epochs until all have met."""
 BLOCKS = (8,)
@@ -41,7 +41,7 @@ class Pace:
     timeout: float = 1.0
     """The rank timeout."""
     hello: float = 1.0
-    """Maximum from the start of a process to its hello."""
+    """Maximum from the start of a process to the hello."""
     load: float = 4.0
     """Maximum for loading, and for the meeting of an expert-parallel group's engines."""
     watch: float = 0.2
@@ -53,7 +53,7 @@ class Pace:
 
 
 class Work(NamedTuple):
-    """A step as an engine sends it to a rank."""
+    """A step in the form for a rank."""
 
     epoch: int
     step: int
@@ -61,9 +61,9 @@ class Work(NamedTuple):
     checksum: int
     """Checksum of the tokens sampled by the engine's own rank."""
     run: Callable[[dict[int, int]], int]
-    """Runs the step on another rank's slot table, and returns the checksum of that rank's tokens."""
+    """Runs the step on another rank's slot table, and returns the checksum of the rank's tokens."""
     plan: StepPlan | None = None
-    """The whole plan, for ranks with caches that have content."""
+    """The whole plan, for ranks with content in the caches."""
 
 
 class Mishaps(Protocol):
@@ -80,7 +80,7 @@ class Mishaps(Protocol):
 
 
 class Replica:
-    """The rank processes of one replica, which outlive their engines, and the group of the present engine."""
+    """The rank processes of one replica, which outlive engines, and the group of the present engine."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Replica:
         self.pace = pace or Pace()
         self.living: dict[int, RankProcess] = {}
         self.by_peer: dict[bytes, RankProcess] = {}
-        """Every process that ever existed, by each of its peer names."""
+        """Every process of the schedule, by each peer name of the process."""
         self.group: Group | None = None
         """Group of the present engine, once the engine listens."""
         self.size = len(ranks)
@@ -117,7 +117,7 @@ class Replica:
         self.excused_until = 0.0
         """Time until which an incident of a rank excuses the loss of an epoch."""
         self.domain: list[Replica] = [self]
-        """The replicas that form their epochs together, including this one."""
+        """The replicas with common epochs, including this replica."""
         self.make_sides: Callable[[RankProcess], Sides] | None = None
         """Makes the caches and transfers of a process, in a group with transfers."""
         self.retired = False
@@ -207,10 +207,10 @@ class RankProcess:
         self.alive = True
         self.stalled_until = 0.0
         self.given_up_by: Group | None = None
-        """The group of an engine that has replaced this process."""
+        """The group of an engine with another process for the rank; None before."""
         self.peer = replica.name_peer(self)
         self.group: Group | None = None
-        """Group of the engine that welcomed this process."""
+        """Group of the engine behind the last welcome; None without one."""
         self.loading = self.loaded = False
         self.epoch = -1
         """The present epoch, or the last one."""
@@ -302,7 +302,7 @@ class RankProcess:
             self._words.take(frame, self.sides)
 
     def room_news(self) -> None:
-        """Send the reports of this rank's transfers to the engine."""
+        """Send the reports of the rank's transfers to the engine."""
         for frame in () if self.sides is None else self._words.said(self.sides):
             self._report(frame)
 
@@ -450,5 +450,5 @@ class RankProcess:
 
 
 def patience_of(pace: Pace) -> float:
-    """Return the seconds that a rank waits in a collective."""
+    """Return the maximum seconds of a rank's wait in a collective."""
     return COLLECTIVE * pace.timeout

@@ -20,10 +20,10 @@ class Reports:
         self._replica = replica
         self._others = len(replica.ranks) - 1
         self._reported: dict[int, set[int]] = {}
-        """Step of the present epoch -> ranks with a report that was read."""
+        """Step of the present epoch -> ranks with a received report."""
 
     def begin(self, step: int) -> None:
-        """Note that the engine's own rank begins a step."""
+        """Record the begin of a step at the engine's own rank."""
         self._reported.setdefault(step, set())
 
     def clear(self) -> None:
@@ -53,7 +53,7 @@ class Reports:
                 raise Violation(f"{name} is counted before all ranks reported: {lacks}")
 
     def check_epoch(self) -> None:
-        """Raise Violation unless every rank is in the epoch that begins."""
+        """Raise Violation unless every rank is in the beginning epoch."""
         members = self._members
         name = f"{self._name}: epoch {members.epoch}"
         require(members.epoch > members.aborted, f"{name} runs, and was ended")
@@ -66,6 +66,6 @@ class Reports:
             require(process.epoch == members.epoch, f"{name}: rank {rank} is in epoch {process.epoch}")
 
     def known_of(self, rank: int) -> tuple[object, ...]:
-        """Return everything that the membership knows from ``rank``, for comparison."""
+        """Return the membership's knowledge of ``rank``, for comparison."""
         members = self._members
         return (members.phase, members.pools, members.steps.own, *astuple(members.members[rank]))

@@ -36,7 +36,7 @@ class RoomNetwork:
         self._channels: dict[str, SimChannel] = {}
 
     def join(self, channel: SimChannel) -> None:
-        """Make the channel reachable by its address."""
+        """Make the channel reachable by address."""
         self._channels[channel.address] = channel
 
     def head(self, peer: Peer) -> HeadProcess | None:
@@ -52,7 +52,7 @@ class RoomNetwork:
         if channel is None:
             return
         rng, other = cluster.rng, channel.head
-        # Each fault counts as happened only if a message suffers from it.
+        # Each fault counts as happened only with an affected message.
         if self.cut.get(frozenset((head.name, other.name)), 0.0) > cluster.now:
             cluster.happened("room messages cut")
             return
@@ -120,7 +120,7 @@ class SimPeers:
                 self.end(peer)
 
     def end(self, peer: Peer) -> None:
-        """Note that the process of ``peer`` has ended. The engine notices soon."""
+        """Announce the end of the process of ``peer``. The engine notices soon."""
         self._network.cluster.after(0.0, 0.03, self._head, self._noticed, peer)
 
     def _noticed(self, peer: Peer) -> None:

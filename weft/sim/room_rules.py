@@ -36,7 +36,7 @@ class RoomRules:
         """Raise Violation unless ``blocks`` are pinned for the transfer, so no other sequence has the
         blocks."""
         head = self._head()
-        if head is None:  # this memory is unused until all transfers are stopped
+        if head is None:  # the memory is unused until all transfers are stopped
             return
         held = head.engine.held_for(self.cache, key)
         wrong = f"{head.name}: a write of {key} lands in blocks {sorted(blocks)}"
@@ -65,5 +65,5 @@ class RoomRules:
         require(gone, f"digests of {key} were wrong, and nobody had changed a byte of it")
 
     def room_news(self) -> None:
-        """Notify the process of news of its transfers."""
+        """Notify the process of news of the transfers."""
         self._process.room_news()

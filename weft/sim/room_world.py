@@ -55,11 +55,11 @@ class RoomWorld:
         self.local_prefill = not self.paired or rng.random() < 0.7
         """True if decode instances may prefill. See ``Fleet``."""
         self.watermark = rng.choice((0.0, 0.05, 0.3))
-        """Free share of the cache that decode groups keep. See ``TransferSection.decode_watermark``."""
+        """Free share of the cache kept by decode groups. See ``TransferSection.decode_watermark``."""
         self.mode: Literal["push", "pull"] = "pull" if cluster.seed % 4 == 3 else "push"
         """See ``TransferSection.transfer_mode``."""
         self.heads: dict[int, HeadProcess] = {}
-        """Incarnation -> engine process, for all processes that ever existed."""
+        """Incarnation -> engine process, for all processes of the schedule."""
         kind: Literal["shm", "tcp"] = rng.choice(("shm", "shm", "tcp"))
         sees = kind == "shm" or rng.random() < 0.5
         delay = rng.choice((0.005, 0.05, 0.2))

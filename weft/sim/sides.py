@@ -1,4 +1,4 @@
-"""All memory of a simulated rank that other groups read or write: the KV cache and the embeddings."""
+"""All memory of a simulated rank open to other groups: the KV cache and the embeddings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Words:
         self._of = {cache: WorkerRooms(rank, cache) for cache in CACHES}
 
     def joined(self, sides: Sides | None) -> None:
-        """Note that the rank works for another engine."""
+        """Prepare for the messages of another engine."""
         for cache, rooms in self._of.items():
             rooms.joined(None if sides is None else sides.of(cache))
 

@@ -33,7 +33,7 @@ class Supervisor:
         """Instances without any further process."""
         self.restarts = 0
         self.drains = 0
-        """Number of instances that were ordered to drain."""
+        """Number of instances ordered to drain."""
         self._started = 0
         self._upgrading: set[str] = set()
 
@@ -67,7 +67,7 @@ class Supervisor:
         cluster.at(front.registry_at, front, what, *arguments)
 
     def ended(self, head: HeadProcess) -> None:
-        """Notice that a process has ended."""
+        """Notice the end of a process."""
         if not self._present(head):
             return
         if self._cluster.rng.random() < 0.7:  # else API servers see the consequences before the end
@@ -76,7 +76,7 @@ class Supervisor:
         self._again(head, "its process ended")
 
     def replace(self, front: FrontProcess, head: HeadProcess) -> None:
-        """Handle that ``front`` has given ``head`` up."""
+        """Handle a report of ``front``, which has given ``head`` up."""
         if not self._present(head):
             return  # a successor exists, and ``front`` knows or will know
         self._cluster.end_head(head)
@@ -96,7 +96,7 @@ class Supervisor:
         return True
 
     def drained(self, head: HeadProcess) -> None:
-        """End a drained process that has nothing left to do."""
+        """End a drained process without work."""
         self._cluster.count("upgraded")
         head.close_rooms()
         self._cluster.end_head(head, lingers=True, dismiss=True)

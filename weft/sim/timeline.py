@@ -23,24 +23,24 @@ class Process(Protocol):
 
 
 class Owner(Process, Protocol):
-    """The simulated engine process, as called by its group."""
+    """The simulated engine process, as called by the group."""
 
     name: str
 
     def group_runs(self) -> None:
-        """Note that an epoch runs, with empty slots."""
+        """Begin to work in a new epoch, with empty slots."""
 
     def group_lost(self) -> None:
-        """Note that the epoch is lost, with all steps in flight."""
+        """Drop the epoch, with all steps in flight."""
 
     def group_failed(self, error: WeftError) -> None:
-        """Note that there will be no other epoch."""
+        """Handle the end of the group: no other epoch follows."""
 
     def step_counts(self) -> None:
-        """Note that the awaited step counts."""
+        """Handle the completion of the awaited step."""
 
     def room_news(self) -> None:
-        """Note that there is news of transfers."""
+        """Schedule a look at news of transfers."""
 
 
 class TimelineClock:

@@ -1,4 +1,4 @@
-"""A simulated rank's memory that other groups read or write, and the product's ``RankTransfer`` on top."""
+"""A simulated rank's memory open to other groups, and the product's ``RankTransfer`` on top."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TransferSide:
         self._wires, self._process, self._rules = wires, process, rules
         self._said: list[RankReport | RankStopped] = []
         self._commands: deque[Callable[[], None]] = deque()
-        """Commands that the transfer thread has not read yet."""
+        """Commands not yet read by the transfer thread."""
         self._wrong: list[Violation] = []
         self._awake = False
         self._due: float | None = None

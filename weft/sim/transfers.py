@@ -26,7 +26,7 @@ class Wire(NamedTuple):
 
 
 class Part(Protocol):
-    """The part of a scheduler that handles transfers."""
+    """The transfer interface of a scheduler."""
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
 
@@ -34,13 +34,13 @@ class Part(Protocol):
 
 
 class Receives(Protocol):
-    """A group, as seen by its transfers."""
+    """A group, as seen by a transfer."""
 
     link_free_at: float
     """Time at which the link has sent everything queued so far."""
 
     def part(self, cache: Cache) -> Part | None:
-        """Return the part of the scheduler that handles transfers of ``cache``; None without such a part."""
+        """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
 
     def heard(self, events: list[TokenEvent]) -> None:
         """Deliver ``events``, which the scheduler returned for a transfer."""
@@ -93,13 +93,13 @@ class TransferRooms:
         self._open: dict[r.RoomKey, _Room] = {}
 
     def open(self, ticket: r.RoomTicket, group: Receives) -> None:
-        """Note that ``group`` is the sender or the receiver in ``ticket``."""
+        """Record ``group`` as the sender or the receiver in ``ticket``."""
         if ticket.sends:
             self._room(ticket.key, group)
         else:
             room = self._room(ticket.key, self._groups[ticket.peer.name])
             room.receiver = group
-            # The sender may have offered the room before the receiver's Submit arrived.
+            # The sender's offer may come before the receiver's Submit.
             if room.offered:
                 self._offer(room, ticket.key)
 
@@ -107,7 +107,7 @@ class TransferRooms:
         return self._open.setdefault(key, _Room(sender))
 
     def serve(self, group: Receives) -> None:
-        """Carry out the transfer actions that the scheduler of ``group`` requests."""
+        """Carry out the transfer actions requested by the scheduler of ``group``."""
         part = group.part(self._cache)
         for request in () if part is None else part.room_requests():
             room = self._open.get(request.key)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 SLOW = 0.05
-"""Share of writes that take long."""
+"""Share of slow writes."""
 
 
 class Carried(NamedTuple):
@@ -55,7 +55,7 @@ class Wires:
         self.timeline, self.kind, self.delay = timeline, kind, delay
         self.write_bytes, self.window_bytes = write_bytes, window
         self.copying = delay
-        """Maximum seconds that a rank copies at a time."""
+        """Maximum seconds of one round of copying."""
         self.flips = 0
         """Number of future writes with a flipped bit."""
         self.flipped: set[RoomKey] = set()
@@ -76,7 +76,7 @@ class Wires:
         return made
 
     def transport(self, address: str) -> SimTransport | None:
-        """Return the transport at ``address``; None if closed, or if its process has ended."""
+        """Return the transport at ``address``; None if closed, or if the process has ended."""
         found = self._transports.get(address)
         return found if found is not None and found.process.alive else None
 
@@ -119,7 +119,7 @@ class SimTransport:
         self._peers: dict[str, tuple[str, int]] = {}
         self._cancelled: set[RoomKey] = set()
         self._under_way: dict[tuple[RoomKey, str, int], str] = {}
-        """Unanswered write -> address of its receiver."""
+        """Unanswered write -> address of the receiver."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
         """Register the memory. Not used here: ``TransferSide`` sets ``regions``."""

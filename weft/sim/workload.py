@@ -32,7 +32,7 @@ class Arrival:
     again: int = 0
     """Output tokens of the successor, which starts when the sequence ends.
 
-    More than 0 makes the sequence a background sequence: requests disturb its inter-token times. Background
+    More than 0 makes the sequence a background sequence: requests disturb the inter-token times. Background
     sequences are admitted before requests.
     """
     images: int = 0
@@ -100,7 +100,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_trace(path: str | Path) -> list[Arrival]:
     """Read arrivals from a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens": 40}``.
 
-    Lines need not be in order of time. Raise ConfigError that names the wrong line.
+    Lines need not be in order of time. Raise ConfigError with the number of the wrong line.
     """
     name = Path(path).name
     try:
