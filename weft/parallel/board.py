@@ -34,7 +34,7 @@ _QUEUE = 1000
 
 
 class Board:
-    """The table, and the thread behind the table. ``post`` and ``get`` may be called from any thread."""
+    """The table, and a thread that serves clients. ``post`` and ``get`` may be called from any thread."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
         """Listen at ``address``, and start the thread. Raise ConfigError if the address is taken."""

@@ -59,7 +59,7 @@ class Mesh:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Collectives with the effect that the bits of a row depend on other rows of the step."""
+        """Collectives that make the bits of a row depend on other rows of the step."""
         return ("sums over ranks (nccl)",) if self.nccl and not self.ordered and self.connects else ()
 
     @property

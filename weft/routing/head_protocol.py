@@ -94,7 +94,7 @@ class HeadProtocol:
             return self._hello(front, message)
         if front not in self._fronts:
             self.bad_frames += 1
-            if isinstance(message, m.Submit):  # the API server was forgotten for not reading
+            if isinstance(message, m.Submit):  # the API server was dropped because it did not read
                 return self._reject(front, message, NotGreeted("say hello first"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)

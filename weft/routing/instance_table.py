@@ -23,7 +23,7 @@ ROW = 2
 """Deaths in a row after which an instance comes back half-open."""
 LISTEN_S = 60.0
 ABSENT_S = 10.0
-"""Wait of the first start for absent hosts, in seconds, once the present instances can serve requests."""
+"""Seconds that the first start waits for absent hosts, once the present instances can serve requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Patience:
     engine: float = 120.0
     """Seconds without a message, or without progress, after which an instance counts as dead."""
     recovery: float = 120.0
-    """Wait of sequences in seconds, while no instance takes any and a process is being restarted."""
+    """Seconds that sequences wait while no instance takes any and a process is being restarted."""
     listen: float = LISTEN_S
     """Seconds from the time of a known address until the process listens. Listening is the first act of a
     process."""
     load: float = 3600.0
     """Seconds from the start of an instance until its answer. The instance loads its model in between."""
     role: float = 10.0
-    """Wait of new sequences in seconds for an instance of a missing role while other instances take
+    """Seconds that new sequences wait for an instance of a missing role while other instances take
     sequences."""
     transfer: float = 300.0
     """Maximum seconds for one KV transfer from prefill to decode, and for the transfer of one image's
@@ -202,7 +202,7 @@ class InstanceTable:
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
-        """Record a known address of the instance's process."""
+        """Note that the address of the instance's process is known."""
         instance.located = True
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen

@@ -15,7 +15,7 @@ from weft.routing.prefix_index import PrefixView
 from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
-"""Number of uncomputed prompt tokens with the weight of one running sequence."""
+"""Uncomputed prompt tokens that weigh as much as one running sequence."""
 
 
 class InstanceState(Enum):
@@ -58,7 +58,7 @@ class Instance:
     welcome: Welcome | None = None
     """The answer of the present process; None before the answer."""
     role: Role | None = None
-    """Role in the latest answer of any process; None before the first answer."""
+    """Role of the latest process that answered; None before the first answer."""
     version: int = 0
     """Common version of the messages of both ends."""
     stats: HeadStats = field(default_factory=HeadStats)

@@ -30,9 +30,9 @@ class Route(NamedTuple):
     """The instances for the sequences of one prompt."""
 
     compute: Instance
-    """The instance for the prompt."""
+    """The instance that computes the prompt."""
     decode: Instance | None = None
-    """The instance for the output after the first token; None if ``compute`` continues."""
+    """The instance that continues after the first token; None if ``compute`` continues."""
     encoders: tuple[Instance, ...] = ()
     """The encode instance of each image of the prompt; () without images, or if ``compute`` encodes."""
 

@@ -205,7 +205,7 @@ class Stream:
     losses: int = 0
     """Number of instances lost while at work on the sequence."""
     given_back: set[str] = field(default_factory=set)
-    """Instances with a refusal or return of the sequence since the last token."""
+    """Instances that refused or returned the sequence since the last token."""
     times_given_back: int = 0
 
     @property
@@ -213,7 +213,7 @@ class Stream:
         return self.end is None and not self.closed
 
     def left(self) -> None:
-        """Forget the present attempt, because the sequence left all instances. A later loss does not count."""
+        """Forget the present attempt: the sequence left all instances, so a later loss does not count."""
         self.moved_over, self.lands_by = 0, math.inf
         self.landed = self.computed = False
 

@@ -63,10 +63,10 @@ class Cluster(Timeline):
         self.row_errors: dict[int, int] = {}
         """Key of a sequence -> position with non-finite logits."""
         self.poison: dict[int, int] = {}
-        """Key of a sequence -> position with a deadly effect on the computing process."""
+        """Key of a sequence -> position at which the computing process dies."""
         self.poison_left = 0
         self.slow_starts = 0
-        """Number of future processes with a start beyond the limit."""
+        """Number of future processes that will not listen, or not load, in time."""
         heads = rng.choice((1, 2, 2, 3, 4))
         fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""

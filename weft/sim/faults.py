@@ -381,7 +381,7 @@ def _lost_word(cluster: Cluster) -> bool:
 
 
 OF_ROOMS = {*room_faults.KINDS, "room report lost"}
-"""Kinds of faults with a need for transfers between groups."""
+"""Kinds of faults that need transfers between groups."""
 MISHAPS = {
     "load": "rank cannot load",
     "form": "rank cannot form",
@@ -398,7 +398,7 @@ OF_RANKS = {
     "room report lost",
     "group given up",
 }
-"""Kinds of faults with a need for a group of several ranks."""
+"""Kinds of faults that need a group of several ranks."""
 KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "head killed": (8, _kill_head),
     "engine failed": (3, _fail_head),

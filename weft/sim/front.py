@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.sim.head import HeadProcess
 
 MOST_SILENCE = 1.2
-"""Seconds of silence without a right to give an instance up."""
+"""Seconds of silence up to which no API server may give an instance up."""
 
 
 class FrontProcess:
@@ -125,7 +125,7 @@ class FrontProcess:
             cluster.note(self.name, "..", "", "all instances have answered")
 
     def _outgoing(self, message: m.ToHead) -> m.ToHead:
-        """Return ``message`` in the version of this API server: an old one offers only version 1."""
+        """Return ``message`` in the version of this API server: an old server offers only version 1."""
         if self.version < 2 and isinstance(message, m.Hello):
             return msgspec.structs.replace(message, versions=(1, 1))
         return message

@@ -42,7 +42,7 @@ ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remembe
 
 
 class OldHeadProtocol(HeadProtocol):
-    """The protocol of an engine with version 1 alone."""
+    """The protocol of an engine that speaks only version 1."""
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
         if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):

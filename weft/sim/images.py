@@ -22,7 +22,7 @@ class ImageCosts(NamedTuple):
     tokens: int
     """Tokens per image, each of ``MERGE``² patches."""
     patch_seconds: float
-    """Seconds of a device for the encoding of a patch."""
+    """Seconds that a device needs to encode a patch."""
     row_bytes: int
     """Bytes of one row of an embedding, all levels."""
     repeats: float = 0.0
@@ -86,5 +86,5 @@ class Images:
 
 
 def patches_in(plan: StepPlan) -> int:
-    """Return the number of patches to encode in the step."""
+    """Return the number of patches that a step encodes."""
     return sum(op.grid[0] * op.grid[1] * op.grid[2] for op in plan.ops if isinstance(op, Encode))

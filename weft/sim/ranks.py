@@ -207,10 +207,10 @@ class RankProcess:
         self.alive = True
         self.stalled_until = 0.0
         self.given_up_by: Group | None = None
-        """The group of an engine with another process for the rank; None before."""
+        """The group of the engine that has replaced this process; None before."""
         self.peer = replica.name_peer(self)
         self.group: Group | None = None
-        """Group of the engine behind the last welcome; None without one."""
+        """Group of the engine that welcomed this process; None without one."""
         self.loading = self.loaded = False
         self.epoch = -1
         """The present epoch, or the last one."""
