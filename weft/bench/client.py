@@ -173,7 +173,7 @@ async def prepare(
             raise WeftError(
                 f"/v1/models is not what the API promises (status {found.status_code})"
             ) from error
-    # The largest id fails if the server's vocabulary is smaller.
+    # The largest id fails on a server with a smaller vocabulary. Then send text.
     if endpoint == "completions" and prompts != "text":
         # Two tokens of the largest id that a plan may contain.
         body = {"model": model, "prompt": [safe_range(vocab_size)[-1]] * 2, "max_tokens": 1}

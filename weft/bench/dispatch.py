@@ -86,7 +86,7 @@ def _collectives(mesh: Mesh) -> tuple[str, dict[str, dict[str, float]]]:
 def _call(mesh: Mesh, kind: str, size: int) -> Callable[[], object]:
     """Return a function that runs one collective with a result of ``size`` bytes per rank.
 
-    For an all-reduce, ``size`` is also the size of the input.
+    For an all-reduce, ``size`` is also the size of the input. The kind "copy" only copies rows locally.
     """
     ep, floats = mesh.ep, size // 4
     each = floats // ep.size

@@ -35,7 +35,7 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "cuda": ("bfloat16", "float16", "float32"),
 }
 SECONDS = 0.04
-"""Seconds of one measurement, after one warm-up call. A slow call is repeated at least twice."""
+"""Seconds of one measurement, after one warm-up call. Even a slow call is measured twice."""
 SLOW = 1.0
 """Seconds per call after which a form is skipped for more tokens."""
 

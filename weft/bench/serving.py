@@ -139,7 +139,7 @@ def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:
     if first is not None and first.ids is not None:
         if asked.workload is None:
             raise WeftError("the trace holds token ids, and this endpoint takes text only")
-        # the same lengths; the client makes words for the server
+        # drop the ids: the client makes words of the same length for the server
         rest = itertools.chain([first], plan)
         return (dataclasses.replace(one, ids=None) for one in rest)
     return itertools.chain([] if first is None else [first], plan)

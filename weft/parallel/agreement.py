@@ -82,7 +82,7 @@ class AgreementGroup:
         self.votes += 1
         self._launched += decision.launch
         if decision.sleep:
-            # Wake-ups sent before the decision to sleep belong to the old wave, so read these first.
+            # A wake-up for the next wave may have come already: then `sleep` begins the wave at once.
             self._listen()
             self._waves.sleep()
         return decision

@@ -46,7 +46,7 @@ class Agents:
     shared: int = 15_000
     """Leading tokens common to all sessions: instructions and tools."""
     pause: float = 60.0
-    """Mean seconds of four of five pauses between turns. On average one of five pauses is 2.5 times as long."""
+    """Mean seconds of a normal pause between turns. On average one of five pauses is 2.5 times as long."""
     others: int = 1700
     """Number of unrelated prompts over the whole run."""
     other_tokens: int = 20_000

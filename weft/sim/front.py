@@ -301,7 +301,7 @@ class FrontProcess:
             stream.lands_by = math.inf
 
     def linked(self, link: Link) -> None:
-        """Note a connection: the first one over this link, or a reconnection."""
+        """Handle a connection: the first one over this link, or a reconnection."""
         for stream in self.streams.values():  # the engine has ended the sequences of the former connection
             if link.number in stream.links:
                 stream.links.discard(link.number)

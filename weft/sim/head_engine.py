@@ -260,7 +260,7 @@ class Engine:
         kind = state.caches.kinds[0]
         assert isinstance(kind, FullKind)
         blocks: list[int] = []
-        # The blocks of the oldest running sequence, without the null block.
+        # The blocks of the first running sequence, without the null block.
         for slot in state.order().tolist()[:1]:
             blocks = [block for block in kind._tables[slot].blocks if block]
         for block in blocks:

@@ -145,7 +145,7 @@ class Replica:
                 self.spawn(rank)
 
     def spawn(self, rank: int) -> bool:
-        """Start the process of ``rank`` unless running. Return True if it was running."""
+        """Start the process of ``rank`` unless running. Return True if already running."""
         if rank in self.living:
             return True
         if not self.retired:
@@ -178,7 +178,7 @@ class Replica:
             self.timeline.after(0.05 * slow, 0.3 * slow, None, self.spawn, process.rank)
 
     def head_ended(self, group: Group) -> None:
-        """Note that the engine of ``group`` is gone. The ranks notice later, and wait for the next engine."""
+        """Handle the end of the engine of ``group``. The ranks notice later, and wait for the next engine."""
         if self.group is group:
             self.group = None
         self.excuse()

@@ -52,7 +52,7 @@ class RoomNetwork:
         if channel is None:
             return
         rng, other = cluster.rng, channel.head
-        # Each fault counts as happened only with an affected message.
+        # Each fault counts only once a message is affected.
         if self.cut.get(frozenset((head.name, other.name)), 0.0) > cluster.now:
             cluster.happened("room messages cut")
             return
