@@ -173,9 +173,8 @@ async def prepare(
             raise WeftError(
                 f"/v1/models is not what the API promises (status {found.status_code})"
             ) from error
-    # The largest id fails on a server with a smaller vocabulary. Then send text.
     if endpoint == "completions" and prompts != "text":
-        # Two tokens of the largest id that a plan may contain.
+        # Two tokens of the largest id of a plan. A server with a smaller vocabulary refuses: then send text.
         body = {"model": model, "prompt": [safe_range(vocab_size)[-1]] * 2, "max_tokens": 1}
         answer = await _call(client, "POST", f"{base}/completions", body, timeout)
         if answer.status_code == 200:

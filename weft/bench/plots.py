@@ -78,8 +78,8 @@ def plot_ratios(
     figure, axes = _figure(3.2 * len(found), 1.6 + 0.55 * len(groups), len(found))
     for panel, (workload, points) in zip(axes, found.items(), strict=True):
         for number, peer in enumerate(peers):
-            # Spread the marks of a row vertically, so peers do not overlap.
             of_peer = [one for one in points if one[1] == peer]
+            # Spread the marks of a row vertically, so peers do not overlap.
             shift = 0.6 * ((number + 0.5) / len(peers) - 0.5)
             heights = [groups.index(one[0]) - shift for one in of_peer]
             middles = [one[3] for one in of_peer]

@@ -199,12 +199,12 @@ class GroupComm(Comm):
         if ring is not None:
             return self._guard(lambda: ring.gather(x))
         x = x.contiguous()
+        # gloo and NCCL move bytes, so views as uint8 avoid all dtype limits.
         result = x.new_empty(self.size, *x.shape)
         fast = self._fast(x)
         if x.numel() and fast is not None:
             self._guard(lambda: fast.gather(_bytes(result), _bytes(x)))
         elif x.numel():
-            # gloo and NCCL move bytes, so views as uint8 avoid all dtype limits.
             self._wait(lambda group: group._allgather_base(_bytes(result), _bytes(x)))
         return result
 

@@ -113,8 +113,7 @@ class RemoteHeads:
                 if key in self._answered:
                     continue
                 present = self._present.get(host)
-                # A new process takes over the number only after a long silence of the accepted process.
-                # A settings entry that is no longer posted belongs to a dead process.
+                # An entry no longer posted belongs to a dead process. Only then may another take the number.
                 if present is None or ages.get(present, AWAY_S) >= AWAY_S:
                     self._meet(host, key)
                 elif age < AWAY_S / 2 and self._waits(key):

@@ -1,7 +1,7 @@
 """The events of a fleet (input) and the actions of a fleet (output). Data only; see ``weft.routing.fleet``.
 
-An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old
-link come from a process already given up, and change nothing.
+An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old link come
+from a process already given up, and change nothing.
 """
 
 from __future__ import annotations

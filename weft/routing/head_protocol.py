@@ -244,8 +244,7 @@ class HeadProtocol:
 
 
 _NO_STATS = m.HeadStats()
-"""The default stats. msgspec omits a field only if the value is the very default object (not an equal value).
-"""
+"""The default stats. msgspec omits a field only for the very default object, not for an equal value."""
 _SINCE_4 = (
     "prefill_rows",
     "prefill_tokens",

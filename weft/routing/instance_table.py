@@ -70,8 +70,8 @@ class InstanceTable:
         for name in retired:
             self.retire(self.instances[name])
         self.complete = False
-        """True once all instances have been up. A joining API server needs only enough to serve; the
-        first start may also go on without absent hosts (``starts_without``)."""
+        """True once all instances have been up. A joining API server needs only enough to serve; the first
+        start may also go on without absent hosts (``starts_without``)."""
         self.restarts = 0
         """Processes started in place of a lost one."""
         self.lacking = Since()
@@ -112,15 +112,14 @@ class InstanceTable:
 
     @property
     def awaited(self) -> bool:
-        """True if another instance can be expected: not serving now, or shunned, but not retired."""
+        """True if an instance may come back: not serving now and not retired, or shunned."""
         return any(
             one.state not in (*SERVING, InstanceState.RETIRED) or one.shunned
             for one in self.instances.values()
         )
 
     def missing(self, images: bool) -> list[str]:
-        """Return the roles without a serving instance. ``images``: the role "encode" counts,
-        too."""
+        """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
         known = (one.role for one in self.instances.values())
         return missing_roles(known, (one.role for one in self._serving()), images)
 
@@ -167,8 +166,8 @@ class InstanceTable:
         return min(deadlines)
 
     def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
-        """Return the instances now considered dead, with the reason. Move healthy half-open instances to
-        up."""
+        """Return the instances now considered dead, with the reason. Move healthy half-open instances
+        to up."""
         result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
             # A live instance is overdue when silent or without progress, a starting instance after its
@@ -263,8 +262,7 @@ class InstanceTable:
         return True
 
     def prove(self, instance: Instance) -> None:
-        """Mark the instance as healthy: a sequence ended well there, or the uptime reached
-        ``HEALTHY_S``."""
+        """Mark the instance as healthy: a sequence ended well there, or the uptime reached ``HEALTHY_S``."""
         if instance.state is InstanceState.HALF_OPEN:
             instance.state = InstanceState.UP
             instance.deaths = 0

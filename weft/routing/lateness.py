@@ -98,8 +98,8 @@ class Lateness:
         With ``begun`` the sequence was at an instance before; with ``images`` the sequence has images.
         """
         if self._any.passed:
-            # A sequence with output, or an expected instance, justifies the longer limits (`_again`).
             return Unavailable(LATE)
+        # A sequence once at an instance, or an expected instance, justifies the longer limits (`_again`).
         waits = begun or self._table.awaited
         if not self._table.local and (self._role_again if waits else self._role).passed:
             return self._lacks(images=False)

@@ -175,7 +175,7 @@ class LedgerEntry:
         """
         goes_on = event.finish in (None, "stop", "length")
         if self.sender not in (None, name):
-            # Meanwhile only a failure or return of the decode instance passes.
+            # Hold output until the prefill instance is done. A failure or return passes at once.
             if goes_on:
                 self.held.append(event)
                 return None

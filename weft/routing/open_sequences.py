@@ -21,8 +21,8 @@ class OpenSequences:
     def __init__(self) -> None:
         self.entries: dict[int, LedgerEntry] = {}
         self.requests: dict[int, dict[int, None]] = {}
-        """Request -> open sequences (an ordered set). The sequences share a prompt, and prompt blocks at
-        one instance."""
+        """Request -> open sequences (an ordered set). The sequences share a prompt, and prompt blocks at one
+        instance."""
         self._refusals = CountedLog(log)
         self.parked = Parked()
         """Sequences waiting for an instance, in order."""

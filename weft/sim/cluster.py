@@ -318,8 +318,8 @@ class Cluster(Timeline):
         if head.engine.group is not None:
             epoch = head.group.membership.epoch
             head.group.end(dismiss)
-        # The rest of the expert-parallel group fails in its next collective.
         head.alive = False
+        # The rest of the expert-parallel group fails in its next collective.
         for other in self.supervisor.others(head):
             other.domain_gone = True
             if other.engine.group is not None:

@@ -92,8 +92,8 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
     awaited = any(
         (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
         for one in fleet.table.instances.values()
-        # An expected instance justifies the longer wait of `recovery`.
     )
+    # An expected instance justifies the longer wait of `recovery`.
     patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role
     require(waited >= patience - 1e-6, f"{why} after {waited:.3f} of {patience:g} seconds")
 

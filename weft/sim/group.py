@@ -330,8 +330,8 @@ class Group:
             self._read(process, peer, frame)
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
-        # Frames of a process already given up must not change anything.
         members = self.membership
+        # Frames of a process already given up must not change anything.
         if process.given_up_by is self:
             before = self._reports.known_of(process.rank)
             actions = members.on(t.Received(peer, frame), self._timeline.now)
