@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in Hugging Face's format, made on the spot: speed needs no training."""
+"""Checkpoints with random weights in Hugging Face's format, made on demand: speed needs no training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 VOCAB = 16_384
 MAX_POSITION = 40_960
 _MARK = "weft_bench.json"
-"""Written last; says what made the folder."""
+"""Name of the file that is written last, and records the origin of the folder."""
 _FORMAT = 2
-"""Raised when the same name and seed give other files."""
+"""Format number; increased when the same name and seed give other files."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -41,24 +41,24 @@ _COMMON: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One checkpoint: its architecture and what its config.json says beside the common part."""
+    """One checkpoint: its architecture, and the part of config.json beyond ``_COMMON``."""
 
     name: str
     about: str
     model_type: str
     config: dict[str, Any]
     extra: dict[str, Any]
-    """Written into config.json after saving: ``transformers`` leaves these out, other engines need them."""
+    """Fields added to config.json after saving: ``transformers`` omits these, but other engines need them."""
     processor: dict[str, Any] | None = None
-    """preprocessor_config.json of a model that sees images."""
+    """preprocessor_config.json of a model with images; None for text models."""
 
     @property
     def needs_transformers(self) -> bool:
         return self.model_type not in ("qwen3", "gpt_oss")
 
 
-#: The standard deviations (initializer_range) are those at which greedy answers don't fall into a loop of a
-#: few tokens, which would send everything to the same experts.
+# The standard deviations (initializer_range) keep greedy answers out of loops of a few tokens. A loop would
+# send all tokens to the same experts.
 _QWEN3_DENSE = {
     "initializer_range": 0.04,
     "num_hidden_layers": 12,
@@ -232,18 +232,16 @@ RECIPES: dict[str, Recipe] = {
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """The config.json of a text model of ``RECIPES`` as engines read it, without tensors: for dummy
-    weights.
-    """
+    """Return the config.json of a text model of ``RECIPES``, as engines read it. Used for dummy weights."""
     recipe = _recipe(name)
     return {**_COMMON, **_ROPE, **recipe.config, **recipe.extra, **_ARCHITECTURES[recipe.model_type]}
 
 
 def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True) -> Path:
-    """Writes the checkpoint ``name`` (bfloat16) to ``folder`` unless it is there, and returns the folder.
+    """Write the checkpoint ``name`` (bfloat16) to ``folder`` unless present. Return the folder.
 
-    The folder appears complete or not at all. Raises ConfigError for an unknown name, for a folder that
-    holds something else, and where ``transformers`` is needed but not installed.
+    The folder appears complete or not at all. Raise ConfigError for an unknown name, for a folder with other
+    content, and if ``transformers`` is needed but not installed.
     """
     recipe = _recipe(name)
     target = Path(folder).expanduser().absolute()
@@ -255,6 +253,7 @@ def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True)
         _require_transformers(name)
         writer = _with_transformers
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Write to a hidden folder beside the target, then rename: readers never see half a checkpoint.
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         with progress_bar(title=name, unit="tensor", shown=progress) as bar:
@@ -277,7 +276,8 @@ def _recipe(name: str) -> Recipe:
 
 
 def _is_there(target: Path, mark: dict[str, Any]) -> bool:
-    """Whether ``target`` is the checkpoint. Raises ConfigError when it is anything else but empty."""
+    """Return True if ``target`` is the checkpoint, False if absent or empty. Raise ConfigError for other
+    content."""
     try:
         if not any(target.iterdir()):
             return False
@@ -290,6 +290,7 @@ def _is_there(target: Path, mark: dict[str, Any]) -> bool:
         found = None
     except ValueError:
         found = None
+    # Equal except for the format: the same checkpoint, made by another version of the recipe code.
     if isinstance(found, dict) and {**found, "format": _FORMAT} == mark != found:
         raise ConfigError(f"the folder {target.name!r} was made by another version of Weft: remove it")
     if found != mark:
@@ -301,13 +302,13 @@ def _publish(made: Path, target: Path, mark: dict[str, Any]) -> None:
     try:
         os.replace(made, target)
     except OSError:
-        # Another process was faster; what it made is the same.
+        # Another process was faster, with the same result.
         if not _is_there(target, mark):
             raise
 
 
 def _finish(recipe: Recipe, folder: Path) -> None:
-    """The files beside the weights, and the parts of config.json that engines expect."""
+    """Write the files beside the weights, and complete config.json for engines."""
     write_tokenizer(folder, VOCAB, MAX_POSITION, vision=recipe.processor is not None)
     if recipe.processor is not None:
         _write_json(folder / "preprocessor_config.json", recipe.processor)
@@ -344,7 +345,7 @@ def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> Non
     kind = library.AutoModelForImageTextToText if sees else library.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Made in float32, so that the draws don't depend on how bfloat16 is drawn.
+        # Drawn in float32: the drawing of bfloat16 may differ between versions.
         model = kind.from_config(config, dtype=torch.float32)
     bar.total = sum(1 for _ in model.parameters())
     bar.refresh()
@@ -392,7 +393,7 @@ _QWEN3_ABOUT = {
 def _qwen3(
     config: dict[str, Any], drawn: Callable[[tuple[int, ...]], torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Each tensor of a dense Qwen3 by name, ``drawn`` in float32."""
+    """Yield each tensor of a dense Qwen3 by name, in bfloat16. ``drawn`` makes float32 values of a shape."""
     import torch
 
     for name, shape in qwen3_shapes(config).items():
@@ -401,7 +402,7 @@ def _qwen3(
 
 
 def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a dense Qwen3, in the order of its layers."""
+    """Return name and shape of every tensor of a dense Qwen3, in the order of layers."""
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""One streaming request to an OpenAI-compatible server, and what has to be asked of the server first."""
+"""One streaming request to an OpenAI-compatible server, and the queries needed before a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """A server and how it is asked. ``words_per_token`` sizes prompts of text."""
+    """A server, and the form of requests. ``words_per_token`` sizes text prompts."""
 
     base_url: str
     model: str
@@ -37,7 +37,7 @@ class ServerTarget:
     words_per_token: float = 1.0
     ignore_eos: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
-    """More fields of every request's body."""
+    """Additional fields of every request body."""
 
     @property
     def url(self) -> str:
@@ -45,7 +45,7 @@ class ServerTarget:
         return f"{self.base_url}/{path}"
 
     def body(self, planned: Planned, key: str) -> bytes:
-        """The request as JSON. ``key`` decides the tokens of a prompt of which only the length is known."""
+        """Return the request as JSON. ``key`` seeds the tokens of a prompt given only by its length."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": planned.output_len,
@@ -68,7 +68,7 @@ class ServerTarget:
 
 
 def base_url(text: str) -> str:
-    """The URL that ends in ``/v1``. Raises ConfigError for one that is not http."""
+    """Return the URL with the ending ``/v1``. Raise ConfigError for a URL that is not http or https."""
     if not text.startswith(("http://", "https://")):
         raise ConfigError(
             "--base-url must start with http:// or https://, e.g. http://127.0.0.1:8000", param="--base-url"
@@ -79,9 +79,9 @@ def base_url(text: str) -> str:
 def http_client(
     url: str, key: str | None, connections: int | None, *, keep_alive: bool = True
 ) -> httpx.AsyncClient:
-    """A client without time-outs of its own (each request has its deadline); no proxy to this machine.
+    """Return a client without own time-outs (each request has a deadline), and without a proxy for loopback.
 
-    Without ``keep_alive`` every request has a connection of its own.
+    Without ``keep_alive`` every request uses a connection of its own.
     """
     kept = connections if keep_alive else 0
     return httpx.AsyncClient(
@@ -93,7 +93,7 @@ def http_client(
 
 
 def random_words(key: str, count: int) -> str:
-    """``count`` words of three letters, a function of ``key``."""
+    """Return ``count`` words of three letters, determined by ``key``."""
     letters = random_ids(key, 3 * count, 32)
     return " ".join(
         "".join(chr(ord("a") + letter % 26) for letter in letters[at : at + 3])
@@ -104,10 +104,10 @@ def random_words(key: str, count: int) -> str:
 async def send(
     client: httpx.AsyncClient, target: ServerTarget, body: bytes, record: RequestRecord, timeout: float
 ) -> None:
-    """Sends a request, reads its stream to the end and fills ``record``; failures are recorded, not raised.
+    """Send a request, read the stream to the end, and fill ``record``. Failures are recorded, not raised.
 
-    Lines are kept with their arrival times and understood after the last one, so that reading them does not
-    delay the clock. When the caller cancels, the record stays unfinished.
+    Lines are stored with their arrival times and decoded after the last line, so decoding delays no time
+    stamp. If the caller cancels, the record stays unfinished.
     """
     lines: list[tuple[float, bytes]] = []
     record.sent = time.monotonic()
@@ -134,7 +134,7 @@ async def send(
             return
     finally:
         record.ended = time.monotonic()
-    # What came before the failure; the failure stays the reason.
+    # Decode the lines before the failure; the failure stays the outcome.
     outcome, message = record.outcome, record.message
     read_stream(record, lines)
     record.outcome, record.message = outcome, message
@@ -145,6 +145,7 @@ async def _read_lines(response: httpx.Response, lines: list[tuple[float, bytes]]
     async for data in response.aiter_bytes():
         now = time.monotonic()
         *whole, rest = (rest + data).split(b"\n")
+        # All lines of one network read have the same arrival time.
         lines += [(now, line) for line in whole if line.strip()]
     if rest.strip():
         lines.append((time.monotonic(), rest))
@@ -159,10 +160,10 @@ async def prepare(
     vocab_size: int,
     timeout: float,
 ) -> tuple[str, PromptKind, float]:
-    """(model, kind of prompts, words per token) that suit the server.
+    """Return (model, kind of prompts, words per token) suitable for the server.
 
-    One short request finds out whether it takes token ids up to the largest that will be sent; else one of
-    words measures how many of its tokens a word is. Raises WeftError when the server can't be asked.
+    A short request tests if the server takes token ids, up to the largest id to be sent. If not, a request of
+    words measures the words per token. Raise WeftError if the server can't be queried.
     """
     if model is None:
         found = await _call(client, "GET", f"{base}/models", None, timeout)
@@ -173,6 +174,7 @@ async def prepare(
                 f"/v1/models is not what the API promises (status {found.status_code})"
             ) from error
     if endpoint == "completions" and prompts != "text":
+        # Two tokens of the largest id of a plan. A server with a smaller vocabulary refuses: then send text.
         body = {"model": model, "prompt": [safe_range(vocab_size)[-1]] * 2, "max_tokens": 1}
         answer = await _call(client, "POST", f"{base}/completions", body, timeout)
         if answer.status_code == 200:
@@ -209,7 +211,7 @@ async def _call(
 
 
 def failures(records: Iterable[RequestRecord]) -> dict[str, int]:
-    """Kind of failure to how many, the most frequent first."""
+    """Return kind of failure -> count, the most frequent first."""
     counts: dict[str, int] = {}
     for record in records:
         if record.outcome not in ("ok", "unfinished"):

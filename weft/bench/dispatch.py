@@ -1,6 +1,6 @@
-"""Measures collectives among processes of this machine, and whole routed layers in every form of dispatch.
+"""Measures collectives between processes of this machine, and whole routed layers in every form of dispatch.
 
-The first make the table that ``--moe-dispatch auto`` chooses by; the second show what it chose.
+The collectives make the table behind ``--moe-dispatch auto``; the layers show the resulting choices.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ from weft.types.layout import Layout
 Tensor = torch.Tensor
 
 BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
-"""That a rank ends up with, of each collective."""
+"""Bytes that a rank ends up with, for each measured collective."""
 CALLS = 60
-"""Of one measurement, the fastest of which counts: others may compute here too. Of large ones a sixth."""
+"""Calls per measurement (a sixth for the largest size). The fastest counts, because other processes may
+compute on the machine, too."""
 TIMEOUT = 120.0
-"""Seconds for one collective, and for all processes to come up."""
+"""Seconds for one collective, and for the start of all processes."""
 
 Work = Callable[..., Any]
 
 
 def on_processes(layout: Layout, work: Work, *given: Any) -> Any:
-    """``work(mesh, *given)`` on each rank of ``layout``, a process with one thread; what rank 0 returned."""
+    """Run ``work(mesh, *given)`` on each rank of ``layout``. Return the result of rank 0 (through JSON).
+
+    Each rank is a process with one thread.
+    """
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(  # type: ignore[no-untyped-call]
             _rank, (layout, folder, work, given), nprocs=layout.ranks
@@ -65,7 +69,7 @@ def _rank(rank: int, layout: Layout, folder: str, work: Work, given: tuple[Any, 
 
 
 def collectives(ranks: int) -> MeasuredExchange:
-    """The table's row for so many ranks of this machine."""
+    """Return the table's row for ``ranks`` ranks of this machine."""
     link, found = on_processes(Layout(data=ranks, expert=True), _collectives)
     times = {kind: {int(size): us for size, us in by.items()} for kind, by in found.items()}
     return MeasuredExchange(link, machine("cpu"), ranks, times)
@@ -80,7 +84,10 @@ def _collectives(mesh: Mesh) -> tuple[str, dict[str, dict[str, float]]]:
 
 
 def _call(mesh: Mesh, kind: str, size: int) -> Callable[[], object]:
-    """One collective that leaves a rank with ``size`` bytes; a sum is given as many."""
+    """Return a function that runs one collective with a result of ``size`` bytes per rank.
+
+    For an all-reduce, ``size`` is also the size of the input. The kind "copy" only copies rows locally.
+    """
     ep, floats = mesh.ep, size // 4
     each = floats // ep.size
     if kind == "copy":
@@ -101,10 +108,10 @@ def _call(mesh: Mesh, kind: str, size: int) -> Callable[[], object]:
 
 
 def _fastest(mesh: Mesh, call: Callable[[], object], size: int) -> float:
-    """Microseconds, of the calls of all ranks at once."""
+    """Return the fastest call in microseconds; all ranks call at once."""
     spent = []
     for _ in range(CALLS if size < BYTES[-1] else max(3, CALLS // 6)):
-        mesh.ep.all_gather(torch.zeros(1)).result()  # all begin together
+        mesh.ep.all_gather(torch.zeros(1)).result()  # all ranks begin together
         began = time.perf_counter()
         call()
         spent.append(time.perf_counter() - began)
@@ -112,7 +119,7 @@ def _fastest(mesh: Mesh, call: Callable[[], object], size: int) -> float:
 
 
 def summary(found: list[MeasuredExchange]) -> Iterator[str]:
-    """One line for each number of ranks and kind."""
+    """Yield one line for each number of ranks and kind of collective."""
     for row in found:
         for kind, by in row.times.items():
             yield f"{row.ranks} ranks, {kind:<14} " + ", ".join(
@@ -126,9 +133,10 @@ def summary(found: list[MeasuredExchange]) -> Iterator[str]:
 def layers(
     layout: Layout, size: tuple[int, int, int, int], tokens: Sequence[int], calls: int = 15
 ) -> list[dict[str, float]]:
-    """Milliseconds of one layer, by form, for each number of ``tokens`` that every replica has.
+    """Return the milliseconds of one layer by form, for each entry of ``tokens`` (tokens per replica).
 
-    The slowest rank's, in its fastest call. size: experts, top_k, hidden, intermediate; float32.
+    A time is the slowest rank's time in the fastest call. ``size``: (experts, top_k, hidden, intermediate);
+    float32.
     """
     result: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
     return result

@@ -1,4 +1,4 @@
-"""Random weights of a GPT-OSS checkpoint as it is published: experts in MXFP4, the rest in bfloat16.
+"""Random weights of a GPT-OSS checkpoint in the published form: experts in MXFP4, the rest in bfloat16.
 
 Source: arXiv 2508.10925; OCP Microscaling Formats (MX) Specification 1.0.
 """
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 GROUP = 32
-"""Numbers that share one scale."""
+"""Numbers per shared scale."""
 
-#: What config.json says beyond sizes. Matrices outside of experts are not quantized.
+# Fields of config.json beyond sizes. Matrices outside of experts are not quantized.
 ABOUT: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -46,7 +46,7 @@ ABOUT: dict[str, Any] = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the order of layers; of experts' matrices, of the numbers in them."""
+    """Return name and shape of every tensor in the order of layers; for experts, the unquantized shape."""
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, experts = config["num_attention_heads"], config["num_local_experts"]
     queries, keys = heads * head, config["num_key_value_heads"] * head
@@ -76,9 +76,9 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def tensors(
     config: dict[str, Any], drawn: Callable[[tuple[int, ...]], Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors as they are stored, a name of ``shapes`` after the other.
+    """Yield the stored tensors, one name of ``shapes`` after the other.
 
-    drawn: normal numbers of the model's standard deviation in float32, of a shape.
+    ``drawn`` makes float32 values of a shape, normal with the model's standard deviation.
     """
     import torch
 
@@ -93,18 +93,21 @@ def tensors(
 
 
 def mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """([..., K / 32, 16] bytes of two codes, the first in the low bits; [..., K / 32] E8M0) of [..., K].
+    """Quantize [..., K] to MXFP4. Return (uint8 [..., K / 32, 16], E8M0 scales as uint8 [..., K / 32]).
 
-    A group's scale is the power of two that puts its largest magnitude below 8; codes are the nearest.
+    Each byte has two codes, the first in the low bits. A group's scale is the power of two that puts the
+    largest magnitude below 8. Each code is the nearest.
     """
     import torch
 
+    # [..., K / 32, 32]
     groups = numbers.float().view(*numbers.shape[:-1], -1, GROUP)
     largest = groups.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
     exponents = (largest.log2().floor() - 2).clamp(min=-127)
     scaled = groups / exponents.exp2().unsqueeze(-1)
-    # Halfway between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    # Midpoints between neighbours of 0, 0.5, 1, 1.5, 2, 3, 4, 6.
     borders = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     codes = torch.bucketize(scaled.abs(), borders) + 8 * (scaled < 0)
+    # [..., K / 32, 16] each: even and odd positions of a group.
     first, second = codes.to(torch.uint8).view(*codes.shape[:-1], -1, 2).unbind(-1)
     return first | (second << 4), (exponents + 127).to(torch.uint8)

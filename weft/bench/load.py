@@ -1,4 +1,4 @@
-"""The load itself: sends planned requests when their time comes or a place is free, and waits for the end."""
+"""The load: sends planned requests at the due time or when a place is free, and waits for all ends."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from weft.common.progress import progress_bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds a run. Times in seconds."""
+    """Limits of a run. Times in seconds."""
 
     concurrency: int | None
-    """Requests at once; None for no limit (only with arrival times)."""
+    """Maximum requests at once; None for no limit (only with arrival times)."""
     requests: int | None
-    """Requests to send; None: until ``duration``."""
+    """Number of requests to send; None to send until ``duration``."""
     duration: float | None
-    """Nothing is sent after this; what was sent may end."""
+    """Nothing is sent after this time; requests already sent may end."""
     request_timeout: float = 600.0
     run_timeout: float | None = None
-    """The whole run ends after this, whatever is still under way."""
+    """The whole run ends after this time, including requests under way."""
 
 
 @dataclass(slots=True)
 class LoadRun:
-    """What a run left: a record for every request that was sent, in that order."""
+    """Result of a run. ``records`` has a record for each sent request, in sending order."""
 
     records: list[RequestRecord] = field(default_factory=list)
     interrupted: bool = False
-    """By the user."""
+    """True if the user interrupted the run."""
     timed_out: bool = False
     seconds: float = 0.0
     client_cpu: float = 0.0
-    """CPU seconds of this process: near ``seconds``, the load generator itself is the limit."""
+    """CPU seconds of this process. Near ``seconds``, the load generator itself is the limit."""
 
 
 async def run_load(
@@ -58,9 +58,10 @@ async def run_load(
     title: str = "requests",
     progress: bool = True,
 ) -> LoadRun:
-    """Sends ``plan`` within ``limits``. ``key`` makes the random prompts: another one shares no prefix.
+    """Send ``plan`` within ``limits``, and return the records.
 
-    Ctrl-C ends the run at once and leaves what was measured until then.
+    ``key`` seeds the random prompts; prompts of different keys share no prefix. Ctrl-C ends the run at once;
+    the records so far are returned.
     """
     run = LoadRun()
     total = limits.requests
@@ -86,7 +87,7 @@ def _cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _interrupting(driver: asyncio.Task[None], run: LoadRun) -> Iterator[None]:
-    """While inside, the first Ctrl-C cancels ``driver``; a second one works as ever."""
+    """Context in which the first Ctrl-C cancels ``driver``. A second Ctrl-C has the usual effect."""
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -96,7 +97,7 @@ def _interrupting(driver: asyncio.Task[None], run: LoadRun) -> Iterator[None]:
 
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
-    except (RuntimeError, ValueError):  # not the main thread: whoever owns it interrupts
+    except (RuntimeError, ValueError):  # not the main thread: the owner of the main thread interrupts
         yield
         return
     try:
@@ -121,12 +122,13 @@ class _Driver:
         self._failed = 0
 
     async def drive(self, plan: Iterator[Planned], began: float) -> None:
-        """Returns when all that was sent has ended. Cancelling it leaves records that are unfinished."""
+        """Send the plan, and return when all sent requests have ended. Cancellation leaves unfinished
+        records."""
         stop = None if self._limits.duration is None else began + self._limits.duration
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(itertools.islice(plan, self._limits.requests)):
                 due = None if planned.at is None else began + planned.at
-                # Made before its time, so that making it delays nothing.
+                # built before the due time, so building delays nothing
                 body = self._target.body(planned, f"{self._key} {number}")
                 if not await self._may_send(due, stop):
                     return
@@ -141,13 +143,14 @@ class _Driver:
                 group.create_task(self._one(body, record))
 
     async def _may_send(self, due: float | None, stop: float | None) -> bool:
-        """Waits for the time and for a place. False when the time to send is over."""
+        """Wait for the due time and for a free place. Return False if the time to send is over."""
         if due is not None:
             if stop is not None and due >= stop:
                 return False
             await asyncio.sleep(max(due - time.monotonic(), 0))
         if self._places is not None:
             try:
+                # The wait for a place must not outlast the sending time.
                 async with asyncio.timeout(None if stop is None else max(stop - time.monotonic(), 0)):
                     await self._places.acquire()
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""Measures the forms of routed blocks on this machine, for the table that chooses among them."""
+"""Measures the forms of routed blocks on this machine, for the table behind the automatic choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.ops.routing import Rule
 Tensor = torch.Tensor
 
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
-#: By device: many small experts, few large ones, and what lies between.
+# By device: many small experts, few large experts, and sizes in between.
 SIZES: dict[str, tuple[Size, ...]] = {
     "cpu": (Size(32, 4, 512, 256), Size(128, 8, 768, 192), Size(8, 2, 1024, 1024)),
     "cuda": (
@@ -35,20 +35,20 @@ DTYPES: dict[str, tuple[str, ...]] = {
     "cuda": ("bfloat16", "float16", "float32"),
 }
 SECONDS = 0.04
-"""Of one measurement, beside one call to warm up; a call that takes longer is made twice."""
+"""Seconds of one measurement, after one warm-up call. Even a slow call is measured twice."""
 SLOW = 1.0
-"""Seconds after which a form is not tried with more tokens."""
+"""Seconds per call after which a form is skipped for more tokens."""
 
 Tick = Callable[[str], None]
 
 
 def cases(device: str) -> int:
-    """How many times ``tick`` is called."""
+    """Return the number of calls of ``tick``."""
     return len(SIZES[device]) * len(DTYPES[device]) * len(TOKENS)
 
 
 def measure(device: str, tick: Tick = lambda done: None) -> list[Measured]:
-    """Every size, dtype, number of tokens and form. Takes a few minutes."""
+    """Measure every size, dtype, number of tokens and form. Takes a few minutes."""
     return [_measure(device, dtype, size, tick) for dtype in DTYPES[device] for size in SIZES[device]]
 
 
@@ -71,7 +71,7 @@ def _measure(device: str, dtype: str, size: Size, tick: Tick) -> Measured:
 
 
 def machine(device: str) -> str:
-    """What was measured on, in words."""
+    """Return a description of the measured machine and torch."""
     torch_version = f"torch {torch.__version__}"
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, {torch_version}"
@@ -106,7 +106,7 @@ def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
 
 def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
     result = {form: moe.FORMS[form] for form in moe.usable(weights)}
-    # Beyond this the copies alone are larger than any weights.
+    # Beyond this limit the copies of ``gather`` alone are larger than all weights.
     if tokens * weights.rule.top_k > 4 * weights.down.shape[0]:
         result.pop("gather", None)
     if weights.down.device.type == "cuda" and weights.down.dtype != torch.float64:
@@ -117,7 +117,7 @@ def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
 
 
 def _seconds(device: str, weights: Routed, tokens: int, run: Experts) -> float:
-    """The fastest of some calls, each with ids of its own."""
+    """Return the seconds of the fastest call. Each call has new random expert ids."""
     generator = torch.Generator(device).manual_seed(tokens)
     x = torch.empty(tokens, weights.down.shape[1], dtype=weights.down.dtype, device=device)
     x.normal_(generator=generator)
@@ -142,14 +142,14 @@ def _calls(
         if device == "cuda":
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - begin
-        if made:  # the first one warms up
+        if made:  # the first call warms up
             yield elapsed
             spent += elapsed
         made += 1
 
 
 def summary(found: list[Measured]) -> Iterator[str]:
-    """One line for each block: the fastest form by tokens."""
+    """Yield one line for each block: the fastest form by number of tokens."""
     for row in found:
         best: dict[str, Any] = {str(n): min(by, key=lambda f: by[f]) for n, by in row.times.items()}
         size = f"{row.size.experts} x {row.size.intermediate} of {row.size.hidden}, top {row.size.top_k}"

@@ -1,4 +1,4 @@
-"""``weft bench offline``: the workloads on ``LLM`` in this process, and whether it repeats itself."""
+"""``weft bench offline``: the workloads on ``LLM`` in this process, and a check for repeatable results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.types.sampling import SamplingParams
 
 Ids = list[list[int]]
 Generate = Callable[[Ids, int], Ids]
-"""(prompts, output tokens of each) -> output ids."""
+"""Function from (prompts, output tokens of each) to output ids."""
 
 
 class Offline:
-    """An engine in this process, with the seconds that it took to be there (import included)."""
+    """An engine in this process. ``load_seconds`` includes the import."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         began = time.monotonic()
@@ -31,7 +31,8 @@ class Offline:
         self.facts = {"model": settings.get("model"), "dtype": self._llm.config.dtype}
 
     def generate(self, ids: Ids, output_tokens: int) -> Ids:
-        """Greedy, end-of-text ignored. Raises WeftError when a request fails."""
+        """Generate greedily without end-of-text, and return the output ids. Raise WeftError if a request
+        fails."""
         params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": one} for one in ids], params, use_tqdm=False)
         for output in outputs:
@@ -45,7 +46,7 @@ class Offline:
 
 
 def check(workload: Workload) -> None:
-    """Raises ConfigError for one that is only for servers."""
+    """Raise ConfigError for a workload that is only for servers."""
     if workload.concurrency is not None:
         raise ConfigError(f"{workload.name} is for servers: weft bench serve --workload {workload.name}")
 
@@ -58,9 +59,10 @@ def measure(
     vocab_size: int,
     tick: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Name to result, each workload ``rounds`` times after one small warm-up; every round has new prompts.
+    """Return workload name -> result. Each workload runs ``rounds`` times after one small warm-up.
 
-    ``tick`` is told what was done.
+    Every round has new prompts. ``tick`` is called with the name of each finished part. Raise WeftError for
+    an output of the wrong length.
     """
     generate([random_ids(f"warm-up {n}", 32, vocab_size) for n in range(4)], 4)
     tick("warm-up")
@@ -72,6 +74,7 @@ def measure(
             began = time.perf_counter()
             made = generate(ids, workload.output_tokens)
             seconds.append(time.perf_counter() - began)
+            # End-of-text is ignored, so a shorter output is an error, and would distort the rates.
             if any(len(one) != workload.output_tokens for one in made):
                 raise WeftError(f"{workload.name}: an answer has another length than asked for")
             tick(workload.name)
@@ -80,7 +83,8 @@ def measure(
 
 
 def result(workload: Workload, seconds: Sequence[float]) -> dict[str, Any]:
-    """The measures of a workload from the seconds of its rounds: the median round's, and all of them."""
+    """Return the results of a workload from the seconds of its rounds. Rates use the median round."""
+    # The median is robust against a single disturbed round.
     middle = statistics.median(seconds)
     output, prompt = (workload.requests * n for n in (workload.output_tokens, workload.prompt_tokens))
     found: dict[str, Any] = rounded(
@@ -97,7 +101,7 @@ def result(workload: Workload, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def headline(workload: Workload, found: dict[str, Any]) -> str:
-    """The number that the workload is there for, with its unit."""
+    """Return the main number of the workload, with its unit."""
     if workload.measure == "token_seconds":
         return f"{found['ms_per_token']:,.2f} ms/token"
     if workload.measure == "prompt_rate":
@@ -114,10 +118,10 @@ def identical(
     vocab_size: int,
     tick: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Runs the same prompts ``runs`` times, and with ``alone`` each by itself too, and counts requests whose
-    tokens are not those of the first run.
+    """Run the same prompts ``runs`` times, and count the requests with other tokens than in the first run.
 
-    Prefix caching stays as the engine has it: later runs then compute less and must still give the same.
+    With ``alone``, also run each prompt by itself, and count in the same way. Prefix caching stays as set in
+    the engine: later runs compute less and must still give the same tokens.
     """
     ids = prompts(workload, repetition, vocab_size)
     made = []
@@ -140,12 +144,12 @@ def identical(
 
 
 def differing(runs: Sequence[Ids]) -> int:
-    """How many requests have other tokens in some run than in the first."""
+    """Return the number of requests with other tokens in some run than in the first run."""
     return sum(any(run[number] != first for run in runs[1:]) for number, first in enumerate(runs[0]))
 
 
 def report(engine: Offline, results: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The whole result; memory in bytes."""
+    """Return the whole result as JSON data; memory in bytes."""
     return {
         **engine.facts,
         "settings": {name: str(value) for name, value in settings.items()},

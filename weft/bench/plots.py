@@ -1,4 +1,4 @@
-"""Plots of reports, through matplotlib (the extra ``bench``)."""
+"""Plots of reports, with matplotlib (the extra ``bench``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.common.errors import ConfigError
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where matplotlib is missing: before a run, not after it."""
+    """Raise ConfigError if matplotlib is missing. Call before a run, not after."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -32,7 +32,7 @@ def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any
 
 
 def plot_serving(report: dict[str, Any], path: Path) -> None:
-    """Bars of p50, p90 and p99 of each latency, a panel each."""
+    """Write bars of p50, p90 and p99, one panel per latency, as PNG to ``path``."""
     found = {name: values for name, values in report["latency_ms"].items() if values}
     figure, axes = _figure(2.6 * max(len(found), 1), 3.2, max(len(found), 1))
     for panel, (name, values) in zip(axes, found.items(), strict=False):
@@ -48,7 +48,7 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
 
 
 def plot_stages(found: dict[str, dict[str, float]], stages: Sequence[str], title: str, path: Path) -> None:
-    """A bar for each entry of ``found`` (name -> seconds of each stage), of its stages in order."""
+    """Write one stacked bar per entry of ``found`` (name -> seconds of each stage) as PNG to ``path``."""
     figure, (panel,) = _figure(8, 0.9 + 0.55 * len(found), 1)
     names = list(found)[::-1]
     begin = [0.0] * len(names)
@@ -66,9 +66,10 @@ def plot_stages(found: dict[str, dict[str, float]], stages: Sequence[str], title
 def plot_ratios(
     found: dict[str, list[tuple[str, str, float, float, float]]], titles: dict[str, str], path: Path
 ) -> None:
-    """A panel for each workload; a row for each group, a mark with its spread for each peer; a line at 1.
+    """Write one panel per workload, with one row per group and one mark with its spread per peer.
 
-    found: workload -> (group, peer, smallest, median, largest ratio). The format is the path's ending.
+    ``found`` maps a workload to (group, peer, smallest, median, largest ratio). A line marks ratio 1. The
+    suffix of ``path`` gives the format.
     """
     import matplotlib
 
@@ -78,6 +79,7 @@ def plot_ratios(
     for panel, (workload, points) in zip(axes, found.items(), strict=True):
         for number, peer in enumerate(peers):
             of_peer = [one for one in points if one[1] == peer]
+            # Spread the marks of a row vertically, so peers do not overlap.
             shift = 0.6 * ((number + 0.5) / len(peers) - 0.5)
             heights = [groups.index(one[0]) - shift for one in of_peer]
             middles = [one[3] for one in of_peer]
@@ -91,13 +93,13 @@ def plot_ratios(
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(peers), fontsize=8)
     figure.suptitle("How many times better Weft is: right of the line it is ahead", fontsize=10)
-    # The same numbers give the same file.
+    # equal numbers give an equal file
     with matplotlib.rc_context({"svg.hashsalt": "weft"}):
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _log_ratios(panel: Any, values: Sequence[float]) -> None:
-    """A logarithmic axis around 1 with plain numbers on it."""
+    """Set a logarithmic axis around 1 with plain numbers."""
     low, high = min([*values, 1.0]), max([*values, 1.0])
     ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low / 2 < tick < high * 2]
     panel.set_xscale("log")
@@ -108,7 +110,7 @@ def _log_ratios(panel: Any, values: Sequence[float]) -> None:
 
 
 def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
-    """Two panels: throughput, TTFT and TPOT against concurrency; prefill time and TPOT against context."""
+    """Write two panels as PNG: throughput, TTFT and TPOT by concurrency; prefill time and TPOT by context."""
     figure, (left, right) = _figure(11, 4.2, 2)
     _panel(left, result["concurrency"], "concurrency", "TTFT")
     _panel(right, result["context"], "context", "prefill (TTFT)")
@@ -125,9 +127,11 @@ def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
 
 
 def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Path) -> None:
-    """Two panels, decode and prefill: ms a token by context, a line each of ``found`` (name -> rows), and
-    dashed where it would be if attention to the context took its floor (``{kind}_ms``,
-    ``{kind}_floor_ms``)."""
+    """Write two panels as PNG, decode and prefill: ms per token by context, one line per entry of ``found``.
+
+    A dashed line shows the time with attention to the context at its floor. Rows have the fields
+    ``{kind}_ms`` and ``{kind}_floor_ms``.
+    """
     figure, axes = _figure(11, 4.6, 2)
     for panel, kind in zip(axes, ("decode", "prefill"), strict=True):
         for number, (name, rows) in enumerate(found.items()):
@@ -154,6 +158,7 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]], axis: str, first: str) 
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_ylabel("ms")
+    # A panel without data gets no ticks.
     if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
         panel.set_xticks([point[axis] for point in points], [str(point[axis]) for point in points])
     panel.legend(loc="upper left", fontsize=8)

@@ -1,6 +1,6 @@
-"""A server as a tree of processes: how long until it answers, how much memory it takes, and its end.
+"""A server as a tree of processes: time until ready, memory, and the end.
 
-Any engine that speaks the OpenAI API can be run. Linux only: the tree is read from /proc.
+Works with any engine that implements the OpenAI API. Linux only: the tree is read from /proc.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _LOG_TAIL = 2000
 
 
 class ServerFailed(WeftError):
-    """The server ended, or did not answer in time. The message ends with the end of its log."""
+    """The server ended, or did not answer in time. The message ends with the last part of the server's
+    log."""
 
     code = "server_failed"
 
@@ -39,13 +40,13 @@ _TITLE = re.compile(r"weft: (?:(head|front) [\w.-]+|worker (\d+) of head [\w.-]+
 
 
 def role_of(words: Sequence[str]) -> str | None:
-    """``head``, ``front`` or ``rank 3``, of a process of a server with this command line; None for others.
+    """Return ``head``, ``front`` or ``rank 3`` for the command line of a process of a Weft server; else None.
 
-    Whether or not it could give itself a title.
+    Works with and without a process title.
     """
     if found := _TITLE.match(words[0]):
         return f"rank {found[2]}" if found[2] else found[1]
-    if len(words) < 6:  # it has not begun, or has ended
+    if len(words) < 6:  # not yet begun, or already ended
         return None
     module = words[2]
     if module.endswith("rank_main"):
@@ -54,17 +55,17 @@ def role_of(words: Sequence[str]) -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
+    """Return a TCP port of the loopback interface that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port
 
 
 class ServerProcess:
-    """One server command and everything it starts.
+    """One server command, and all processes that the command starts.
 
-    Use it as a context manager, or call ``stop``. When this process dies, however it dies, the server is
-    killed. ``command`` and ``url`` may hold ``{port}``: a free one is put there.
+    Use as a context manager, or call ``stop``. When this process dies in any way, the server is killed.
+    ``command`` and ``url`` may contain ``{port}``, which is replaced by a free port.
 
     >>> with ServerProcess(["weft", "serve", "spool-text", "--port", "{port}"]) as server:
     ...     seconds = server.wait_ready(120)
@@ -81,9 +82,11 @@ class ServerProcess:
         port: int | None = None,
         prompt: str | list[int] = "a b",
     ) -> None:
-        """``model``: its name in requests, asked from /v1/models by default. ``environment`` is added to this
-        process's; None takes a variable out. ``log_file`` gets standard output and error; without it they are
-        dropped. ``prompt`` is what the first generation is asked for.
+        """Describe the server without starting it.
+
+        ``model`` is the name in requests; None asks /v1/models. ``environment`` is added to the environment
+        of this process; None as a value removes a variable. ``log_file`` receives standard output and error;
+        without a file both are dropped. ``prompt`` is the prompt of the first generation.
         """
         self.port = port or free_port()
         self.command = [part.replace("{port}", str(self.port)) for part in command]
@@ -103,11 +106,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the command, also its group's; None before ``start``."""
+        """The process id of the command, also the id of its process group; None before ``start``."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Spawns the command in a session of its own. Raises ConfigError when it can't be run."""
+        """Spawn the command in a session of its own. Raise ConfigError if the command can't be run."""
         if self._process is not None:
             raise RuntimeError("this server was started before")
         log: BinaryIO | int = subprocess.DEVNULL
@@ -131,9 +134,10 @@ class ServerProcess:
         self._poller.start()
 
     def wait_ready(self, deadline: float, key: str = "") -> float:
-        """Seconds from the spawn to the end of the first successful generation over HTTP, with an API key.
+        """Return the seconds from the spawn to the end of the first successful generation over HTTP.
 
-        Raises ServerFailed after ``deadline`` seconds from the spawn, or when the server ends.
+        ``key`` is the API key. Raise ServerFailed ``deadline`` seconds after the spawn, or when the server
+        ends.
         """
         until = self._started + deadline
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -145,6 +149,7 @@ class ServerProcess:
                     raise ServerFailed(f"the server {status} before it answered{self._log_tail()}")
                 try:
                     self._generate(client, until)
+                # Until ready, refused connections and error answers are normal: try again.
                 except (httpx.HTTPError, ValueError, LookupError, TypeError):
                     time.sleep(0.05)
                     continue
@@ -153,7 +158,7 @@ class ServerProcess:
         raise ServerFailed(f"the server did not answer within {deadline:g} s{self._log_tail()}")
 
     def _generate(self, client: httpx.Client, until: float) -> None:
-        """Raises unless the server generates a token now."""
+        """Raise unless the server generates a token now."""
         if self.model is None:
             found = client.get(f"{self.url}/v1/models").raise_for_status().json()
             self.model = str(found["data"][0]["id"])
@@ -163,15 +168,15 @@ class ServerProcess:
         answer.json()["choices"][0]["text"]
 
     def peak_memory(self) -> int:
-        """Bytes: the largest sum of proportional set sizes over the tree that was seen so far.
+        """Return the largest sum of proportional set sizes (PSS) over the tree so far, in bytes.
 
-        Shared pages count once. Where the kernel keeps PSS from us it is the sum of RSS.
+        Shared pages count once. If the kernel does not reveal PSS, return the largest sum of RSS instead.
         """
         self._measure()
         return self._peak.pss or self._peak.rss
 
     def peak_rss(self) -> int:
-        """Bytes: the largest sum of resident set sizes; pages that processes share count for each of them."""
+        """Return the largest sum of resident set sizes in bytes. Shared pages count once per process."""
         self._measure()
         return self._peak.rss
 
@@ -182,13 +187,14 @@ class ServerProcess:
     def _measure(self) -> None:
         if self._process is not None and self._process.returncode is None:
             found = tree(self._process.pid)
+            # Remember every process ever seen, because orphans leave the tree.
             self._seen.update((one.pid, one) for one in found)
             self._peak = self._peak.with_sample(sample(found, self._peak))
 
     def stop(self, seconds: float = 20.0) -> int | None:
-        """SIGTERM, ``seconds`` to end in order, then SIGKILL to whatever is left of the tree. Idempotent.
+        """Send SIGTERM, wait up to ``seconds``, then send SIGKILL to the rest of the tree. Idempotent.
 
-        Returns the exit status of the command (negative: the signal), or None if it was not started.
+        Return the exit status of the command (negative: the signal), or None if never started.
         """
         process = self._process
         if process is None:
@@ -210,7 +216,8 @@ class ServerProcess:
         return process.returncode
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
-        """Kills every process of the tree that still runs, also those whose parents are gone."""
+        """Kill every process of the tree that still runs, including orphans."""
+        # Members may have left the process group or lost the parent, so kill by id, too.
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:
             left = [*left, *tree(process.pid)]
@@ -244,9 +251,10 @@ class ServerProcess:
 
 
 def reaper(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills the process group when this process ends, however it ends.
+    """Start a process that kills the process group when this process ends in any way, and return it.
 
-    Only then its standard input closes. Stopped processes die of it as well.
+    The end of this process closes the standard input of the new process. SIGKILL works on stopped processes,
+    too.
     """
     return subprocess.Popen(
         ["/bin/sh", "-c", f"read _; kill -9 -{group}"],

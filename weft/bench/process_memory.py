@@ -17,19 +17,19 @@ _GROWTH = 1.01
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """A process that cannot be confused with a later one of the same id."""
+    """A process, identified by id and start time, so a later process with the same id differs."""
 
     pid: int
     started: int
     """Clock ticks since boot."""
 
     def is_alive(self) -> bool:
-        """Whether it still runs (a zombie does not)."""
+        """Return True if the process still runs. A zombie does not run."""
         found = _stat(self.pid)
         return found is not None and found[1] == self.started and found[2] != "Z"
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Send SIGKILL if the process still runs."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -37,7 +37,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Bytes of a tree at one time; ``pss`` is None when it was not read."""
+    """Bytes of a tree at one time; ``pss`` is None if not read."""
 
     rss: int
     pss: int | None
@@ -45,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest sums so far, in bytes. ``at`` is the RSS at which PSS was last read."""
+    """The largest sums so far, in bytes. ``at`` is the RSS at the last read of PSS."""
 
     rss: int = 0
     pss: int = 0
@@ -59,18 +59,18 @@ class Peak:
 
 
 def _stat(pid: int) -> tuple[int, int, str] | None:
-    """(parent, start, state) of a process, or None when there is none."""
+    """Return (parent, start, state) of a process, or None if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name, in parentheses, may hold anything.
+    # The name, in parentheses, may contain any character, so split after the last parenthesis.
     fields = text[text.rindex(")") + 2 :].split()
     return int(fields[1]), int(fields[19]), fields[0]
 
 
 def tree(root: int) -> list[ProcessMemory]:
-    """``root`` and its descendants, parents first. Empty when it is gone."""
+    """Return ``root`` and its descendants, parents first. Empty if ``root`` is gone."""
     children: dict[int, list[ProcessMemory]] = {}
     first: ProcessMemory | None = None
     for entry in os.listdir("/proc"):
@@ -86,7 +86,10 @@ def tree(root: int) -> list[ProcessMemory]:
 
 
 def sample(processes: Iterable[ProcessMemory], peak: Peak) -> Sample:
-    """Sums over the processes. PSS costs the kernel a walk of page tables: read only when RSS has grown."""
+    """Return the sums over the processes.
+
+    PSS costs the kernel a walk of page tables, so PSS is read only after RSS has grown.
+    """
     pids = [one.pid for one in processes]
     rss = sum(map(_rss, pids))
     if rss <= peak.at * _GROWTH:
@@ -112,17 +115,15 @@ def _kilobytes(pid: int, file: str, field: re.Pattern[bytes]) -> int | None:
 
 
 def own_peak() -> int:
-    """Bytes: the largest resident set that this process had, ever or since ``reset_own_peak``."""
+    """Return the largest resident set of this process in bytes, since the start or ``reset_own_peak``."""
     return _kilobytes(os.getpid(), "status", _PEAK_RSS) or 0
 
 
 def own_resident() -> int:
-    """Bytes: the resident set of this process."""
+    """Return the resident set of this process in bytes."""
     return _rss(os.getpid())
 
 
 def reset_own_peak() -> None:
-    """From now on ``own_peak`` is the largest since now. Raises OSError where the system has no such
-    thing.
-    """
+    """Restart the measurement of ``own_peak``. Raise OSError if the system does not support the reset."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""What is known about one request after it ended, and the words for how it ended."""
+"""The record of one request after its end, and the names of outcomes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 Outcome = str
-"""``ok``; ``unfinished`` (the run was cut short); or the kind of failure: ``connect``, ``timeout``,
-``http_429`` (any status), ``stream_error`` (the server said so inside a stream), ``broken`` (the stream ended
-early), ``protocol`` (not what the API promises)."""
+"""The outcome of a request. ``ok``; ``unfinished`` (the run was cut short); or the kind of failure:
+``connect``, ``timeout``, ``http_429`` (any status), ``stream_error`` (an error reported inside a stream),
+``broken`` (the stream ended early), ``protocol`` (an answer that violates the API)."""
 
 Counted = Literal["usage", "token_ids", "chunks"]
 
@@ -22,31 +22,32 @@ class RequestRecord:
 
     number: int
     planned: float | None
-    """When it should have been sent; None in a closed loop."""
+    """Planned time of sending; None in a closed loop."""
     sent: float
     ended: float = 0.0
     outcome: Outcome = "unfinished"
     message: str = ""
     prompt_tokens: int = 0
-    """As the server counted, or as many as were sent."""
+    """The server's count, or the number of tokens sent."""
     asked_tokens: int = 0
     output_tokens: int = 0
     counted: Counted = "chunks"
-    """What ``output_tokens`` is from, the first that exists: usage, ids in the chunks, or their number."""
+    """Source of ``output_tokens``, the first available: usage, ids in the chunks, or the number of chunks."""
     finish_reason: str | None = None
     arrivals: list[float] = field(default_factory=list)
-    """When each chunk with output came."""
+    """Arrival time of each chunk with output."""
     last: float = 0.0
-    """When the last output came: the last of ``arrivals``, or the end if a token without text came then."""
+    """Arrival time of the last output: the last of ``arrivals``, or the end if a token without text came
+    then."""
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from sending to the first output."""
+        """Seconds from sending to the first output; None without output."""
         return self.arrivals[0] - self.sent if self.arrivals else None
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds a token after the first; None for a single one."""
+        """Mean seconds per token after the first token; None for fewer than two tokens."""
         if not self.arrivals or self.output_tokens < 2:
             return None
         return (self.last - self.arrivals[0]) / (self.output_tokens - 1)
@@ -58,7 +59,7 @@ class RequestRecord:
 
     @property
     def e2el(self) -> float:
-        """Seconds from sending to the last output (the end of the stream where there is none)."""
+        """Seconds from sending to the last output; to the end of the stream without output."""
         return (self.last if self.arrivals else self.ended) - self.sent
 
 
@@ -99,7 +100,7 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> None:
-    """Fills ``record`` from the lines of an event stream, each with its arrival time."""
+    """Fill ``record`` from the lines of an event stream, each with its arrival time."""
     done = False
     ids = 0
     usage: _Usage | None = None
@@ -123,6 +124,7 @@ def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> 
         for choice in chunk.choices:
             record.finish_reason = choice.finish_reason or record.finish_reason
             ids += len(choice.token_ids or ())
+            # A final chunk may have a token without text, so remember the time of the finish reason.
             if choice.has_output():
                 record.arrivals.append(at)
             elif choice.finish_reason:
@@ -145,7 +147,7 @@ def _count(record: RequestRecord, usage: _Usage | None, ids: int, last: float | 
     else:
         record.output_tokens, record.counted = len(record.arrivals), "chunks"
     if last is not None and record.output_tokens > len(record.arrivals):
-        # More tokens than chunks with text: the last one may have come with the reason why the answer ended.
+        # More tokens than chunks with text: the last token may have come together with the finish reason.
         record.arrivals = record.arrivals or [last]
         record.last = last
     elif record.arrivals:

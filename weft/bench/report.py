@@ -1,4 +1,4 @@
-"""From the records of a run to one report: JSON for programs, a table for people."""
+"""Make a report from the records of a run: JSON for programs, a table for people."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from weft.bench.stats import PERCENTILES, meets, percentile, ratio, rounded, sum
 
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 _BUSY = 0.8
-"""Share of a CPU from which the load generator may be what limits the numbers."""
+"""Share of a CPU above which the load generator may limit the numbers."""
 
 
 def make_report(
     run: LoadRun, levels: dict[str, float], facts: dict[str, Any], heads: Mapping[str, int] = {}
 ) -> dict[str, Any]:
-    """The whole result of a run; ``facts`` (what was asked) are its ``setup``. ``heads``: role -> heads of
-    the server, where it tells.
+    """Return the whole result of a run. ``facts`` (the settings) become ``setup``.
 
-    Latencies are in ms, of successful requests; rates a second, from the first sending to the last end of
-    what succeeded. ``levels`` are the limits of goodput in ms.
+    Latencies are in ms, of successful requests. Rates are per second, from the first sending to the last end
+    of a successful request. ``levels`` are the limits of goodput in ms. ``heads`` maps a role to the server's
+    number of engines, if known.
     """
     good = [record for record in run.records if record.outcome == "ok"]
+    # Failed requests count for the begin, so a slow failure before the first success lowers the rates.
     seconds = max(r.ended for r in good) - min(r.sent for r in run.records) if good else 0.0
     output, prompt = sum(r.output_tokens for r in good), sum(r.prompt_tokens for r in good)
     report: dict[str, Any] = {
@@ -64,7 +65,7 @@ def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -
 
 
 def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
-    """Summaries in ms of TTFT, TPOT, ITL and E2EL."""
+    """Return summaries in ms of TTFT, TPOT, ITL and E2EL."""
     values: dict[str, list[float | None]] = {
         "ttft": [r.ttft for r in good],
         "tpot": [r.tpot for r in good],
@@ -83,7 +84,7 @@ def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: f
 
 
 def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
-    """Rates over all heads of the server, whatever their role; None where it does not tell how many."""
+    """Return rates per engine of the server, over all roles; None if the number of engines is unknown."""
     heads = sum(report["heads"].values())
     if not heads:
         return None
@@ -93,7 +94,7 @@ def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
 
 
 def _client(run: LoadRun) -> dict[str, Any]:
-    """How far the load generator itself kept up."""
+    """Return how well the load generator itself kept up."""
     late = [1e3 * (r.sent - r.planned) for r in run.records if r.planned is not None]
     return {
         "cpu_share": ratio(run.client_cpu, run.seconds),
@@ -102,8 +103,9 @@ def _client(run: LoadRun) -> dict[str, Any]:
 
 
 def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
-    """What a reader of the numbers must know."""
+    """Return notes that a reader of the numbers must know."""
     notes = []
+    # Each note names a reason to distrust a number of the report.
     unknown = sum(record.counted == "chunks" for record in good)
     if unknown:
         notes.append(f"{unknown} answers came without a token count: their chunks were counted")
@@ -111,6 +113,7 @@ def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
     if short:
         notes.append(f"{short} answers ended before the tokens asked for")
     chunks, tokens = sum(len(r.arrivals) for r in good), sum(r.output_tokens for r in good)
+    # Several tokens per chunk hide the gaps between tokens.
     if chunks and tokens > 1.1 * chunks:
         notes.append(f"a chunk held {tokens / chunks:.1f} tokens on average: ITL is between chunks")
     if run.seconds > 1 and run.client_cpu > _BUSY * run.seconds:
@@ -125,9 +128,10 @@ def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report in lines for a terminal."""
+    """Return the report as lines for a terminal."""
     counts, goodput = report["requests"], report["goodput"]
     failed = ", ".join(f"{kind} {count}" for kind, count in report["failures"].items())
+    # Optional rows appear only with content.
     rows = [
         ("requests", f"{counts['ok']} ok of {counts['sent']} sent in {report['seconds']:.2f} s"),
         *([("failed", f"{counts['failed']} ({failed})")] if failed else []),

@@ -1,4 +1,4 @@
-"""When requests are sent and how long they are. Pure functions of a seed; times in seconds from the start."""
+"""Send times and lengths of requests. Pure functions of a seed; times in seconds from the start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from weft.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Tokens, drawn evenly from ``low`` to ``high`` inclusive."""
+    """A number of tokens, drawn evenly from ``low`` to ``high`` inclusive."""
 
     low: int
     high: int
 
     def draw(self, source: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         return self.low + int(source.random() * (self.high - self.low + 1))
 
 
 def parse_lengths(text: str, flag: str) -> LengthRange:
-    """``512`` or ``128:1024``. Raises ConfigError naming ``flag``."""
+    """Parse ``512`` or ``128:1024``. Raise ConfigError that names ``flag``."""
     low, colon, high = text.partition(":")
     try:
         result = LengthRange(int(low), int(high) if colon else int(low))
@@ -40,10 +40,10 @@ def parse_lengths(text: str, flag: str) -> LengthRange:
 
 
 def arrivals(rate: float, burstiness: float, source: random.Random) -> Iterator[float]:
-    """Endless arrival times at ``rate`` a second on average.
+    """Yield endless arrival times with an average of ``rate`` per second.
 
-    The gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, below 1 comes in
-    bursts, large is even, infinite exactly even. The first request comes after the first gap.
+    The gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, below 1 comes in bursts,
+    large is even, infinite exactly even. The first request comes after the first gap.
     """
     now = 0.0
     while True:
@@ -56,10 +56,10 @@ def arrivals(rate: float, burstiness: float, source: random.Random) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request to send. Exactly one of ``ids`` and ``text`` is there, unless only the length is known."""
+    """One request to send. Exactly one of ``ids`` and ``text`` is set, unless only the length is known."""
 
     at: float | None
-    """Seconds from the start; None: as soon as a place is free."""
+    """Seconds from the start; None to send as soon as a place is free."""
     input_len: int
     output_len: int
     ids: list[int] | None = None
@@ -67,11 +67,11 @@ class Planned:
 
 
 def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planned]:
-    """The requests of a JSONL trace, by time.
+    """Return the requests of a JSONL trace, in order of time.
 
-    A line is ``{"at": seconds, "input_len": n, "output_len": m}``, with ``"prompt"`` (a text or token ids) in
-    place of ``input_len`` where the prompt itself was kept. ``output_len`` is the default for lines without.
-    Times are divided by ``speed``. Raises ConfigError naming the line.
+    A line is ``{"at": seconds, "input_len": n, "output_len": m}``. A trace with prompts has ``"prompt"``
+    (text or token ids) in place of ``input_len``. ``output_len`` is the default for lines without. Times are
+    divided by ``speed``. Raise ConfigError that names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -80,6 +80,7 @@ def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planne
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
+            # Any malformed line gives the same error, whatever exception the parsing raised.
             try:
                 found.append(_traced(json.loads(line), speed, output_len.low))
             except (ValueError, TypeError, KeyError) as error:
@@ -93,11 +94,12 @@ def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planne
 
 
 def _traced(entry: Any, speed: float, output_len: int) -> Planned:
-    """One line. Raises ValueError, TypeError or KeyError."""
+    """Parse one line. Raise ValueError, TypeError or KeyError."""
     at = float(entry["at"]) / speed
     output = entry.get("output_len", output_len)
     prompt = entry.get("prompt")
     if isinstance(prompt, list):
+        # `type(..) is int` rejects bool, which is a subclass of int.
         ids = [token for token in prompt if type(token) is int and token >= 0]
         planned = Planned(at, len(ids), output, ids=ids)
         if len(ids) != len(prompt):
@@ -115,7 +117,7 @@ def _traced(entry: Any, speed: float, output_len: int) -> Planned:
 def random_plan(
     input_len: LengthRange, output_len: LengthRange, rate: float | None, burstiness: float, seed: int
 ) -> Iterator[Planned]:
-    """Endless requests of drawn lengths: at drawn times with a ``rate``, else as places are free."""
+    """Yield endless requests of drawn lengths: at drawn times with a ``rate``, else without times."""
     source = random.Random(f"lengths {seed}")
     times: Iterable[float | None] = _no_times()
     if rate is not None:

@@ -1,4 +1,4 @@
-"""``weft bench serve`` without its command line: one run of load against a server, and its report."""
+"""``weft bench serve`` without the command line: one run of load against a server, and a report."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weft.bench.workloads import Workload, prompts
 from weft.common.errors import WeftError
 
 METRICS_S = 10.0
-"""Seconds that a server gets to tell its metrics."""
+"""Seconds that a server gets to return its metrics."""
 _UP = re.compile(r'^weft:engine_up\{[^}]*role="(\w+)"[^}]*\} 1\.0$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     url: str
     model: str | None = None
@@ -49,10 +49,10 @@ class RunSettings:
     levels: dict[str, float] = field(default_factory=dict)
     progress: bool = True
     keep_alive: bool = True
-    """Whether requests share connections."""
+    """True if requests share connections."""
 
     def plan(self) -> Iterator[Planned]:
-        """The requests, in the order in which they are sent."""
+        """Return the requests in sending order."""
         if self.trace:
             return iter(self.trace)
         if self.workload is not None:
@@ -62,7 +62,7 @@ class RunSettings:
         return random_plan(self.input_len, self.output_len, self.rate, self.burstiness, self.repetition)
 
     def facts(self, target: ServerTarget) -> dict[str, Any]:
-        """What the report says about the set-up."""
+        """Return the settings part of the report."""
         return {
             "model": target.model,
             "endpoint": self.endpoint,
@@ -82,16 +82,17 @@ class RunSettings:
 
 
 def measure(asked: RunSettings) -> dict[str, Any]:
-    """Runs the load and returns its report. Raises WeftError when the server can't be asked at all."""
+    """Run the load and return the report. Raise WeftError if the server can't be queried at all."""
     return asyncio.run(measure_async(asked))
 
 
 async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str, Any]:
-    """``measure`` inside a running event loop."""
+    """Run ``measure`` inside a running event loop."""
     base = base_url(asked.url)
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
     async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:
         timeout = asked.limits.request_timeout
+        # Ask the server before the clock starts: model, form of prompts, words per token.
         model, kind, words = await prepare(
             client, base, asked.model, asked.endpoint, asked.prompts, asked.vocab_size, timeout
         )
@@ -117,7 +118,7 @@ async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str
 
 
 async def heads_by_role(client: httpx.AsyncClient, base: str) -> dict[str, int]:
-    """Role -> heads of it that are up, as a Weft server's metrics say; empty where they do not."""
+    """Return role -> number of live engines, from the metrics of a Weft server; empty if unavailable."""
     try:
         async with asyncio.timeout(METRICS_S):
             answer = await client.get(f"{base.removesuffix('/v1')}/metrics")
@@ -127,7 +128,10 @@ async def heads_by_role(client: httpx.AsyncClient, base: str) -> dict[str, int]:
 
 
 def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:
-    """The plan. Raises WeftError where it has token ids and the server takes none."""
+    """Return the plan. Raise WeftError if the plan has token ids and the server takes none.
+
+    A workload is sent as text of the same lengths instead.
+    """
     plan = asked.plan()
     if target.prompts == "ids" and target.endpoint == "completions":
         return plan
@@ -135,17 +139,19 @@ def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:
     if first is not None and first.ids is not None:
         if asked.workload is None:
             raise WeftError("the trace holds token ids, and this endpoint takes text only")
-        # The same lengths; the words are made for the server.
+        # drop the ids: the client makes words of the same length for the server
         rest = itertools.chain([first], plan)
         return (dataclasses.replace(one, ids=None) for one in rest)
     return itertools.chain([] if first is None else [first], plan)
 
 
 async def _warm_up(client: Any, asked: RunSettings, target: ServerTarget) -> None:
-    """Sends requests like those measured, as many at once, and forgets them. Raises WeftError if all fail."""
+    """Send requests like the measured ones, all at once, and drop the records. Raise WeftError if all
+    fail."""
     like = next(asked.plan())
     planned = Planned(None, like.input_len, min(like.output_len, 16))
     count = asked.warmup
+    # All warm-up requests run at once, but within the run's concurrency.
     limits = dataclasses.replace(
         asked.limits, requests=count, duration=None, concurrency=min(count, asked.limits.concurrency or count)
     )

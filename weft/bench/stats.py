@@ -1,4 +1,4 @@
-"""The arithmetic of reports: percentiles, summaries, service levels. Pure."""
+"""Arithmetic of reports: percentiles, summaries, service levels. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` percent lie, linear between neighbours, as numpy's default.
+    """Return the value below which ``share`` percent lie; linear between neighbours, like numpy's default.
 
-    Raises ValueError for no values or a share outside 0..100.
+    Raise ValueError for no values or a share outside 0..100.
     """
     if not values or not 0 <= share <= 100:
         raise ValueError("a percentile needs values and a share from 0 to 100")
@@ -26,7 +26,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def summary(values: Sequence[float]) -> dict[str, float] | None:
-    """mean, p50, p90, p99 and max in the unit of ``values``; None where there are none."""
+    """Return mean, p50, p90, p99 and max in the unit of ``values``; None without values."""
     if not values:
         return None
     found = {"mean": math.fsum(values) / len(values)}
@@ -38,7 +38,7 @@ METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_levels(words: Sequence[str]) -> dict[str, float]:
-    """``["ttft:500", "tpot:50"]`` as {metric: milliseconds}. Raises ConfigError."""
+    """Parse ``["ttft:500", "tpot:50"]`` to {metric: milliseconds}. Raise ConfigError."""
     levels: dict[str, float] = {}
     for word in (part for text in words for part in text.replace(",", " ").split()):
         name, _, value = word.partition(":")
@@ -56,19 +56,20 @@ def parse_levels(words: Sequence[str]) -> dict[str, float]:
 
 
 def meets(levels: dict[str, float], times: dict[str, float | None]) -> bool:
-    """Whether a request kept every level. ``times`` are in ms; one that does not exist (the TPOT of a single
-    token) keeps its level.
+    """Return True if a request met every level. ``times`` are in ms.
+
+    A missing time (None, such as the TPOT of a single token) meets its level.
     """
     return all((found := times[name]) is None or found <= limit for name, limit in levels.items())
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """part / whole, or None where there is no whole."""
+    """Return part / whole, or None if ``whole`` is not positive."""
     return part / whole if whole > 0 else None
 
 
 def rounded(data: Any, digits: int = 4) -> Any:
-    """``data`` (JSON) with its floats cut to ``digits`` decimals."""
+    """Return ``data`` (JSON) with floats rounded to ``digits`` decimals."""
     if isinstance(data, float):
         return round(data, digits)
     if isinstance(data, dict):

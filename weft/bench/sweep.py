@@ -1,4 +1,4 @@
-"""How cost grows with work: the same load at growing concurrency, and single requests of growing context."""
+"""Growth of cost with work: the same load at growing concurrency, and single requests of growing context."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ Measure = Callable[[RunSettings], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The points of a sweep. ``seconds`` bounds each: nothing new is sent after half of them, and the point
-    ends with the rest.
+    """The points of a sweep. ``seconds`` bounds each point.
+
+    No request is sent after half of ``seconds``; the point ends with the other half.
     """
 
     concurrency: tuple[int, ...]
@@ -27,20 +28,20 @@ class Sweep:
     output_len: int = 64
     context_output_len: int = 32
     rounds: int = 2
-    """Requests to each place of a concurrency point, and to a context point."""
+    """Requests for each place of a concurrency point, and for a context point."""
     seconds: float = 60.0
 
     def points(self) -> list[tuple[str, int]]:
-        """(axis, value) in the order they are run."""
+        """Return (axis, value) of each point, in order of the runs."""
         return [("concurrency", n) for n in self.concurrency] + [("context", n) for n in self.context]
 
     def asked(self, base: RunSettings, axis: str, value: int, number: int) -> RunSettings:
-        """What is run for one point; ``number`` makes its prompts its own."""
+        """Return the settings of one point. ``number`` gives the point prompts of its own."""
         single = axis == "context"
         length = LengthRange(value, value) if single else LengthRange(self.input_len, self.input_len)
         output = self.context_output_len if single else self.output_len
         places = 1 if single else value
-        # Few requests say little: at least eight, or as many as there are places for.
+        # A few requests say little: send at least eight, or ``rounds`` per place.
         requests = self.rounds if single else max(self.rounds * places, 8)
         limits = Limits(
             concurrency=places,
@@ -60,12 +61,13 @@ class Sweep:
 
 
 def powers(text: str, flag: str) -> tuple[int, ...]:
-    """``1..64`` (powers of two from one to the other), ``1,4,16``, or ``none``. Raises ConfigError."""
+    """Parse ``1..64`` (powers of two times the first number), ``1,4,16``, or ``none``. Raise ConfigError."""
     if text == "none":
         return ()
     try:
         if ".." in text:
             low, high = (int(part) for part in text.split(".."))
+            # low, 2 * low, 4 * low, .. up to high
             found = [low << n for n in range(max(high, 1).bit_length()) if low << n <= high]
         else:
             found = [int(part) for part in text.split(",")]
@@ -79,9 +81,9 @@ def powers(text: str, flag: str) -> tuple[int, ...]:
 def run_sweep(
     sweep: Sweep, base: RunSettings, say: Callable[[str], Any], measure_point: Measure = measure
 ) -> dict[str, Any]:
-    """Runs every point and returns them by axis. A point that fails says why and the sweep goes on.
+    """Run every point and return the results by axis. A failed point gets an error, and the sweep continues.
 
-    Ctrl-C ends the sweep with the points measured so far.
+    Ctrl-C ends the sweep; the points measured so far are returned.
     """
     points: dict[str, list[dict[str, Any]]] = {"concurrency": [], "context": []}
     say(_row("", "value", "ok", "out tok/s", "TTFT p50 ms", "TPOT p50 ms"))

@@ -13,7 +13,7 @@ from weft.common.errors import ConfigError
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 """The last ids of the vocabulary; generation ends at <|im_end|>."""
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Of models that see images, before those."""
+"""Special tokens of models with images, placed before ``SPECIAL``."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -25,15 +25,15 @@ VISION_TEMPLATE = TEMPLATE.replace(
     "{% endif %}{% endfor %}{% endif %}",
 )
 _SPACE = "\u0120"
-"""How byte-level BPE writes a space."""
+"""The form of a space in byte-level BPE."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int, max_length: int, *, vision: bool = False) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and the chat template into ``folder``.
+    """Write tokenizer.json, tokenizer_config.json and the chat template into ``folder``.
 
-    Ids 0 to 255 are bytes; then come letters after a space, pairs of letters, pairs after a space and
-    triples, which are whole ASCII text, so nearly every random token streams at once; ``SPECIAL`` are last.
-    The pre-tokenizer is GPT-2's. Raises ConfigError for a size that cannot be had.
+    Ids 0 to 255 are bytes. Then follow letters after a space, pairs of letters, pairs after a space, and
+    triples. All are whole ASCII text, so nearly every random token streams at once. ``SPECIAL`` comes last.
+    The pre-tokenizer is GPT-2's. Raise ConfigError for an impossible size.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -64,9 +64,10 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int, *, vision: b
 
 
 def _merges() -> list[tuple[str, str]]:
-    """Merges in order of rank, each of two tokens that exist before it."""
+    """Return the merges in order of rank. Both parts of a merge are earlier tokens."""
     letters = string.ascii_lowercase
     pairs = [a + b for a in letters for b in letters]
+    # Each group uses only tokens of the groups before.
     return [
         *((_SPACE, letter) for letter in letters),
         *((pair[0], pair[1]) for pair in pairs),

@@ -1,6 +1,6 @@
-"""The workloads by which engines are compared, as data: every engine gets the same token ids.
+"""The workloads for the comparison of engines, as data: every engine gets the same token ids.
 
-Greedy, end-of-text ignored, so each request makes exactly ``output_tokens`` tokens.
+Greedy, without end-of-text, so each request produces exactly ``output_tokens`` tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Measure = Literal["output_rate", "token_seconds", "prompt_rate", "serving"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one shape. ``concurrency`` is None for one that is handed over at once, in process."""
+    """Requests of one shape. ``concurrency`` is None for a workload that runs at once, in process."""
 
     name: str
     requests: int
@@ -24,7 +24,7 @@ class Workload:
     output_tokens: int
     concurrency: int | None
     measure: Measure
-    """What it is there for: output tokens/s, seconds a token, prompt tokens/s, or latency over HTTP."""
+    """The main number: output tokens/s, seconds per token, prompt tokens/s, or latency over HTTP."""
 
     @property
     def about(self) -> str:
@@ -46,10 +46,10 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def safe_range(vocab_size: int) -> range:
-    """Token ids that are ordinary text in practically every vocabulary.
+    """Return the token ids that are ordinary text in practically every vocabulary.
 
-    Vocabularies keep bytes and control tokens at their ends, so a 32nd part is left out at either end.
-    Raises ConfigError for a vocabulary too small to choose from.
+    Vocabularies have bytes and control tokens at both ends, so a 32nd part is left out at either end. Raise
+    ConfigError for a vocabulary too small to choose from.
     """
     edge = max(vocab_size // 32, 1)
     if vocab_size - 2 * edge < 2:
@@ -58,15 +58,15 @@ def safe_range(vocab_size: int) -> range:
 
 
 def random_ids(key: str, length: int, vocab_size: int) -> list[int]:
-    """``length`` ids of ``safe_range``, a function of ``key`` alone, on every Python version."""
+    """Return ``length`` ids of ``safe_range``, determined by ``key`` alone, on every Python version."""
     safe = safe_range(vocab_size)
-    # Only random() is stable over versions.
+    # Only random() is stable across Python versions.
     draw = random.Random(key).random
     return [safe.start + int(draw() * len(safe)) for _ in range(length)]
 
 
 def prompts(workload: Workload, repetition: int, vocab_size: int) -> list[list[int]]:
-    """[requests][prompt_tokens] ids. Another ``repetition`` shares no prefix, so prefix caches don't help."""
+    """Return [requests][prompt_tokens] ids. Another ``repetition`` shares no prefix, so caches don't help."""
     return [
         random_ids(f"{workload.name} {repetition} {number}", workload.prompt_tokens, vocab_size)
         for number in range(workload.requests)

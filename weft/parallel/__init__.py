@@ -1,1 +1,1 @@
-"""Ranks of a group: mesh and collectives. One rank is a group whose collectives are no-ops."""
+"""Ranks of a group: mesh and collectives. A single rank is a group with no-op collectives."""

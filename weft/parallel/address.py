@@ -1,4 +1,4 @@
-"""Addresses of this host, as other hosts of a group see it."""
+"""Addresses of this host, as seen from other hosts of a group."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _AGAIN = 0.1
 
 
 def own_address(host: str, port: int) -> str:
-    """The numeric address that this host has on the way to ``host``; of its own name, that address.
+    """Return the numeric address of this host on the route to ``host``, which may be this host.
 
-    Nothing is sent. Raises ConfigError when there is no way.
+    Nothing is sent. Raise ConfigError if there is no route.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -32,15 +32,15 @@ def own_address(host: str, port: int) -> str:
 
 
 def tcp(host: str, port: int | str) -> str:
-    """A zmq address."""
+    """Return the zmq address of ``host`` and ``port``, with brackets around an IPv6 address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
-    """Binds ``socket`` to ``address``, the one of ``--rdzv``.
+    """Bind ``socket`` to ``address``, the address of ``--rdzv``.
 
-    A port that is taken is waited for ``patience`` seconds: a process that was killed holds its ports until
-    it has ended, and may be followed before. Raises ConfigError.
+    Wait up to ``patience`` seconds for a port in use: a killed process keeps its ports until its end, and its
+    successor may start earlier. Raise ConfigError.
     """
     until = time.monotonic() + patience
     waits = False
@@ -57,7 +57,7 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
 
 
 def _bind(socket: zmq.Socket[Any], address: str) -> int:
-    """0, or the number of the error."""
+    """Bind the socket. Return 0, or the number of the error."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -1,7 +1,7 @@
-"""The agreement of a domain's heads: one small collective a step, on a process group of their own.
+"""Agreement of the engines of an expert-parallel group: one small collective per step, in a separate group.
 
-Votes go through gloo; a wake-up (``weft.parallel.wakeup``) reaches heads that sleep. Both are used from the
-thread that steps, and no other.
+Votes travel over gloo. A wake-up (``weft.parallel.wakeup``) reaches sleeping engines. Only the thread that
+runs steps uses both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from weft.scheduler.votes import Decision, Vote, Waves, decide, to_row
 
 
 class AgreementGroup:
-    """One replica's member of the group of heads. Every replica calls ``agree`` for every step while it is
-    ``awake``.
-    """
+    """One replica's member of the group of engines. While ``awake``, each replica calls ``agree`` for each
+    step."""
 
     def __init__(self, replica: int, replicas: int, wakeups: WakeupChannel, host: str | None = None) -> None:
-        """``host``: see ``GroupComm``."""
+        """Create an unconnected member. For ``host`` see ``GroupComm``."""
         self._replica = replica
         self._launcher = Launcher()
         self._comm = GroupComm("heads", range(replicas), replica, self._launcher, host)
@@ -32,15 +31,15 @@ class AgreementGroup:
         self._epoch = -1
         self._launched = 0
         self._early: list[tuple[int, int]] = []
-        """Wake-ups of an epoch that has not begun here."""
+        """Wake-ups of an epoch not yet begun at this replica."""
         self.votes = 0
-        """Number of agreements."""
+        """Number of completed agreements."""
 
     def connect(self, store: Any, epoch: int, timeout: float, addresses: Sequence[str] = ()) -> None:
-        """Forms the group of heads anew for ``epoch``, all asleep. All heads call it. Raises CommLost.
+        """Form the group of engines anew for ``epoch``, all asleep. All engines must call. Raise CommLost.
 
-        ``timeout``: seconds for this, and that one head may wait for another in each agreement.
-        ``addresses``: see ``WakeupChannel.reach``.
+        ``timeout`` bounds the call, and each later wait for another engine's vote, in seconds. For
+        ``addresses`` see ``WakeupChannel.reach``.
         """
         self._comm.abort()
         self._launcher.broken = False
@@ -51,26 +50,28 @@ class AgreementGroup:
         self._launched = 0
 
     def abort(self) -> None:
-        """Ends the group: a waiting ``agree`` raises CommLost. From any thread."""
+        """End the group: a waiting ``agree`` raises CommLost. May be called from any thread."""
         self._launcher.broken = True
         self._comm.abort()
 
     @property
     def awake(self) -> bool:
-        """Whether ``agree`` must be called, since other replicas do. Takes in calls; never waits."""
+        """True if ``agree`` must be called because other replicas call ``agree``. Reads wake-ups; never
+        waits."""
         self._listen()
         return self._waves.awake
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To poll while asleep."""
+        """Sockets to poll while asleep."""
         return self._wakeups.sockets
 
     def agree(self, vote: Vote) -> Decision:
-        """Wakes the domain if it sleeps, and waits for every replica's vote.
+        """Wake the expert-parallel group if asleep, wait for the votes of all replicas, and return the
+        decision.
 
-        Epoch, step and wave are filled in here. Raises CommLost when a replica is gone or late, and
-        EngineDead when replicas are not at the same step.
+        Fill in the epoch, step and wave of ``vote``. Raise CommLost if a replica is gone or late, and
+        EngineDead if replicas are at different steps.
         """
         called = self._waves.begin()
         if called is not None:
@@ -81,12 +82,13 @@ class AgreementGroup:
         self.votes += 1
         self._launched += decision.launch
         if decision.sleep:
+            # A wake-up for the next wave may have come already: then `sleep` begins the wave at once.
             self._listen()
             self._waves.sleep()
         return decision
 
     def close(self) -> None:
-        """Ends the group, and closes the wake-up channel."""
+        """End the group, and close the wake-up channel."""
         self._comm.abort()
         self._wakeups.close()
 

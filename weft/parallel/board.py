@@ -1,8 +1,8 @@
-"""A board on host 0: a table in which hosts and heads publish their state and read that of others.
+"""The rendezvous store on host 0: a table in which hosts and engine processes publish state for each other.
 
-A table of small entries, each with one writer. Clients that know the group's secret may write and read
-(CURVE: see ``weft.parallel.secret``). Writers send their entries with every question, so an entry that was
-lost or overwritten by a dead process is right again with the next question. ``weft.types.board`` lists the
+The table has small entries, each with one writer. Clients that know the group's secret may write and read
+(CURVE: see ``weft.parallel.secret``). A writer sends all its entries with every query. So an entry that was
+lost, or overwritten by a dead process, is right again after the next query. ``weft.types.board`` lists the
 entries.
 """
 
@@ -28,16 +28,16 @@ from weft.types.board import MOST_BYTES, Ask, Table
 log = get_logger(__name__)
 
 RENEW_S = 3.0
-"""Seconds without an answer after which a client connects anew."""
+"""Seconds without an answer after which a client reconnects."""
 _TURN_MS = 100
 _QUEUE = 1000
 
 
 class Board:
-    """The table, and a thread that serves it. ``post`` and ``get`` may be called from any thread."""
+    """The table, and a thread that serves clients. ``post`` and ``get`` may be called from any thread."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
-        """Listens at ``address``. Raises ConfigError when it is taken."""
+        """Listen at ``address``, and start the thread. Raise ConfigError if the address is taken."""
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -46,7 +46,7 @@ class Board:
         self._handshakes = Handshakes(self._socket)
         self._strangers = CountedLog(log)
         self.refused = ""
-        """Address of the last one whose connection was refused; "" for none."""
+        """Address of the last refused connection; "" if none was refused."""
         try:
             listen_at(self._socket, address, 0.0)
         except BaseException:
@@ -56,7 +56,7 @@ class Board:
         self._lock = threading.Lock()
         self._entries: dict[str, bytes] = {}
         self._heard: dict[str, float] = {}
-        """When each entry was posted last, also with the same value."""
+        """Time of the last post of each entry, including posts of an equal value."""
         self._incarnation = secrets.randbits(63)
         self._version = 1
         self._stop = False
@@ -64,30 +64,31 @@ class Board:
         self._thread.start()
 
     def post(self, key: str, value: bytes) -> None:
-        """Sets the entry ``key``."""
+        """Set the entry ``key``."""
         with self._lock:
             self._post(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """The entry ``key``; None if there is none."""
+        """Return the entry ``key``; None if absent."""
         with self._lock:
             return self._entries.get(key)
 
     def ages(self, prefix: str) -> dict[str, float]:
-        """Keys that begin so, in the order in which they came first: seconds since each was posted last."""
+        """Return the keys with ``prefix`` in order of first post, each with the seconds since its last
+        post."""
         now = time.monotonic()
         with self._lock:
             return {key: now - at for key, at in self._heard.items() if key.startswith(prefix)}
 
     def drop(self, key: str) -> None:
-        """Forgets an entry, until it is posted again."""
+        """Forget an entry until the next post. Idempotent."""
         with self._lock:
             self._heard.pop(key, None)
             if self._entries.pop(key, None) is not None:
                 self._version += 1
 
     def close(self) -> None:
-        """Ends the thread; what was answered is still delivered, if that takes no longer than a second."""
+        """End the thread. Answers already queued are still delivered, for up to one second."""
         self._stop = True
         self._thread.join(5.0)
 
@@ -99,7 +100,8 @@ class Board:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for one in (self._socket, self._handshakes.monitor):  # addresses are there while connections are
+        # the monitor gives addresses only of live connections
+        for one in (self._socket, self._handshakes.monitor):
             poller.register(one, zmq.POLLIN)
         try:
             while not self._stop:
@@ -123,12 +125,13 @@ class Board:
         with self._lock:
             for key, value in ask.entries.items():
                 self._post(key, value)
+            # A client with the present version gets an answer without entries.
             known = (ask.board, ask.version) == (self._incarnation, self._version)
             entries = {} if known else dict(self._entries)
             answer = Table(number=ask.number, board=self._incarnation, version=self._version, entries=entries)
         try:
             self._socket.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
-        except zmq.ZMQError:  # the client does not read; it may ask again
+        except zmq.ZMQError:  # the client does not read; the client may ask again
             return
 
     def _end(self) -> None:
@@ -139,7 +142,7 @@ class Board:
 
 
 class BoardClient:
-    """A client of the board. Used from one thread at a time."""
+    """A client of the rendezvous store. Used from one thread at a time."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
         self._address = address
@@ -151,27 +154,28 @@ class BoardClient:
         self._answered = 0
         self._asked = -RENEW_S
         self.entries: dict[str, bytes] = {}
-        """The table as received last."""
+        """The table as last received."""
         self.board = self.version = 0
         """Id and version of the received table."""
         self.heard = time.monotonic()
-        """When the board answered last; before its first answer, when the client was made."""
+        """Time of the last answer; before the first answer, time of the client's creation."""
 
     def post(self, key: str, value: bytes) -> None:
-        """Sets the entry ``key``; every later ``look`` sends it."""
+        """Set the entry ``key``. Every later ``look`` sends the entry."""
         self._posted[key] = value
 
     def look(self, wait: float) -> bool:
-        """Sends the posted entries, and takes in answers. Returns whether this question was answered.
+        """Send the posted entries and receive answers. Return True if the query of this call was answered.
 
-        ``wait``: seconds for the answer. With 0 it asks, unless an answer is outstanding, and takes in
-        answers that have come.
+        Wait up to ``wait`` seconds for the answer. With 0, only read answers that have come, and send a query
+        unless an earlier query is outstanding.
         """
         self._take(0)
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
             return False
         quiet = time.monotonic() - max(self.heard, self._connected)
         self._handshakes.look()
+        # After a long silence, reconnect: zmq may hold a dead connection, and answers may be lost.
         if self._answered < self._number and quiet > RENEW_S:
             self._close(0)
             self._connect()
@@ -188,7 +192,8 @@ class BoardClient:
         return self._answered == self._number
 
     def tell(self, key: str, value: bytes, patience: float) -> None:
-        """Posts an entry and waits until the board has it. Raises EngineDead."""
+        """Post an entry, and wait until the store has the entry. Raise EngineDead after about ``patience``
+        seconds."""
         self.post(key, value)
         until = time.monotonic() + patience
         while not self.look(min(RENEW_S, patience)):
@@ -198,7 +203,7 @@ class BoardClient:
 
     @property
     def why(self) -> str:
-        """Why the board does not answer, as far as this end can tell."""
+        """The reason why the store does not answer, as far as this end knows."""
         return self._handshakes.why or "it is connected, and says nothing"
 
     def close(self) -> None:
@@ -218,7 +223,7 @@ class BoardClient:
         self._connected = time.monotonic()
 
     def _take(self, wait: float) -> None:
-        """Answers that came, waiting ``wait`` seconds for the first."""
+        """Store all received answers; wait up to ``wait`` seconds for the first."""
         while self._socket.poll(max(int(wait * 1000), 0)):
             wait = 0
             try:
@@ -227,6 +232,7 @@ class BoardClient:
                 continue
             self.heard = time.monotonic()
             self._answered = max(self._answered, table.number)
+            # A new table id means that host 0 restarted, so the version counts from anew.
             if table.board != self.board or table.version > self.version:
                 self.entries = table.entries
                 self.board = table.board
@@ -234,13 +240,13 @@ class BoardClient:
 
 
 def board_place(parallel: ParallelSection) -> tuple[str, CurveKeys]:
-    """The board's address and its keys. Raises ConfigError."""
+    """Return the address and the keys of the rendezvous store. Raise ConfigError."""
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     return tcp(*meeting_place(parallel)), read_keys(parallel.group_secret)
 
 
 def open_board(parallel: ParallelSection) -> Board:
-    """The board of a server whose host 0 this is. Raises ConfigError."""
+    """Open the rendezvous store; called on host 0 of the server. Raise ConfigError."""
     where, port = meeting_place(parallel)
     return Board(tcp(own_address(where, port), port), board_place(parallel)[1])
 

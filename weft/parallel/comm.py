@@ -1,4 +1,4 @@
-"""Collectives of one group as a model sees them: launched, then waited for where the result is needed."""
+"""Collectives of one group, as a model sees them: launched, then awaited at the use of the result."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Tensor = torch.Tensor
 
 
 class Pending(ABC):
-    """A collective in flight. A step generator yields it, and asks for its result when it is resumed."""
+    """A collective in flight. A step generator yields the collective, and takes the result once resumed."""
 
     @abstractmethod
     def result(self) -> Tensor:
-        """The collective's output; waits for it. Raises what the communicator raised."""
+        """Wait for the collective and return the output. Raise any error of the communicator."""
 
 
 class Done(Pending):
-    """A collective that has ended."""
+    """A finished collective."""
 
     def __init__(self, made: Tensor) -> None:
         self._made = made
@@ -29,11 +29,11 @@ class Done(Pending):
 
 
 class Comm(ABC):
-    """The collectives of one axis. Every rank launches the same ones in the same order.
+    """The collectives of one axis. All ranks launch the same collectives in the same order.
 
-    A tensor that is given belongs to the collective until its result was taken. Sums are taken in the order
-    of ranks, in a wide dtype, and rounded once: all ranks get the same bits, whatever else is in the tensor.
-    (Where NCCL may choose its order, as a ``GroupComm`` of GPUs can let it, only the former holds.)
+    An input tensor belongs to the collective until the result is taken. Sums are taken in the order of ranks,
+    in a wide dtype, and rounded once. So all ranks get the same bits, whatever the other rows of the tensor.
+    A ``GroupComm`` of GPUs may let NCCL choose the order; then only the equality of ranks holds.
     """
 
     rank: int
@@ -41,25 +41,27 @@ class Comm(ABC):
 
     @abstractmethod
     def all_reduce(self, partial: Tensor) -> Pending | None:
-        """Starts the sum of ``partial`` over the ranks; None where it is the sum already."""
+        """Start the sum of ``partial`` over the ranks. Return None if ``partial`` is already the sum."""
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Pending:
-        """Starts [size, *x.shape] of x, which has one shape on all ranks."""
+        """Start the gather [size, *x.shape] of x. All ranks pass the same shape."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Pending:
-        """Starts the sum over ranks of ``x[rank]``; x: [size, *shape] on all ranks."""
+        """Start the sum of ``x[rank]`` over the ranks; x: [size, *shape] on all ranks."""
 
     @abstractmethod
     def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        """Starts an exchange of rows: ``sends[r]`` of x, in order of ranks, go to rank r; of each rank r come
-        ``receives[r]``. Returns [sum(receives), *x.shape[1:]], in order of ranks.
+        """Start an exchange of rows. The result is [sum(receives), *x.shape[1:]], in order of ranks.
+
+        Rows of x are grouped in order of ranks: ``sends[r]`` rows go to rank r. ``receives[r]`` rows come
+        from rank r.
         """
 
 
 class LocalComm(Comm):
-    """A group of one rank: its collectives do nothing."""
+    """A group of one rank, with no-op collectives."""
 
     rank = 0
     size = 1
@@ -78,9 +80,9 @@ class LocalComm(Comm):
 
 
 def reduced(comm: Comm, partial: Tensor) -> Generator[Pending, None, Tensor]:
-    """The sum of a row-parallel layer's partials: one yield on several ranks, none on one.
+    """Return the sum of a row-parallel layer's partials: one yield on several ranks, none on one rank.
 
-    For ``yield from`` inside ``Block.steps`` and ``Model.steps`` only.
+    Use only with ``yield from`` inside ``Block.steps`` and ``Model.steps``.
     """
     pending = comm.all_reduce(partial)
     if pending is None:
@@ -90,7 +92,7 @@ def reduced(comm: Comm, partial: Tensor) -> Generator[Pending, None, Tensor]:
 
 
 def awaited(comm: Comm, pending: Pending) -> Generator[Pending, None, Tensor]:
-    """The result of a collective of ``comm``: one yield on several ranks, none on one."""
+    """Return the result of a collective of ``comm``: one yield on several ranks, none on one rank."""
     if comm.size > 1:
         yield pending
     return pending.result()

@@ -1,11 +1,11 @@
-"""The control channel of a group: frames between its head and its ranks, never on the stream of tensors.
+"""The control channel of a group: frames between an engine process and its ranks, apart from all tensors.
 
-``HeadChannel`` and ``RankChannel`` carry bytes and know nothing of frames. Here they are zmq sockets over ipc
-or tcp; ``loopback.py`` has the same within one process, with virtual time and planted faults. An end belongs
-to one thread.
+``HeadChannel`` and ``RankChannel`` carry bytes and know nothing of frames. Here both are zmq sockets over ipc
+or tcp. ``loopback.py`` implements both within one process, with virtual time and planted faults. An end
+belongs to one thread.
 
-A peer is one incarnation of a rank: a rank that was restarted is another peer, so nothing that was meant for,
-or comes from, the one before it reaches the wrong one.
+A peer is one incarnation of a rank. A restarted rank is another peer, so no frame to or from the former
+incarnation can reach the wrong process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types.frames import MAX_FRAME
 
 QUEUE = 10_000
-"""Frames that a rank may leave unread before it counts as gone."""
+"""Unread frames at which a rank counts as gone."""
 
 
 class PeerGone(EngineDead):
@@ -32,31 +32,31 @@ class PeerGone(EngineDead):
 
 
 class HeadChannel(ABC):
-    """The head's end of the control channel."""
+    """The engine's end of the control channel."""
 
     address: str
-    """What ranks connect to."""
+    """The address for connections of ranks."""
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """zmq sockets that are readable when frames have come; a loop may poll them with its own."""
+        """zmq sockets that become readable when frames arrive. A loop may poll the sockets beside others."""
         return ()
 
     @abstractmethod
     def send(self, peer: bytes, data: bytes) -> None:
-        """Queues a frame for ``peer``; does not wait. Raises PeerGone."""
+        """Queue a frame for ``peer`` without waiting. Raise PeerGone."""
 
     @abstractmethod
     def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
-        """The next frame and who sent it; None when none came within ``timeout`` seconds (0: do not wait)."""
+        """Return (sender, next frame); None if no frame came within ``timeout`` seconds (0: do not wait)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the channel. What was sent is still delivered, if that takes no longer than a second."""
+        """End the channel. Queued frames are still delivered, for up to one second."""
 
 
 class NoRanks(HeadChannel):
-    """The channel of a head that has no ranks beside it."""
+    """The channel of an engine without other ranks."""
 
     address = ""
 
@@ -79,45 +79,50 @@ class RankChannel(ABC):
 
     @abstractmethod
     def send(self, data: bytes) -> None:
-        """Queues a frame for the head; does not wait. Raises PeerGone."""
+        """Queue a frame for the engine without waiting. Raise PeerGone."""
 
     @abstractmethod
     def receive(self, timeout: float, wake: Sequence[int] = ()) -> bytes | None:
-        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait), or when one
-        of the descriptors ``wake`` can be read from.
+        """Return the engine's next frame; None if no frame came within ``timeout`` seconds (0: do not wait).
+
+        Also return None early when one of the file descriptors ``wake`` becomes readable.
         """
 
     @abstractmethod
     def close(self, deliver: bool = True) -> None:
-        """Ends the channel. What was sent is still delivered, if that takes no longer than a second; without
-        ``deliver`` it is dropped.
+        """End the channel. Queued frames are still delivered, for up to one second.
+
+        Without ``deliver``, queued frames are dropped.
         """
 
 
 class HeadLink(NamedTuple):
-    """A rank's connections to one head, which has welcomed it."""
+    """A rank's connections to an engine after the welcome."""
 
     channel: RankChannel
     heartbeats: RankChannel | None
     incarnation: str
-    """Of that head."""
+    """Incarnation of the engine process."""
 
 
 class ZmqHead(HeadChannel):
-    """The head's end as a zmq ROUTER that listens."""
+    """The engine's end: a listening zmq ROUTER."""
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
-        """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
-        (port ``*`` takes a free one). Beyond loopback ``keys`` must be given: ranks without them are refused.
-        ``patience``: seconds to wait for the port of ``--rdzv`` if another process has it; then it raises
-        ConfigError.
+        """Listen at ``endpoint``.
+
+        ``endpoint`` is ``ipc://path`` in a private folder of this user, or ``tcp://address:port`` (port ``*``
+        takes a free port). Beyond loopback ``keys`` must be given: ranks without the keys are refused.
+        ``patience`` is the number of seconds to wait for the port of ``--rdzv`` while another process has the
+        port; afterwards raise ConfigError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         socket = _configured(self._context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A rank that connects again keeps its identity, and this end may not know that the first connection
-        # broke: the second one would never be heard. Identities are random: nobody can take one.
+        # A rank that reconnects keeps its identity, and this end may not have noticed the end of the first
+        # connection. Without handover, zmq would ignore the second connection. Identities are random, so no
+        # peer can take over another's.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             keys.guard_head(socket)
@@ -147,7 +152,7 @@ class ZmqHead(HeadChannel):
         parts = self._inbox.take(timeout)
         if parts is None:
             return None
-        # Anything but a pair comes from no rank of ours: an empty frame, which the decoder refuses.
+        # Other part counts come from a foreign program: return an empty frame, which the decoder refuses.
         return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
 
     def close(self) -> None:
@@ -158,9 +163,7 @@ class ZmqHead(HeadChannel):
 
 
 class ZmqRank(RankChannel):
-    """A rank's end as a zmq DEALER. It connects in the background, and anew whenever the connection is
-    lost.
-    """
+    """A rank's end: a zmq DEALER that connects in the background, and reconnects after a loss."""
 
     def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
@@ -200,20 +203,22 @@ def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 class _Inbox:
-    """Receives from a socket. A wait is one call into zmq, which lets other threads run."""
+    """Receives from a socket. A wait is one call into zmq, which releases the GIL."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._patience = -1
 
     def take(self, timeout: float, wake: Sequence[int] = ()) -> list[bytes] | None:
-        """The next message; None when none came within ``timeout`` seconds, or one of ``wake`` can be read
-        from."""
+        """Return the next message; None after ``timeout`` seconds, or early when one of ``wake`` is
+        readable."""
+        # RCVTIMEO cannot watch other descriptors, so poll all and then read without waiting.
         if wake and timeout > 0:
             polled: list[tuple[Any, int]] = [(one, zmq.POLLIN) for one in (self._socket, *wake)]
             zmq.zmq_poll(polled, max(int(timeout * 1000), 1))
             timeout = 0
-        if timeout <= 0 and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
+        # cheaper than a failing read
+        if timeout <= 0 and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return None
         flags = 0 if timeout > 0 else int(zmq.NOBLOCK)
         if timeout > 0 and (patience := max(int(timeout * 1000), 1)) != self._patience:

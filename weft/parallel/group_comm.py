@@ -1,11 +1,11 @@
 """Communicators of several ranks.
 
-CPU tensors    over memory that ranks share, where all are on one host and have the CPU extension; else gloo
-CUDA tensors   over NCCL, where each rank has a GPU of its own; else through host memory, as CPU tensors
+CPU tensors    over shared memory, if all ranks are on one host and have the CPU extension; else gloo CUDA
+tensors   over NCCL, if each rank has a GPU of its own; else through host memory, as CPU tensors
 
-A ``GroupComm`` is there as long as its model, which holds it; the process group behind it is formed for an
-epoch, aborted when the epoch fails, and formed anew. No global state of ``torch.distributed`` is used, so
-ranks may be threads of one process.
+A ``GroupComm`` lives as long as the model that uses it. The process group behind it is formed for an epoch,
+aborted when the epoch fails, and formed anew. No global state of ``torch.distributed`` is used, so ranks may
+be threads of one process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ log = get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 ONE_SHOT = 1 << 16
-"""Bytes that a sum moves at most with one collective, each rank sending all it has to all; else with two."""
+"""Maximum bytes moved by the one-collective form of a sum (all ranks send all data to all ranks). Larger sums
+take two collectives."""
 LOOK_S = 0.02
-"""Seconds, at most, between two looks whether all ranks have come to form a group."""
+"""Maximum seconds between two checks for the arrival of all ranks."""
 
 
 class GroupComm(Comm):
-    """The collectives of ``ranks`` (numbers in the domain, increasing), of which ``mine`` is this one."""
+    """The collectives of ``ranks`` (numbers in the expert-parallel group, increasing) for the rank
+    ``mine``."""
 
     def __init__(
         self,
@@ -53,11 +55,11 @@ class GroupComm(Comm):
         gpu: torch.device | None = None,
         ordered: bool = True,
     ) -> None:
-        """``host``: the address that this rank listens at; by default only this host reaches it. ``share``:
-        whether to use shared memory where that works, the same on all ranks.
+        """Create an unconnected communicator.
 
-        ``gpu``: this rank's own GPU, for NCCL. ``ordered``: whether NCCL's sums are taken in the order of
-        ranks, too, like all others; else as NCCL does.
+        ``host`` is the address to listen at; None is reachable from this host only. ``share`` allows shared
+        memory and must be equal on all ranks. ``gpu`` is this rank's own GPU, for NCCL. With ``ordered``,
+        NCCL sums are also taken in the order of ranks; else NCCL chooses the order.
         """
         self.name = name
         self._host = host
@@ -71,22 +73,23 @@ class GroupComm(Comm):
         self._launcher = launcher
         self._group: Any = None
         self._shared: shared.SharedRing | None = None
-        """Keep a reference while using it: its memory stays until the last wait in it has ended."""
+        """Users keep a reference during use: the memory must stay mapped until the last wait has ended."""
         self._lock = threading.Lock()
 
     @property
     def shares(self) -> bool:
-        """Whether CPU tensors go through shared memory in this epoch."""
+        """True if CPU tensors go through shared memory in this epoch."""
         return self._shared is not None
 
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
-        """Meets the other ranks through ``store`` (a ``torch.distributed.Store``). Raises CommLost.
+        """Meet the other ranks through ``store`` (a ``torch.distributed.Store``). Raise CommLost.
 
-        ``timeout``: seconds for this, and for each collective from now on. Ends at once when the launcher is
-        ``broken`` while other ranks have not come: they may have gone on to another epoch.
+        ``timeout`` bounds the meeting and each later collective, in seconds. The meeting ends at once if the
+        launcher is ``broken`` while ranks are missing: the missing ranks may be in another epoch already.
         """
         group = fast = None
         try:
+            # Keys of earlier epochs stay in the store, so each epoch and group gets a prefix of its own.
             prefixed = dist.PrefixStore(f"{epoch}/{self.name}", store)
             self._await_all(prefixed, timeout)
             group = self._make(prefixed, timedelta(seconds=timeout))
@@ -108,12 +111,15 @@ class GroupComm(Comm):
 
     @property
     def link(self) -> str:
-        """What collectives run over: ``gloo`` or ``shared memory``, and for CUDA tensors ``NCCL``."""
+        """The transport of collectives: ``gloo`` or ``shared memory``, and ``NCCL`` for CUDA tensors."""
         link = "gloo" if self._shared is None else "shared memory"
         return link if self._gpu is None else f"NCCL, for CPU tensors {link}"
 
     def _await_all(self, store: Any, timeout: float) -> None:
-        """Returns when all ranks are here. What follows waits, too, but nobody can end those waits."""
+        """Return once all ranks are present. Raise CommLost after ``timeout`` seconds, or when aborted.
+
+        The later phases wait, too, but without a way to abort.
+        """
         store.set(f"here{self.rank}", "")
         all_of_them = [f"here{rank}" for rank in range(self.size)]
         until = time.monotonic() + timeout
@@ -127,7 +133,7 @@ class GroupComm(Comm):
             pause = min(2 * pause, LOOK_S)
 
     def _make(self, store: Any, timeout: timedelta) -> Any:
-        gloo: Any = dist.ProcessGroupGloo  # stubs know nothing of its options
+        gloo: Any = dist.ProcessGroupGloo  # stubs lack the options
         options = gloo._Options()
         options._timeout = timeout
         options._devices = [gloo.create_device(hostname=self._host or LOOPBACK)]
@@ -137,13 +143,15 @@ class GroupComm(Comm):
         return shared.meet(dist.PrefixStore("shared", store), self.rank, self.size, timeout)
 
     def abort(self) -> None:
-        """Ends the group: collectives in flight raise CommLost here and, as their peer is gone, elsewhere."""
+        """End the group. Collectives in flight raise CommLost at this rank and, for lack of a peer,
+        elsewhere."""
+        # Take the references under the lock, then abort outside: an abort may block.
         with self._lock:
             group = self._group
             self._group = None
             ring = self._shared
             self._shared = None
-            fast = self._nccl  # kept until it has ended: see ``settle``
+            fast = self._nccl  # kept until the end of the abort: see ``settle``
         if fast is not None:
             fast.abort()
         if ring is not None:
@@ -152,7 +160,7 @@ class GroupComm(Comm):
             group.abort()
 
     def settle(self, timeout: float) -> None:
-        """Waits until an aborted group has ended on the device, too. Raises CommLost."""
+        """Wait until an aborted group has ended on the device, too. Raise CommLost."""
         fast = self._nccl
         if fast is not None:
             fast.settle(timeout)
@@ -172,10 +180,10 @@ class GroupComm(Comm):
             lambda: self._run(lambda given: self._exchange(given, list(sends), list(receives)), x)
         )
 
-    # ---- what runs in the launcher
+    # ---- code run by the launcher
 
     def _run(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``work(x)``, if need be in host memory."""
+        """Return ``work(x)``, by way of host memory if necessary."""
         if not self._staged(x):
             return work(x)
         return self._stage.up(work(self._stage.down(x)), x.device)
@@ -191,6 +199,7 @@ class GroupComm(Comm):
         if ring is not None:
             return self._guard(lambda: ring.gather(x))
         x = x.contiguous()
+        # gloo and NCCL move bytes, so views as uint8 avoid all dtype limits.
         result = x.new_empty(self.size, *x.shape)
         fast = self._fast(x)
         if x.numel() and fast is not None:
@@ -217,6 +226,7 @@ class GroupComm(Comm):
     def _scatter(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x[0].clone()
+        # One row per rank: the exchange leaves [size, *shape] here, to be summed in order of ranks.
         each = [1] * self.size
         return _ordered_sum(self._exchange(x, each, each))
 
@@ -226,12 +236,13 @@ class GroupComm(Comm):
             return self._guard(lambda: ring.sum(x))
         fast = self._fast(x)
         if fast is not None and not self._ordered:
-            total = x.clone(memory_format=torch.contiguous_format)  # the caller may look at x again
+            total = x.clone(memory_format=torch.contiguous_format)  # x must stay unchanged for the caller
             if total.numel():
                 self._guard(lambda: fast.sum(total))
             return total
         if x.numel() * x.element_size() * self.size <= ONE_SHOT:
             return _ordered_sum(self._gather(x))
+        # Each rank sums one share of the elements, then all ranks gather the shares.
         share = -(-x.numel() // self.size)
         parts = torch.nn.functional.pad(x.reshape(-1), (0, share * self.size - x.numel()))
         mine = self._scatter(parts.view(self.size, share))
@@ -256,12 +267,13 @@ class GroupComm(Comm):
 
 
 def _ordered_sum(parts: Tensor) -> Tensor:
-    """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, in the dtype of ``parts``."""
+    """Return ``parts[0] + parts[1] + ..`` in this order, summed in float32 or wider, in the dtype of
+    ``parts``."""
     wide = parts.dtype if parts.dtype in (torch.float64, torch.float32) else torch.float32
     if not parts.dtype.is_floating_point:
         wide = parts.dtype
     total = parts[0].to(wide, copy=True)
-    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
+    for rank in range(1, len(parts)):  # iterating over the tensor makes a list, which cannot be captured
         total += parts[rank]
     return total.to(parts.dtype)
 

@@ -1,4 +1,4 @@
-"""Why connections of a zmq socket do not come to be, as its monitor tells. Used from one thread."""
+"""Why connections of a zmq socket fail, from the events of the socket's monitor. Used from one thread."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ SILENT = (
 )
 
 MOST = 64
-"""Addresses that are remembered of connections whose hand-shake is not over."""
+"""Maximum number of remembered addresses of connections with an unfinished handshake."""
 
 
 class Handshakes:
-    """What became of the connections of one socket."""
+    """The outcome of the connections of one socket."""
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
-        """Before ``bind`` or ``connect``."""
+        """Watch ``socket``. Call before ``bind`` or ``connect``."""
         self._socket = socket
         events = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED
         self.monitor = socket.get_monitor_socket(events | zmq.EVENT_DISCONNECTED)
         self.why = NOTHING
-        """Of a socket that connects: why it is not connected; "" while it is."""
+        """For a connecting socket: the reason why there is no connection; "" while connected."""
         self._accepted: list[str] = []
-        """Addresses of the connections whose hand-shake is not over, the oldest first."""
+        """Addresses of the connections with an unfinished handshake, the oldest first."""
 
     def look(self) -> list[str]:
-        """Takes in what has happened. Returns the addresses whose hand-shakes failed. Does not wait."""
+        """Process all events so far. Return the addresses with a failed handshake. Does not wait."""
         refused = []
         with contextlib.suppress(zmq.Again):
             while True:
                 told = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
                 event, value = int(told["event"]), int(told["value"])
+                # Handshake events carry no usable address: assume the oldest accepted connection.
                 if event == zmq.EVENT_ACCEPTED:
                     self._accepted = [*self._accepted[-MOST:], _peer(value)]
                 elif event == zmq.EVENT_CONNECTED:
@@ -58,18 +59,18 @@ class Handshakes:
                     self.why = STRANGER
                     refused += self._accepted[:1] or ["an unknown address"]
                     del self._accepted[:1]
-                elif not self.why:  # it was connected
+                elif not self.why:  # the connection broke
                     self.why = NOTHING
         return refused
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Stop watching. Call before the socket is closed."""
         self._socket.disable_monitor()
         self.monitor.close(0)
 
 
 def _peer(descriptor: int) -> str:
-    """Address of the other end of a connection that zmq has; it may have closed it by now."""
+    """Return the remote address of a connection of zmq, which may have closed the descriptor already."""
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
         return str(connection.getpeername()[0])
     return "an unknown address"

@@ -1,9 +1,9 @@
-"""CUDA tensors through host memory, for collectives that only take CPU tensors (gloo, shared memory).
+"""CUDA tensors through host memory, for collectives that take only CPU tensors (gloo, shared memory).
 
     device ──copy──► pinned ──collective──► host ──copy──► pinned ──copy──► device
        on the current stream  │ the host waits              on the current stream
 
-Correct before fast: every collective has the host wait for the device once.
+Correctness before speed: in every collective the host waits once for the device.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ _POLL = 0.00005
 
 
 class HostStage:
-    """Collectives of one rank by way of pinned host memory. Used from the thread, and on the stream, that
-    computes.
+    """Moves tensors of one rank's collectives through pinned host memory.
+
+    Used only from the thread and on the stream of compute.
     """
 
     def __init__(self, timeout: float) -> None:
-        """``timeout``: seconds that the host waits for what the device computes."""
+        """Create the stage. ``timeout``: seconds that the host waits for results of the device."""
         self._timeout = timeout
 
     def down(self, x: Tensor) -> Tensor:
-        """x, contiguous, in host memory: all that is queued before on the current stream is in it.
+        """Return x, contiguous, in host memory, after all work queued so far on the current stream.
 
-        Raises CommLost when the device does not get there in time.
+        Raise CommLost if the device does not reach this point in time.
         """
         if not x.is_cuda:
             return x.contiguous().clone()
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         host.copy_(x, non_blocking=True)
-        # x is read on the stream that its owner uses, so its memory is not reused before the copy is over.
+        # The copy runs on the stream that owns x, so the memory of x is not reused before the end of the
+        # copy.
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(x.device))
         self._wait(event)
         return host
 
     def up(self, host: Tensor, device: torch.device) -> Tensor:
-        """``host`` on ``device``, for what is queued next on the current stream. Waits for nothing.
+        """Return ``host`` on ``device``, usable by the next work on the current stream. Waits for nothing.
 
-        torch keeps pinned memory from being used again until copies out of it have ended.
+        torch does not reuse pinned memory before copies out of the memory have ended.
         """
         if device.type != "cuda":
             return host

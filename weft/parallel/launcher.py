@@ -1,11 +1,11 @@
-"""Where a rank's collectives run: at once on the caller's thread, or beside it, in order.
+"""Launchers run a rank's collectives: at once on the caller's thread, or beside compute, in order.
 
     Launcher          at once, on the caller's thread and stream
-    ThreadLauncher    on a CPU: steps in micro-batches have them on a thread of their own
-    StreamLauncher    on a GPU, for NCCL: steps in micro-batches have them on a stream of their own
+    ThreadLauncher    on a CPU: a separate thread for steps in micro-batches
+    StreamLauncher    on a GPU with NCCL: a separate stream for steps in micro-batches
 
-The order of launches is the same on all ranks, so one thread (or stream) for all communicators of a rank
-cannot deadlock, and what it runs goes on while the caller computes.
+All ranks launch in the same order. So one thread (or stream) for all communicators of a rank cannot deadlock,
+and the collectives on this thread run while the caller computes.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Tensor = torch.Tensor
 
 
 class CommLost(EngineDead):
-    """A collective failed: a peer is gone or did not come in time, or the group was aborted."""
+    """A collective failed: a peer is gone or late, or the group was aborted."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """One collective's times, in seconds of ``time.monotonic``."""
+    """Times of one collective, in seconds of ``time.monotonic``."""
 
     micro_batch: int
-    """The micro-batch, 0 or 1, that it belongs to (0 for a whole step)."""
+    """The micro-batch of the collective, 0 or 1 (0 for a whole step)."""
     launched: float
     began: float = 0.0
-    """When all collectives before it had ended."""
+    """Time at which all earlier collectives had ended."""
     ended: float = 0.0
     waited: float = 0.0
-    """Seconds that compute waited for it."""
+    """Seconds of waiting for the collective."""
 
     @property
     def seconds(self) -> float:
@@ -48,25 +48,27 @@ class Flight:
 
 
 class Launcher:
-    """Runs the collectives of one rank, in the order of their launch: here at once."""
+    """Runs the collectives of one rank in launch order. This class runs each at once."""
 
     def __init__(self) -> None:
         self.micro_batch = 0
-        """The micro-batch that launches now; noted in ``flights``."""
+        """The micro-batch that launches now; recorded in ``flights``."""
         self.recording = False
-        """Whether ``flights`` are kept; a caller that sets it must call ``take``."""
+        """True if ``flights`` are recorded. A caller that sets the flag must call ``take``."""
         self.flights: list[Flight] = []
-        """Collectives launched since ``take``."""
+        """Collectives launched since the last ``take``."""
         self.broken = False
-        """Whether the groups were aborted, and not formed anew: what the device computes may be garbage. Set
-        before the first of them is."""
+        """True if the groups were aborted and not formed anew, so results of the device may be garbage.
+
+        Set before the first group is aborted.
+        """
         self.moving = False
-        """Whether the launched collectives move experts; read by planted faults."""
+        """True while the launched collectives move experts; read by planted faults."""
         self.before: Callable[[], None] | None = None
-        """Called before each launch: planted faults."""
+        """Called before each launch; set by planted faults."""
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
-        """Starts ``work``, a blocking collective."""
+        """Start ``work``, a blocking collective, and return a handle."""
         flight = self._flight()
         flight.began = flight.launched
         made = work()
@@ -75,34 +77,35 @@ class Launcher:
         return Done(made)
 
     def threaded(self, wanted: bool) -> None:
-        """Sets whether collectives run beside compute from now on. None may be in flight."""
+        """Set whether collectives run beside compute from now on. No collective may be in flight."""
 
     @property
     def direct(self) -> bool:
-        """Whether a whole step's collectives are calls of the caller's thread, which can be captured."""
+        """True if a whole step runs its collectives on the caller's thread, so the step can be captured."""
         return True
 
     def flew(self, times: Iterable[tuple[float, float]]) -> None:
-        """Notes collectives of a whole step that ran elsewhere: (began, ended) of each."""
+        """Record the collectives of a whole step run elsewhere: (began, ended) of each."""
         self.flights += [Flight(0, began, began, ended, ended - began) for began, ended in times]
 
     def take(self) -> list[Flight]:
-        """The flights since the last call. All of them must have been waited for."""
+        """Return and clear the flights. The caller must have waited for all of them."""
         taken = self.flights
         self.flights = []
         return taken
 
     def cancel(self) -> None:
-        """Drops queued collectives: waiting for one raises CommLost. Call it after groups were aborted."""
+        """Drop queued collectives: waiting for a dropped one raises CommLost. Call after the groups were
+        aborted."""
 
     def settle(self, timeout: float) -> None:
-        """Waits until no collective runs. Raises CommLost after ``timeout`` seconds."""
+        """Wait until no collective runs. Raise CommLost after ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Ends the thread or stream that runs collectives."""
+        """End the thread or stream of collectives."""
 
     def check(self) -> None:
-        """Raises CommLost when results of the device cannot be trusted: see ``broken``."""
+        """Raise CommLost if results of the device cannot be trusted: see ``broken``."""
         if self.broken:
             raise CommLost("the group was aborted in the middle of a step")
 
@@ -128,7 +131,7 @@ class _Flying(Pending):
         self._error: BaseException | None = None
 
     def run(self, delay: float) -> None:
-        """On the launcher's thread."""
+        """Run the collective on the launcher's thread. ``delay``: seconds to add to the end time."""
         assert self.work is not None
         self._flight.began = time.monotonic()
         try:
@@ -136,12 +139,12 @@ class _Flying(Pending):
                 self._made = self.work()
         except BaseException as error:
             self._error = error
-        self.work = None  # and with it the tensors that it was given
+        self.work = None  # also frees the input tensors
         self._flight.ended = time.monotonic() + delay
         self._ended.set()
 
     def drop(self) -> None:
-        """Drops the collective: it will not run."""
+        """Drop the collective: ``result`` raises CommLost, and ``run`` is never called."""
         self.work = None
         self._error = CommLost("a collective was dropped: its group was aborted")
         self._ended.set()
@@ -152,8 +155,9 @@ class _Flying(Pending):
             raise CommLost("a collective did not end in time")
         if self._error is not None:
             raise self._error
+        # `ended` includes the simulated delay, which may lie in the future.
         late = self._flight.ended - time.monotonic()
-        if late > 0:  # the link's delay is not over
+        if late > 0:  # the simulated link delay is not over
             time.sleep(late)
         self._flight.waited += time.monotonic() - began
         assert self._made is not None
@@ -161,15 +165,19 @@ class _Flying(Pending):
 
 
 class ThreadLauncher(Launcher):
-    """Runs collectives on a thread of its own while they are wanted there, else at once.
+    """Runs collectives on a separate thread if ``threaded``, else at once.
 
-    A step that is computed whole waits for each collective where it launches it, and a thread would only cost
-    it the way there and back. What a layer computes between launch and result (a shared expert under a
-    dispatch) is under the collective in steps in micro-batches, and comes after it in others.
+    A step computed whole waits for each collective at the launch, so a thread would only add latency. A layer
+    may compute something between launch and result (a shared expert during a dispatch). In steps in
+    micro-batches the collective hides behind such work; in whole steps the work comes after the collective.
     """
 
     def __init__(self, timeout: float = 600.0, delay: float = 0.0) -> None:
-        """``timeout``: seconds that a caller waits for a collective; longer than the groups' own timeout."""
+        """Create the launcher; the thread starts with the first use.
+
+        ``timeout``: seconds that a caller waits for a collective; must exceed the timeout of the groups.
+        ``delay``: seconds added to every collective.
+        """
         super().__init__()
         self._timeout = timeout
         self._delay = delay
@@ -194,6 +202,7 @@ class ThreadLauncher(Launcher):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft-collectives", daemon=True)
             self._thread.start()
+        # Count before queueing, so `settle` never misses a collective.
         with self._idle:
             self._unfinished += 1
         self._queue.put(flying)
@@ -215,7 +224,7 @@ class ThreadLauncher(Launcher):
                 flying = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if flying is None:  # ``close`` was there already
+            if flying is None:  # ``close`` has already queued the end
                 self._queue.put(None)
                 break
             flying.drop()
@@ -230,14 +239,15 @@ class ThreadLauncher(Launcher):
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(min(self._timeout, 10.0))  # it is a daemon: what hangs holds up nobody
+            # a daemon thread: a hanging collective does not block the exit
+            self._thread.join(min(self._timeout, 10.0))
             self._thread = None
 
 
 class DelayedLauncher(ThreadLauncher):
-    """A slow network: each collective ends ``seconds`` after it would have, and several may be under way.
+    """A slow network: each collective ends ``seconds`` later, and several may be under way at once.
 
-    For tests and benches; the links' bandwidth is not slowed.
+    For tests and benchmarks. The bandwidth of links is not reduced.
     """
 
     def __init__(self, seconds: float, timeout: float = 600.0) -> None:
@@ -245,12 +255,11 @@ class DelayedLauncher(ThreadLauncher):
 
 
 class StreamLauncher(Launcher):
-    """On a GPU: collectives of steps in micro-batches on a stream of their own, which the compute stream
-    waits for at ``result``; those of whole steps on the compute stream itself.
+    """Launcher for a GPU: collectives of steps in micro-batches run on a separate stream.
 
-    For communicators whose collectives are queued on the current stream (NCCL). Fork and join are events
-    alone, so a step in micro-batches can be captured in a CUDA graph. Times are of launches, not of what the
-    device does.
+    The compute stream waits at ``result``. Collectives of whole steps run on the compute stream. Works only
+    with communicators that queue on the current stream (NCCL). Fork and join use events alone, so a step in
+    micro-batches can be captured in a CUDA graph. Recorded times are times of launches, not of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -290,17 +299,18 @@ class StreamLauncher(Launcher):
 class _Streaming(Pending):
     """A collective on the stream of a ``StreamLauncher``.
 
-    Who may use which memory when:
+    Rules for the use of memory:
 
-    * What was given lies in memory of the compute stream, and the other stream reads it. So it must not be
-      freed before the compute stream waits for ``joined``: until then ``_given`` keeps it. After that,
-      whatever gets its memory on the compute stream comes behind the collective.
-    * What was made lies in memory of the other stream, and the compute stream reads it. Freed, it could go to
-      the next collective at once; ``record_stream`` keeps it until the compute stream has come so far.
-    * What the collective itself allocated in between is of the other stream, and used there alone.
+    * The input lies in memory of the compute stream and is read by the other stream. So the input must not be
+      freed before the compute stream waits for ``joined``: until then ``_given`` keeps the input alive. Later
+      users of the memory on the compute stream come after the collective.
+    * The output lies in memory of the other stream and is read by the compute stream. Once freed, the memory
+      could go to the next collective at once; ``record_stream`` prevents reuse until the compute stream is
+      done.
+    * Temporary memory of the collective belongs to the other stream, and is used there alone.
 
-    A collective whose result nobody takes breaks the first rule. That happens only in an epoch that ends, and
-    nothing is computed from then on until the device has been synchronized (``Runner.reset``).
+    A collective without a call of ``result`` breaks the first rule. Such a case occurs only in an epoch that
+    ends, and nothing is computed afterwards until the device has been synchronized (``Runner.reset``).
     """
 
     def __init__(
@@ -320,9 +330,10 @@ class _Streaming(Pending):
 
 
 def default_launcher(device: torch.device, queued: bool) -> Launcher:
-    """The launcher of a rank on ``device``, whose collectives are ``queued`` there or run on the host.
+    """Return the launcher of a rank on ``device``.
 
-    Raises ConfigError for a WEFT_LINK_DELAY_MS that is no number of ms, or that a GPU cannot have.
+    With ``queued``, collectives are queued on the device's stream (NCCL); else the host runs the collectives.
+    Raise ConfigError if WEFT_LINK_DELAY_MS is not a number from 0 to 60000, or is set for a GPU.
     """
     text = env.get("WEFT_LINK_DELAY_MS", "0")
     try:
@@ -334,6 +345,6 @@ def default_launcher(device: torch.device, queued: bool) -> Launcher:
     if device.type == "cuda":
         if delay:
             raise ConfigError("WEFT_LINK_DELAY_MS delays ranks on a CPU: unset it, or use --device cpu")
-        # Through host memory a collective has the host wait for the device: nothing could go on beside it.
+        # Through host memory the host waits for the device, so nothing could overlap with a collective.
         return StreamLauncher(device) if queued else Launcher()
     return DelayedLauncher(delay) if delay else ThreadLauncher()

@@ -1,4 +1,4 @@
-"""The leases of a domain's heads: files on one host, or entries of the board of host 0."""
+"""The leases of an expert-parallel group's engines: files on one host, or entries of the rendezvous store."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from weft.parallel.board import BoardClient
 from weft.types.board import lease_key
 
 ANSWER_S = 0.5
-"""Seconds to wait for the board when a lease is written; later looks send it again."""
+"""Seconds to wait for the rendezvous store after writing a lease; later reads send the lease again."""
 
 
 class Leases(Protocol):
-    """Leases of the heads of a domain, published and read. Used from one thread at a time."""
+    """Published leases of the engines of an expert-parallel group. Used from one thread at a time."""
 
     def read(self) -> Sequence[Lease | None]:
-        """The leases of all replicas, in order; None where one is not known. Does not wait."""
+        """Return the latest known leases of all replicas, in order; None for an unknown lease. Does not
+        wait."""
 
     def write(self, lease: Lease) -> None:
-        """Publishes this head's lease."""
+        """Publish this engine's lease."""
 
 
 class FolderLeases:
-    """Files in a folder that heads of one host share; only this user can enter it."""
+    """Leases as files in a folder shared by the engines of one host; only this user can enter the folder."""
 
     def __init__(self, folder: str, replica: int, replicas: int) -> None:
         self._paths = [Path(folder) / f"lease{number}" for number in range(replicas)]
@@ -50,7 +51,7 @@ class FolderLeases:
 
 
 class BoardLeases:
-    """Leases as entries of the board of host 0. A look returns the answer to the question before it."""
+    """Leases as entries of the rendezvous store. A read returns the answer to the previous query."""
 
     def __init__(self, client: BoardClient, replica: int, replicas: int) -> None:
         self._client = client
@@ -64,6 +65,5 @@ class BoardLeases:
 
     def write(self, lease: Lease) -> None:
         self._client.post(self._mine, msgspec.msgpack.encode(lease))
-        self._client.look(
-            ANSWER_S
-        )  # what was asked before may not be answered yet: then 0 would send nothing
+        # An earlier query may be unanswered. A wait of 0 would then send nothing.
+        self._client.look(ANSWER_S)

@@ -1,7 +1,8 @@
-"""The control channel within one process, on virtual time, with faults that are planted as data.
+"""The control channel within one process, on virtual time, with planted faults.
 
-Nothing runs by itself. A rank is a function that ``drive`` was given; while the head waits, ranks take their
-turns, and when none has anything to do, time moves: to the next delivery, or to the end of the head's wait.
+Nothing runs in the background. Each rank is a function passed to ``drive``. While the engine waits, ranks
+take turns. When no rank has anything to do, time moves to the next delivery or to the end of the engine's
+wait.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from weft.common.clock import Clock, VirtualClock
 from weft.parallel.control import HeadChannel, PeerGone, RankChannel
 
 Deed = Callable[[bytes], Sequence[bytes]]
-"""What becomes of a frame: none, one or several that are delivered in its place."""
+"""Function from a sent frame to the delivered frames: none, one or several."""
 
 
 @dataclass(slots=True)
 class LinkFault:
-    """Befalls frames on one link. ``at``: which of them, counted from 0; None for every one."""
+    """A fault of one link. ``at`` is the number of the affected frame, from 0; None affects every frame."""
 
     peer: bytes
     to_rank: bool
     at: int | None = None
     deed: Deed = lambda data: [data]
     delay: float = 0.0
-    """Seconds that frames stay away; later ones overtake them."""
+    """Seconds added to the delivery; later frames may overtake."""
     hits: int = 0
-    """Frames that it befell."""
+    """Number of affected frames so far."""
 
 
 def lose(data: bytes) -> Sequence[bytes]:
-    """The frame never arrives."""
+    """Lose the frame."""
     return []
 
 
 def repeat(data: bytes) -> Sequence[bytes]:
-    """The frame arrives twice."""
+    """Deliver the frame twice."""
     return [data, data]
 
 
 @dataclass(slots=True)
 class _Link:
-    """One direction between the head and one peer."""
+    """One direction between the engine and one peer."""
 
     clock: Clock
     frames: deque[tuple[float, bytes]] = field(default_factory=deque)
@@ -64,6 +65,7 @@ class _Link:
 
     def take(self) -> bytes | None:
         now = self.clock.now()
+        # A delayed frame is overtaken by later frames.
         for number, (due, data) in enumerate(self.frames):
             if due <= now:
                 del self.frames[number]
@@ -75,7 +77,7 @@ class _Link:
 
 
 class Loopback:
-    """The control channel of one group within one process: all of its links."""
+    """The control channel of one group within one process, with all links."""
 
     def __init__(self, clock: VirtualClock, faults: Sequence[LinkFault] = ()) -> None:
         self.clock = clock
@@ -86,37 +88,38 @@ class Loopback:
         self._last = b""
 
     def plant(self, fault: LinkFault) -> None:
-        """Adds a fault; its ``at`` counts frames since the link's first."""
+        """Add a fault. ``at`` counts frames since the link's first frame."""
         self._faults.append(fault)
         self._link(fault.peer, fault.to_rank).faults.append(fault)
 
     def sent(self, peer: bytes, to_rank: bool) -> int:
-        """Frames that were sent over a link so far: the number of the next one."""
+        """Return the number of frames sent over a link so far, which is the number of the next frame."""
         return self._link(peer, to_rank).sent
 
     def drive(self, peer: bytes, turn: Callable[[], bool]) -> None:
-        """``turn()`` lets the rank behind ``peer`` do something; False when there was nothing to do."""
+        """Register ``turn`` as the rank behind ``peer``. ``turn()`` returns False if there was nothing
+        to do."""
         self._turns[peer] = turn
 
     def cut(self, peer: bytes) -> None:
-        """The peer is gone: it takes no more turns, and nothing can be sent to it."""
+        """Mark the peer as gone: no more turns, and frames to the peer raise PeerGone."""
         self._cut[peer] = None
 
     def head(self) -> LoopbackHead:
-        """The head's end."""
+        """Return the engine's end."""
         return LoopbackHead(self)
 
     def rank(self, peer: bytes) -> LoopbackRank:
-        """The end of ``peer``."""
+        """Return the end of ``peer``, and make the peer known."""
         self._link(peer, True)
         return LoopbackRank(self, peer)
 
     def turn(self) -> bool:
-        """Every rank has a turn. False when none had anything to do."""
+        """Give every rank a turn. Return False if no rank had anything to do."""
         busy = [turn() for peer, turn in list(self._turns.items()) if peer not in self._cut]
         return any(busy)
 
-    # ---- what the ends use
+    # ---- used by the ends
 
     def _link(self, peer: bytes, to_rank: bool) -> _Link:
         link = self._links.get((peer, to_rank))
@@ -126,14 +129,16 @@ class Loopback:
         return link
 
     def put(self, peer: bytes, to_rank: bool, data: bytes) -> None:
-        """Raises PeerGone for a peer that was cut, or that there never was."""
+        """Queue a frame. Raise PeerGone for a peer that is cut or unknown."""
         if peer in self._cut or (peer, True) not in self._links:
             raise PeerGone("the peer is gone")
         self._link(peer, to_rank).put(data)
 
     def take_for_head(self) -> tuple[bytes, bytes] | None:
-        """The next frame for the head, of each peer in turn."""
+        """Return (peer, next frame) for the engine, round robin over the peers; None if nothing has
+        arrived."""
         peers = [peer for peer, to_rank in self._links if not to_rank]
+        # Begin after the last served peer, so no peer starves.
         later = [peer for peer in peers if peer > self._last]
         for peer in [*later, *peers]:
             data = self._links[peer, False].take()
@@ -143,11 +148,12 @@ class Loopback:
         return None
 
     def take_for(self, peer: bytes) -> bytes | None:
-        """The next frame for ``peer``."""
+        """Return the next frame for ``peer``; None if nothing has arrived."""
         return self._link(peer, True).take()
 
     def wait(self, until: float) -> bool:
-        """Moves time to the next delivery, at most to ``until``. False when it was there already."""
+        """Move time to the next delivery, at most to ``until``. Return False if time was at ``until``
+        already."""
         if self.clock.now() >= until:
             return False
         due = [link.next_due() for link in self._links.values()]
@@ -156,7 +162,7 @@ class Loopback:
 
 
 class LoopbackHead(HeadChannel):
-    """The head's end of a ``Loopback``."""
+    """The engine's end of a ``Loopback``."""
 
     address = "loopback"
 
@@ -181,7 +187,7 @@ class LoopbackHead(HeadChannel):
 
 
 class LoopbackRank(RankChannel):
-    """A rank's end of a ``Loopback``. It never waits."""
+    """A rank's end of a ``Loopback``. ``receive`` never waits."""
 
     def __init__(self, net: Loopback, peer: bytes) -> None:
         self._net = net

@@ -1,8 +1,8 @@
 """The communicators of one rank, by axis.
 
-tp    the ranks of this replica: partials of split matrices are summed over it
-ep    all ranks of the domain, where they share experts
-dp    the ranks at the same place in every replica of the domain
+tp    the ranks of this replica, for sums of the partials of split matrices ep    all ranks of the
+expert-parallel group, which share experts dp    the ranks at the same place in every replica of the
+expert-parallel group
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """What a model under construction is given, and holds for its life. See ``make_mesh``."""
+    """The communicators of one rank. A model receives the mesh at construction. See ``make_mesh``."""
 
     layout: Layout = ALONE
     rank: int = 0
@@ -36,17 +36,19 @@ class Mesh:
     ep: Comm = field(default_factory=LocalComm)
     dp: Comm = field(default_factory=LocalComm)
     launcher: Launcher = field(default_factory=Launcher)
-    """Runs the collectives of all of them."""
+    """Runs the collectives of all axes."""
     formed: list[Callable[[], None]] = field(default_factory=list)
-    """What ranks do together whenever their groups have formed: models that were built for the mesh."""
+    """Functions that all ranks call together after each forming of the groups, added by models of the
+    mesh."""
     nccl: bool = False
-    """Whether CUDA tensors go over NCCL."""
+    """True if CUDA tensors go over NCCL."""
     ordered: bool = True
-    """Whether sums are taken in the order of ranks, with NCCL too."""
+    """True if sums are taken in the order of ranks, with NCCL too."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why a step in which ranks meet cannot be captured as a CUDA graph; None where it can, or alone."""
+        """Reason why a step with collectives cannot be captured as a CUDA graph. None if capture is
+        possible."""
         if self.layout.domain == 1:
             return None
         if not self.nccl:
@@ -57,22 +59,24 @@ class Mesh:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """What of the collectives can make a row's bits depend on what is computed beside it."""
+        """Collectives that make the bits of a row depend on other rows of the step."""
         return ("sums over ranks (nccl)",) if self.nccl and not self.ordered and self.connects else ()
 
     @property
     def connects(self) -> bool:
-        """Whether there is a group of more than one rank."""
+        """True if there is a group of more than one rank."""
         return bool(self._groups())
 
     @property
     def shares(self) -> bool:
-        """Whether all collectives of CPU tensors go through shared memory, in this epoch. All ranks have the
-        same answer: a group's all share memory, and have the CPU extension, or none does."""
+        """True if all collectives of CPU tensors go through shared memory in this epoch.
+
+        All ranks have the same answer: within a group either all ranks share memory or none does.
+        """
         return all(comm.shares for comm in self._groups())
 
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
-        """Forms every group of more than one rank for ``epoch``; all ranks call it. Raises CommLost."""
+        """Form every group of more than one rank for ``epoch``. All ranks must call. Raise CommLost."""
         self.launcher.settle(timeout)
         for comm in self._groups():
             comm.settle(timeout)
@@ -81,17 +85,18 @@ class Mesh:
             comm.connect(store, epoch, timeout)
         for agree in self.formed:
             agree()
-        self.launcher.take()  # what they launched is of no step
+        self.launcher.take()  # drop the records: collectives of the forming belong to no step
 
     def abort(self) -> None:
-        """Ends every group: a waiting collective raises CommLost. From any thread; does not wait."""
+        """End every group: a waiting collective raises CommLost. May be called from any thread; does not
+        wait."""
         self.launcher.broken = True
         for comm in self._groups():
             comm.abort()
         self.launcher.cancel()
 
     def close(self) -> None:
-        """Waits a little for groups that were aborted: a process that ends before may crash at its end."""
+        """Wait up to ``CLOSE_S`` seconds per aborted group: exiting earlier may crash the process."""
         try:
             for comm in self._groups():
                 comm.settle(CLOSE_S)
@@ -112,9 +117,10 @@ def make_mesh(
     collectives: str = "auto",
     ordered: bool = True,
 ) -> Mesh:
-    """The mesh of ``rank``, its groups not connected yet. ``host``, ``ordered``: see ``GroupComm``.
+    """Return the mesh of ``rank``, with unconnected groups. For ``host`` and ``ordered`` see ``GroupComm``.
 
-    ``collectives``: as ``ParallelSection.collectives``. Raises ConfigError where there is no NCCL to use.
+    ``collectives`` has the values of ``ParallelSection.collectives``. Raise ConfigError if NCCL is needed and
+    missing.
     """
     replica = layout.replica(rank)
     place = layout.place(rank)

@@ -1,17 +1,17 @@
 """NCCL communicators of one group and epoch, for CUDA tensors.
 
-Collectives are queued on the current stream; nothing here waits for the device. So a collective whose peer is
-gone hangs on the device and raises nowhere: reading a step's result has a deadline, and ``abort`` has
-the kernels that hang end, with garbage for a result (``Launcher.broken`` says so).
+Collectives are queued on the current stream; nothing here waits for the device. So a collective with a lost
+peer hangs on the device and raises nowhere. The reader of a step's result has a deadline. ``abort`` makes the
+hanging kernels end with garbage as the result (see ``Launcher.broken``).
 
     formed by ``connect`` ──► used ──► abort ──► ended       ``settle`` waits for the end
 
-What may block for long (forming, aborting, the destructor) runs on threads of its own:
+Calls that may block for long (forming, aborting, the destructor) run on separate threads:
 
-* Forming hangs while a peer that said hello does not go on.
-* An abort ends when no CUDA graph is left that was captured with the communicator, and other communicators'
-  kernels let it free memory. So all communicators are aborted side by side, and graphs are dropped before
-  anybody waits in ``settle``.
+* Forming hangs if a peer arrives and then stops.
+* An abort ends only after all CUDA graphs captured with the communicator are gone, and after kernels of other
+  communicators allow memory to be freed. So all communicators are aborted side by side, and graphs are
+  dropped before any wait in ``settle``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Tensor = torch.Tensor
 log = get_logger(__name__)
 
 _NEVER = timedelta(hours=24)
-"""torch's own patience with a collective: its watchdog only logs, and after that sleeps for a minute."""
+"""Time-out of torch's own watchdog: the watchdog only logs, and then sleeps for a minute."""
 
 
 def check_nccl() -> None:
-    """Raises ConfigError where this torch has no NCCL."""
+    """Raise ConfigError if this torch has no NCCL."""
     if not dist.is_nccl_available():
         raise ConfigError(
             "--collectives nccl: this torch was built without NCCL; use --collectives gloo, or --device cpu",
@@ -47,29 +47,30 @@ def check_nccl() -> None:
 
 
 class NcclGroup:
-    """The collectives of one rank. Calls come from the thread that launches steps; ``abort`` from any."""
+    """The collectives of one rank. The thread that launches steps makes all calls; ``abort`` is for any
+    thread."""
 
     def __init__(self, group: Any) -> None:
-        """``group``: a ``ProcessGroupNCCL`` whose communicator stands, or a process group like it."""
+        """Wrap ``group``, a connected ``ProcessGroupNCCL`` or a process group with the same interface."""
         self._group: Any = group
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
         self._ended = threading.Event()
 
     def gather(self, made: Tensor, x: Tensor) -> None:
-        """made [size, ...], contiguous, gets every rank's x. Both are uint8."""
+        """Gather the x of every rank into ``made`` [size, ...], contiguous. Both are uint8."""
         _queue(self._alive()._allgather_base, made, x, distributed_c10d.AllgatherOptions())
 
     def exchange(self, made: Tensor, x: Tensor, receives: list[int], sends: list[int]) -> None:
-        """Rows of x, uint8 [rows, bytes], go to the ranks, and theirs come to ``made``."""
+        """Exchange rows of x, uint8 [rows, bytes], with all ranks. Received rows go to ``made``."""
         _queue(self._alive().alltoall_base, made, x, receives, sends, dist.AllToAllOptions())
 
     def sum(self, x: Tensor) -> None:
-        """x, contiguous, becomes the sum over ranks: in NCCL's order, in x's dtype."""
-        _queue(self._alive().allreduce, [x], dist.AllreduceOptions())  # whose operation is SUM
+        """Replace x, contiguous, by the sum over ranks: in NCCL's order, in the dtype of x."""
+        _queue(self._alive().allreduce, [x], dist.AllreduceOptions())  # the default operation is SUM
 
     def abort(self) -> None:
-        """Collectives in flight end, with garbage, and none can be launched any more. Does not wait."""
+        """End collectives in flight, with garbage as their results, and forbid new ones. Does not wait."""
         with self._lock:
             group = self._group
             self._group = None
@@ -81,7 +82,7 @@ class NcclGroup:
         self._ending.start()
 
     def settle(self, timeout: float) -> None:
-        """Waits for the end of an aborted group. Raises CommLost after ``timeout`` seconds."""
+        """Wait for the end of an aborted group. Raise CommLost after ``timeout`` seconds."""
         if self._ending is not None and not self._ended.wait(timeout):
             raise CommLost("an NCCL communicator of an epoch that has ended does not end")
 
@@ -93,12 +94,13 @@ class NcclGroup:
 
 
 def _queue(collective: Any, *given: Any) -> None:
-    """``collective(*given)`` on the current stream itself, not on one of torch's beside it. The last that is
-    given are its options.
+    """Call ``collective(*given)`` on the current stream, without torch's own side stream.
+
+    The last argument must be the options.
     """
     given[-1].asyncOp = False
     work = collective(*given)
-    if work is not None:  # of a torch that has a stream of its own anyway: the current one waits for it
+    if work is not None:  # torch used a side stream anyway: make the current stream wait
         work.wait()
 
 
@@ -109,14 +111,15 @@ def _end(group: Any, ended: threading.Event) -> None:
         log.warning("an NCCL communicator did not abort: %s", str(error).splitlines()[0])
     finally:
         ended.set()
-        # The last reference goes with this thread: the destructor waits for the watchdog.
+        # The last reference ends with the thread: the destructor waits for the watchdog.
 
 
 def connect(store: Any, rank: int, size: int, device: torch.device, timeout: float, host: bool) -> NcclGroup:
-    """The group of ``size`` ranks that meet at ``store``, of this group and epoch alone; all call it.
+    """Form the group of ``size`` ranks that meet at ``store``, and return it. All ranks must call.
 
-    ``device``: of this rank, which shares it with no other. ``host``: whether all ranks are on one. Raises
-    CommLost when ranks do not come within ``timeout`` seconds, and what NCCL raises.
+    ``store`` belongs to this group and epoch alone. ``device`` belongs to this rank alone. ``host`` is True
+    if all ranks are on one host. Raise CommLost if ranks do not come within ``timeout`` seconds, and any
+    error of NCCL.
     """
     env.prepare_nccl(host)
     made: list[Any] = []
@@ -125,12 +128,15 @@ def connect(store: Any, rank: int, size: int, device: torch.device, timeout: flo
     lock = threading.Lock()
     done = threading.Event()
 
+    # Forming may hang forever, so a thread forms the group. The lock decides between "in time" and "late"; a
+    # late group is aborted.
     def form() -> None:
         try:
             group = _form(store, rank, size, device)
             with lock:
                 if not late.is_set():
                     made.append(group)
+            # The caller has given up, so no other code would abort the group.
             if late.is_set():
                 group.abort()
         except Exception as error:
@@ -154,9 +160,9 @@ def _form(store: Any, rank: int, size: int, device: torch.device) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _NEVER
-    options.config.blocking = 1  # threads of our own bound how long
-    with torch.cuda.device(device):  # of this thread
+    options.config.blocking = 1  # separate threads bound the waits
+    with torch.cuda.device(device):  # sets the device of the thread
         group = nccl(store, rank, size, options)
-        # Now, and not at the first collective: that may be one that is captured, and must not block.
+        # Connect now. The first collective may be a captured one, and must not block.
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group

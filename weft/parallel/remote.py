@@ -1,7 +1,8 @@
-"""Heads on other hosts, seen from the host with the front.
+"""Engine processes on other hosts, as seen from the host with the API server.
 
-It says on the board which incarnation each of them should be in, and the hosts that they belong to make it
-so: see ``weft.launch.host``. A silent host is waited for; the links of its heads report the loss.
+This side publishes the wanted incarnation of each engine in the rendezvous store. The hosts start and stop
+processes accordingly: see ``weft.launch.host``. A silent host is waited for; the links of its engines report
+the loss.
 """
 
 from __future__ import annotations
@@ -25,51 +26,52 @@ from weft.types import frames
 log = get_logger(__name__)
 
 REMIND_S = 30.0
-"""Seconds between two lines in the log about a host that has not come."""
+"""Seconds between two log lines about an absent host."""
 REFUSED = 2
-"""Status of heads whose host is refused, as of a head that refuses its configuration."""
+"""Exit status reported for engines of a refused host; the same as for a refused configuration."""
 AWAY_S = 3.0
-"""Seconds of silence after which another process may take a host's number."""
+"""Seconds of silence after which another process may take over a host's number."""
 _LOOK = 0.05
 
 
 class RemoteHeads:
-    """The board of a server, and what its front needs of heads on other hosts."""
+    """The rendezvous store of a server, and the wanted and present engine processes of other hosts."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Listens at ``--rdzv``. Raises ConfigError."""
+        """Listen at ``--rdzv``. Raise ConfigError."""
         parallel = config.parallel
         self._settings = host_settings(config)
         _, self.keys = board_place(parallel)
         self._board = open_board(parallel)
-        # Hosts outlive a server: what they say of one's heads must not be taken for another's.
+        # Hosts outlive a server. Random incarnations keep reports about another server's engines apart.
         first = secrets.randbits(48) << 14
         self._incarnations = {
             r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)
         }
         self._hosts = [node for node in range(1, parallel.nnodes) if ranks_on(parallel, node)]
         self._present: dict[int, str] = {}
-        """Host -> the key under which its process, if it may work, says its settings."""
+        """Host -> key of the settings entry of the accepted process."""
         self._answered: set[str] = set()
-        """Keys of processes that were told whether they may."""
+        """Settings keys of processes already accepted or refused."""
         self._waiting: dict[str, float] = {}
-        """Keys of those that came beside another of their number, and when."""
+        """Settings key -> arrival time, for processes that came while another had the same number."""
         self._refused: dict[int, str] = {}
-        """Host -> why, if none of that number was ever accepted: later it is waited for one that can be."""
+        """Host number -> reason of the refusal, as long as no process with the number was ever accepted.
+        After that, the server waits for an acceptable process."""
         self._remind = time.monotonic() + REMIND_S
 
     def __contains__(self, replica: int) -> bool:
-        """Whether its head is on another host."""
+        """Return True if the engine of ``replica`` is on another host."""
         return replica in self._incarnations
 
     def start(self, replica: int) -> RemoteHead:
-        """Has the head of ``replica`` started, in place of whatever runs. Does not wait."""
+        """Request a new process for the engine of ``replica``, in place of a running one. Does not wait."""
         self._incarnations[replica] += 1
         self._want(replica, self._incarnations[replica])
         return RemoteHead(self._board, replica, self._incarnations[replica], self._lacks, self._end(replica))
 
     def close(self, seconds: float, status: int = 0) -> None:
-        """Tells all hosts that the server ends, and gives them ``seconds`` to read it."""
+        """Announce the end of the server to all hosts, and wait up to ``seconds`` until all have read it."""
         self._check()
         self._board.post(b.OVER, msgspec.msgpack.encode(status))
         until = time.monotonic() + seconds
@@ -90,18 +92,19 @@ class RemoteHeads:
         return end
 
     def _reading(self) -> list[int]:
-        """Hosts that are there, and have not read that the server ends."""
+        """Return the present hosts that have not read the end of the server."""
         ages = self._board.ages(b.settings_key())
         there = [host for host, key in self._present.items() if ages.get(key, AWAY_S) < AWAY_S]
         return [host for host in there if self._board.get(b.gone_key(host)) is None]
 
     def _lacks(self) -> bool:
-        """Looks after hosts. Whether one is refused, and no other came for it: nothing can start then."""
+        """Check the hosts. Return True if a host is refused and has no accepted process: no engine can start
+        then."""
         self._check()
         return bool(self._refused)
 
     def _check(self) -> None:
-        """Answers hosts that came: whether they have the same settings, and their number for themselves."""
+        """Accept or refuse new host processes: settings must match, and a host number must be unique."""
         for host in self._hosts:
             ages = self._board.ages(b.settings_key(host))
             if not ages:
@@ -110,13 +113,15 @@ class RemoteHeads:
                 if key in self._answered:
                     continue
                 present = self._present.get(host)
+                # An entry no longer posted belongs to a dead process. Only then may another take the number.
                 if present is None or ages.get(present, AWAY_S) >= AWAY_S:
                     self._meet(host, key)
                 elif age < AWAY_S / 2 and self._waits(key):
                     self._answer(host, key, f"another host has --node-rank {host}: give each its own")
 
     def _waits(self, key: str) -> bool:
-        """Whether a host has waited long enough for the one of its number to be gone."""
+        """Return True if a process has waited long enough for the other process with its number to be
+        gone."""
         return time.monotonic() - self._waiting.setdefault(key, time.monotonic()) > 2 * AWAY_S
 
     def _meet(self, host: int, key: str) -> None:
@@ -153,7 +158,8 @@ class RemoteHeads:
 
 
 class RemoteHead:
-    """One incarnation of a head on another host. It has what is needed of a ``subprocess.Popen``."""
+    """One incarnation of an engine process on another host, with the needed methods of
+    ``subprocess.Popen``."""
 
     def __init__(
         self,
@@ -163,7 +169,8 @@ class RemoteHead:
         refused: Callable[[], bool],
         end: Callable[[int], None],
     ) -> None:
-        """``refused``: whether it can never start. ``end(incarnation)`` has it ended."""
+        """Create the handle. ``refused()`` is True if the engine can never start. ``end(incarnation)``
+        requests the end of the process."""
         self._board = board
         self._replica = replica
         self.incarnation = incarnation
@@ -172,13 +179,13 @@ class RemoteHead:
         self._address: str | None = None
 
     def endpoint(self) -> str | None:
-        """Where it listens; None as long as it does not."""
+        """Return the address of the engine; None until the engine listens."""
         if self._address is None:
             self._address = self._listens()
         return self._address
 
     def poll(self) -> int | None:
-        """The head's exit status when it has ended; None while it runs, or will run when its host comes."""
+        """Return the exit status once the engine has ended; None while running or still to be started."""
         if self._refused():
             return REFUSED
         data = self._board.get(b.ended_key(self._replica))
@@ -187,16 +194,17 @@ class RemoteHead:
             and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
         ):
             return ended.status
-        # Its host was started anew and did as it had been told: that is another process.
+        # A restarted host starts the wanted incarnation again. The process is another one, so the observed
+        # process has ended.
         moved = self._address is not None and self._listens() not in (None, self._address)
         return 1 if moved else None
 
     def kill(self) -> None:
-        """Has it ended, unless another incarnation has begun. Does not wait."""
+        """Request the end of the process, unless another incarnation has begun. Does not wait."""
         self._end(self.incarnation)
 
     def wait(self, timeout: float) -> int:
-        """The head's exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit status of the engine. Raise subprocess.TimeoutExpired."""
         until = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > until:
@@ -213,9 +221,9 @@ class RemoteHead:
 
 
 def host_settings(config: EngineConfig) -> dict[str, str]:
-    """What all hosts must have alike, the version of what they say to each other included.
+    """Return the settings that must be equal on all hosts, including the version of frames.
 
-    Each replica has a cache of its own, of what its host has room for.
+    Excludes the KV cache: the cache of each replica has the size that its host has room for.
     """
     settings = {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
     return {**settings, "version of frames": str(frames.VERSION)}

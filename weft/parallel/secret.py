@@ -1,7 +1,8 @@
-"""Access to a group across hosts: processes that know its secret. CURVE keys are derived from the secret.
+"""Access control of a group across hosts, by CURVE keys derived from the group's secret.
 
-The head knows the one public key that ranks have, and admits no other; a rank knows the head's. Neither key
-travels or lies in any file, so a stranger can neither join nor pose as the head, nor read what is sent.
+The engine knows the one public key of ranks, and admits no other key; a rank knows the engine's public key.
+Keys are never sent and never stored in a file. So a stranger can neither join, nor pose as the engine, nor
+read messages.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from weft.config.secret_file import check_secret, read_secret
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """Both sides' keys, in Z85. ``repr`` shows none."""
+    """Key pairs of both sides, in Z85. ``repr`` shows no key."""
 
     head: tuple[bytes, bytes]
-    """(public, secret)."""
+    """(public, secret) of the listening side."""
     rank: tuple[bytes, bytes]
 
     def __repr__(self) -> str:
         return "Keys(...)"
 
     def guard_head(self, socket: Any) -> None:
-        """Before ``bind``."""
+        """Set the keys of a listening socket. Call before ``bind``."""
         socket.curve_publickey, socket.curve_secretkey = self.head
         socket.curve_server = True
 
     def guard_rank(self, socket: Any) -> None:
-        """Before ``connect``."""
+        """Set the keys of a connecting socket. Call before ``connect``."""
         socket.curve_publickey, socket.curve_secretkey = self.rank
         socket.curve_serverkey = self.head[0]
 
 
 def derive(secret: bytes) -> CurveKeys:
-    """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
+    """Return the keys of a group. Raise ConfigError for a short secret, or if zmq was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
     check_secret(secret)
@@ -54,12 +55,15 @@ def derive(secret: bytes) -> CurveKeys:
 
 
 def read_keys(file: str) -> CurveKeys:
-    """The keys of the group whose secret is in ``file``. Raises ConfigError."""
+    """Return the keys of the group with the secret stored in ``file``. Raise ConfigError."""
     return derive(read_secret(file))
 
 
 def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:
-    """Has ``context`` refuse peers without the ranks' key. Stop it before the context ends."""
+    """Make ``context`` refuse peers without the ranks' key. Return the authenticator thread.
+
+    The caller must stop the authenticator before the end of the context.
+    """
 
     class Callback:
         def callback(self, domain: str, key: bytes) -> bool:

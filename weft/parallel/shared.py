@@ -1,8 +1,9 @@
-"""Collectives of ranks on one host, over memory that they share: microseconds where sockets take far more.
+"""Collectives of ranks on one host over shared memory: microseconds instead of the much slower sockets.
 
-``meet`` forms it for one group and epoch. The memory has no name (a memfd, which rank 0 makes and the others
-open by way of /proc): it is freed when the last rank has left it, whatever way, and no file stays behind.
-The C++ part is weft/ops/cpu/csrc/collectives.cpp; without the CPU extension ranks use gloo.
+``meet`` forms a ring for one group and epoch. The memory is a memfd without a name: rank 0 creates the memfd,
+and the other ranks open it through /proc. The kernel frees the memory when the last rank has left in any way,
+and no file stays behind. The C++ part is weft/ops/cpu/csrc/collectives.cpp. Without the CPU extension ranks
+use gloo.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ Tensor = torch.Tensor
 log = get_logger(__name__)
 
 SLOT = 1 << 18
-"""Bytes that a rank shows the others at a time. There are two slots a rank; unused parts take no memory."""
+"""Bytes published by a rank at a time. Each rank has two slots; unused parts take no memory."""
 SPIN = 50e-6
-"""Seconds that a rank waits awake for others, where each has a core of its own."""
+"""Seconds of busy waiting for other ranks, if each rank has a core of its own."""
 MOST_RANKS = 64
-"""As in csrc/segment.h."""
+"""Maximum number of ranks; the same value as in csrc/segment.h."""
 SUMS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes that are summed in one go."""
+"""Dtypes with a one-pass sum."""
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a rank runs, and whether it can share memory."""
+    """The process of a rank, and its ability to share memory."""
 
     able: bool
     host: str
-    """Equal for processes that see each other's ids and have the same rights."""
+    """Equal for processes that see each other's process ids and have the same rights; "" if unknown."""
     pid: int
     cores: int
 
 
 class SharedRing:
-    """The collectives of one rank in one epoch. Raises CommLost out of each that fails, and from then on.
+    """The collectives of one rank in one epoch. A failed collective, and every later one, raises CommLost.
 
-    Calls come one after the other, on any thread; ``abort`` from any at any time.
+    Calls come one after the other, on any thread. ``abort`` may be called from any thread at any time.
     """
 
     def __init__(
         self, fd: int, rank: int, places: Sequence[_Place], timeout: float, slot: int = SLOT
     ) -> None:
-        """Maps the segment. Raises RuntimeError."""
+        """Map the segment. Raise RuntimeError."""
         pids = [place.pid for place in places]
         spin = SPIN if min(place.cores for place in places) >= len(places) else 0.0
         ops = torch.ops.weft_cpu
@@ -67,29 +68,28 @@ class SharedRing:
         self._exchange = ops.ring_exchange.default
 
     def gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape] of every rank's x; one shape and dtype on all."""
+        """Return [size, *x.shape], the x of every rank. All ranks pass one shape and dtype."""
         return self._gather(x, self._ring)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in order of ranks. x: a dtype of ``SUMS``."""
+        """Return the sum of every rank's x, in order of ranks. The dtype of x must be in ``SUMS``."""
         return self._sum(x, self._ring)
 
     def exchange(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """See ``Comm.all_to_all``."""
+        """Exchange rows; see ``Comm.all_to_all``."""
         return self._exchange(x, sends, receives, self._ring)
 
     def abort(self) -> None:
-        """Every wait, here or on another rank, fails at once. The memory is freed when all ranks have left
-        it.
-        """
+        """Make every wait fail at once, on all ranks. The memory is freed when all ranks have left."""
         self._abort(self._ring)
 
 
 def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> SharedRing | None:
-    """Forms the ring of ``size`` ranks; all call it, and all get one, or none does, and uses gloo.
+    """Form the ring of ``size`` ranks. All ranks must call; either all get a ring, or all get None (use
+    gloo).
 
-    ``store``: of this group and epoch alone. ``timeout``: seconds for this, and for each collective.
-    Raises CommLost when a rank does not come.
+    ``store`` belongs to this group and epoch alone. ``timeout`` bounds the meeting and each collective, in
+    seconds. Raise CommLost if a rank does not come.
     """
     mine = _Place(cpu.load() and size <= MOST_RANKS, _host(), os.getpid(), usable_cores())
     places = [
@@ -101,6 +101,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
     fd = -1
     ring = None
     try:
+        # Rank 0 creates the memory. A negative descriptor announces a failure to the other ranks.
         if rank == 0:
             fd, ring = _map(
                 lambda: os.memfd_create("weft-collectives", os.MFD_CLOEXEC), rank, places, timeout, slot
@@ -109,8 +110,9 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
         elif (there := int(_told(store, "segment", timeout))) >= 0:
             path = f"/proc/{places[0].pid}/fd/{there}"
             fd, ring = _map(lambda: os.open(path, os.O_RDWR | os.O_CLOEXEC), rank, places, timeout, slot)
+        # One failure to map makes all ranks use gloo.
         mapped = _all_say(store, "mapped", rank, size, ring is not None, timeout)
-    finally:  # nobody needs rank 0's any more
+    finally:  # all ranks have mapped the segment, or given up
         if fd >= 0:
             os.close(fd)
     return ring if all(msgspec.msgpack.decode(data, type=bool) for data in mapped) else None
@@ -119,7 +121,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
 def _map(
     opened: Callable[[], int], rank: int, places: Sequence[_Place], timeout: float, slot: int
 ) -> tuple[int, SharedRing | None]:
-    """The descriptor, -1 if there is none, and this rank's ring, if it can be mapped."""
+    """Open and map the segment. Return (descriptor, ring); -1 and None for the part that failed."""
     fd = -1
     try:
         fd = opened()
@@ -130,7 +132,7 @@ def _map(
 
 
 def _all_say(store: Any, what: str, rank: int, size: int, mine: Any, timeout: float) -> list[bytes]:
-    """What every rank says of ``what``, in order of ranks."""
+    """Publish ``mine`` under the name ``what``, and return the encoded values of all ranks, in order."""
     store.set(f"{what}{rank}", msgspec.msgpack.encode(mine))
     return [_told(store, f"{what}{other}", timeout) for other in range(size)]
 
@@ -144,7 +146,7 @@ def _told(store: Any, key: str, timeout: float) -> bytes:
 
 
 def _host() -> str:
-    """Of this boot, namespaces and user; empty where that cannot be known."""
+    """Return an id of this boot, its namespaces and the user; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "net")]

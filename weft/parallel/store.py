@@ -1,7 +1,7 @@
-"""Where the ranks of an epoch exchange the addresses of their communicators.
+"""The store through which the ranks of an epoch exchange the addresses of their communicators.
 
 file:///folder/name     ranks of one host: a file in a folder that only this user can enter, and no port
-tcp://host:port/name    ranks of several hosts; a head listens, and gives each epoch a name of its own
+tcp://host:port/name    ranks of several hosts: rank 0 listens, and each epoch has a name of its own
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from weft.parallel.group_comm import CommLost
 
 _FILE, _TCP = "file://", "tcp://"
 _LOCKED_S = 0.01
-"""Seconds between two looks at a locked file."""
+"""Seconds between two checks of a locked file."""
 
 
 def host_store(host: str, timeout: float) -> tuple[Any, str]:
-    """A new store at a port of ``host``, and its address. The caller keeps a reference to it. Raises
-    CommLost.
+    """Open a store at a free port of ``host``. Return (store, address). Raise CommLost.
+
+    The caller must keep a reference to the store.
     """
     try:
         store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
@@ -32,7 +33,10 @@ def host_store(host: str, timeout: float) -> tuple[Any, str]:
 
 
 def join_store(address: str, timeout: float) -> Any:
-    """The store at ``address``. ``timeout``: seconds to reach it, and of each wait. Raises CommLost."""
+    """Join the store at ``address`` and return the store. Raise CommLost.
+
+    ``timeout``: seconds to reach the store, and of each later wait.
+    """
     patience = timedelta(seconds=timeout)
     try:
         if address.startswith(_FILE):
@@ -53,13 +57,13 @@ def join_store(address: str, timeout: float) -> Any:
 
 
 def _until_unlocked(path: str, timeout: float) -> None:
-    """Waits until nobody has the store's file locked. Raises TimeoutError.
+    """Wait until no process has the store's file locked. Raise TimeoutError.
 
-    The constructor of a FileStore waits for that lock with Python's own held: beside a process that was
-    stopped while it had the file locked, no thread of this one could so much as send a heartbeat.
+    The constructor of a FileStore waits for the lock without releasing the GIL. If a process was stopped
+    while holding the lock, no thread of this process could even send a heartbeat.
     """
     until = time.monotonic() + timeout
-    with open(path, "ab") as file:  # the store would make it, too
+    with open(path, "ab") as file:  # the store would create the file, too
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Wake-ups between the heads of a domain: a head that sleeps learns that another one has work.
+"""Wake-ups between the engines of an expert-parallel group: a sleeping engine learns of work elsewhere.
 
-A wake-up is ``(epoch, wave)``. It travels over zmq between processes, or in memory between replicas of one
-process. All is used from the thread that steps, and no other.
+A wake-up is ``(epoch, wave)``. Wake-ups travel over zmq between processes, or in memory between replicas of
+one process. Only the thread that runs steps uses these classes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import zmq
 from weft.parallel.secret import CurveKeys, admit_ranks
 
 MOST_WAKEUPS = 1000
-"""Wake-ups that may wait for a head that does not listen."""
+"""Maximum number of queued wake-ups for an engine without a reader."""
 MOST_BYTES = 1024
-"""Of a frame: a wake-up has few, the frames in which CURVE's keys are exchanged have hundreds."""
+"""Maximum bytes of a frame: a wake-up has few; the frames of the CURVE key exchange have hundreds."""
 
 
 class WakeupChannel(Protocol):
-    """Carries wake-ups between replicas. Those of one sender arrive in order."""
+    """Carries wake-ups between replicas. Wake-ups of one sender arrive in order."""
 
     def reach(self, addresses: Sequence[str]) -> None:
-        """Sets the addresses of all replicas, in order of replica."""
+        """Set the addresses of all replicas, in order of replica."""
 
     def wake(self, epoch: int, wave: int) -> None:
-        """Sends a wake-up to every other replica. Never waits."""
+        """Send a wake-up to every other replica. Never waits."""
 
     def received(self) -> list[tuple[int, int]]:
-        """The wake-ups that came since the last call. Never waits."""
+        """Return the wake-ups received since the last call. Never waits."""
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """zmq sockets that become readable when something comes; a loop may poll them with its own."""
+        """zmq sockets that become readable with a wake-up. A loop may poll the sockets beside others."""
 
     def close(self) -> None: ...
 
@@ -50,7 +50,7 @@ class LocalWakeups:
         self._mine = 0
 
     def of(self, replica: int) -> LocalWakeups:
-        """The end of ``replica``."""
+        """Return the end of ``replica``."""
         end = LocalWakeups(0)
         end._boxes = self._boxes
         end._mine = replica
@@ -74,10 +74,10 @@ class LocalWakeups:
 
 
 class WakeupSocket:
-    """Wake-ups between processes: each head listens at its address and connects to all others."""
+    """Wake-ups between processes: each engine listens at an address and connects to all others."""
 
     def __init__(self, address: str, replica: int, keys: CurveKeys | None = None) -> None:
-        """``address``: see ``ZmqHead``, as are ``keys``."""
+        """Listen at ``address``. For ``address`` and ``keys`` see ``ZmqHead``."""
         self._replica = replica
         self._keys = keys
         self._context = zmq.Context()
@@ -116,7 +116,7 @@ class WakeupSocket:
         for other in self._others.values():
             try:
                 other.send(frame, zmq.NOBLOCK)
-            except zmq.Again:  # it has not listened for a thousand waves: agreeing with it will fail
+            except zmq.Again:  # a thousand unread wake-ups: the next agreement with the engine will fail
                 continue
 
     def received(self) -> list[tuple[int, int]]:

@@ -1,1 +1,2 @@
-"""Which head gets a sequence, and what another head needs to go on with it. Sans-IO, no torch."""
+"""Choose an instance for each sequence, and continue sequences at other instances after a loss. Sans-IO, no
+torch."""

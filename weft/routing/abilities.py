@@ -1,5 +1,4 @@
-"""What instances of an older release cannot be asked for: the fields of a Submit that came with a version of
-the messages."""
+"""The fields of a Submit unknown to instances of older releases, by version of the messages."""
 
 from __future__ import annotations
 
@@ -13,44 +12,47 @@ from weft.routing.pairs import serve
 from weft.types.messages import Submit
 
 GRAMMARS_SINCE = 4
-"""The version of messages in which a Submit may have a grammar, pooling, explain or session."""
+"""The first version of messages in which a Submit may have a grammar, pooling, explain or session."""
 PROFILES_SINCE = 6
-"""The version in which heads can be asked for profiles."""
+"""The first version of messages in which engines can be asked for profiles."""
 MEDIA_SINCE = 5
-"""Likewise, in which it may have images."""
+"""The first version of messages in which a Submit may have images."""
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
-    """The ``instances`` that can do what ``submit`` asks."""
+    """Return the ``instances`` with support for every feature of ``submit``."""
     if (since := _since(submit)) == 0:
         return instances
     return [one for one in instances if one.version >= since]
 
 
 def _since(submit: Submit) -> int:
-    """The oldest version of messages that has all it asks; 0 for any."""
+    """Return the oldest version of messages with all features of ``submit``; 0 if any version will do."""
     if submit.media:
         return MEDIA_SINCE
     return GRAMMARS_SINCE if submit.grammar is not None or submit.pooling else 0
 
 
 def outdated(instances: Iterable[Instance], submit: Submit, local: bool) -> bool:
-    """Whether it is for want of an upgrade that none of ``instances`` takes ``submit``: those that are alive
-    and can do it could not serve it if all of them took sequences. ``local``: as for ``serve``."""
+    """Return True if no instance takes ``submit`` because the live instances run too old a release.
+
+    Assume that all live instances of a sufficient version took sequences. If even these instances could not
+    serve ``submit``, an upgrade is missing. For ``local`` see ``serve``.
+    """
     return not serve(speaking([one for one in instances if one.alive], submit), local)
 
 
 def understood(submit: Submit, instance: Instance) -> Submit:
-    """``submit`` as ``instance``, which is ``speaking``, knows it."""
+    """Return ``submit`` without the fields unknown to ``instance``, which is among ``speaking``."""
     if instance.version < 2 and submit.attempt:
         submit = msgspec.structs.replace(submit, attempt=0)
-    if instance.version < GRAMMARS_SINCE and (submit.explain or submit.session):  # it does as much without
+    if instance.version < GRAMMARS_SINCE and (submit.explain or submit.session):  # optional features
         submit = msgspec.structs.replace(submit, explain=False, session="")
     return submit
 
 
 def too_old(submit: Submit) -> Unavailable:
-    """Why none takes it."""
+    """Return the error for a Submit when every live instance is too old."""
     what = "response formats and tool grammars"
     if submit.media:
         what = "images"

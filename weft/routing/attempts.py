@@ -1,4 +1,5 @@
-"""How an attempt of a sequence begins, and whether another one may follow a refusal. No clock, no socket."""
+"""Begin an attempt of a sequence, and decide whether another attempt may follow a refusal. No clock, no
+socket."""
 
 from __future__ import annotations
 
@@ -16,20 +17,22 @@ from weft.types import messages as m
 
 @dataclass(slots=True)
 class Began:
-    """The attempts that began: messages to send, in order, and counts."""
+    """The attempts begun by one call: messages to send, in order, and counts."""
 
     submits: list[tuple[Instance, m.Submit]] = field(default_factory=list)
     paired: int = 0
-    """Sequences that are sent to two instances."""
+    """Sequences sent to two instances."""
     local: int = 0
-    """Sequences that are prefilled where they are decoded, for want of one that prefills."""
+    """Sequences sent to a decode instance alone, for lack of a prefill instance."""
     encodes: Counter[str] = field(default_factory=Counter)
-    """Images that are sent to instances that encode: "first" or "again", by the attempt."""
+    """Images sent to encode instances. Key "first" for the first attempt of a sequence, else "again"."""
 
 
 def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
-    """Begins the next attempt of each sequence of ``group``, which share a prompt, at the instances of
-    ``route``. ``transfer``: seconds that one sequence's cache may take from one instance to the other.
+    """Begin the next attempt of each sequence in ``group`` at the instances of ``route``.
+
+    The sequences share a prompt. ``transfer`` is the maximum number of seconds for one transfer. Changes the
+    loads of the instances and the ledger entries; the caller sends ``Began.submits``.
     """
     compute, decode, encoders = route
     began = Began()
@@ -37,6 +40,7 @@ def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
         submit = entry.again()
         sequence = submit.sequence
         tokens = (len(submit.prompt_ids) + len(submit.emitted_ids)) // 4
+        # Only the first sequence adds the prompt to the load: the others share the computed blocks.
         compute.begin(sequence, 0 if number else tokens)
         if decode is not None:
             decode.begin(sequence, 0)
@@ -57,13 +61,14 @@ def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
 def may_retry(
     table: InstanceTable, local: bool, instance: Instance, entry: LedgerEntry, event: m.TokenEvent
 ) -> bool:
-    """Return True if ``event`` says that ``instance`` has no room, and another one may have.
+    """Return True if ``event`` refuses the sequence for lack of room and another instance may have room.
 
-    ``local``: instances that decode compute prompts, too.
+    With ``local``, decode instances also compute prompts. Refusals of pinned sequences are final.
     """
     if entry.pinned is not None or not is_refusal(event):
         return False
-    if instance.name in entry.encoders:  # where the prompt is computed there is room, so this one waits
+    # the compute instance has accepted the prompt, so the sequence can wait for an encoder
+    if instance.name in entry.encoders:
         return True
     takers = table.takers(leaving=entry.submit.sequence)
     others = [i for i in takers if i is not instance and i.name not in entry.refused]

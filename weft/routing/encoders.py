@@ -1,9 +1,8 @@
-"""Where images are encoded at instances of their own: which of them can do it for whom, which one gets an
-image, and what it is sent. Pure.
+"""Choose the instances that encode the images of a prompt, and divide a Submit between the instances. Pure.
 
-An instance of the role "encode" serves no request by itself. It takes images of sequences whose prompt
-another instance computes, and sends that one their embeddings, each in a room of its own. Both must say where
-they take messages of such rooms, and encode alike (``Welcome.tower_fingerprint``).
+An instance of the role "encode" serves no request alone. The instance receives images of sequences, encodes
+the images, and sends each embedding in a separate transfer to the instance with the prompt. Both instances
+must publish an address for such transfers, and must encode alike (``Welcome.tower_fingerprint``).
 """
 
 from __future__ import annotations
@@ -20,15 +19,20 @@ from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
 
 ENCODE_SINCE = 6
-"""The version of messages in which heads encode for others, and say whether they encode at all."""
+"""The first version of messages in which engines encode for others and report whether they have a vision
+tower."""
 MARGIN = 8.0
-"""Load by which an instance that encodes may be above the least loaded one and still get the images that
-belong to it: of some small images, or less than one of full HD. Above it new images wait where others would
-encode them at once; below it images that came before are encoded twice (docs/encode.md)."""
+"""Extra load over the least loaded encode instance up to which an instance keeps the images that belong to
+it.
+
+The load equals some small images, or less than one full HD image. With a larger margin, new images wait
+although other instances could encode at once. With a smaller margin, known images are encoded twice
+(docs/encode.md).
+"""
 
 
 def encodes_for(encoder: Instance, compute: Instance) -> bool:
-    """Whether ``encoder`` can encode what ``compute`` reads, by their present processes."""
+    """Return True if ``encoder`` can encode for prompts at ``compute``, by the present processes of both."""
     if encoder.role != "encode" or compute.role not in ("unified", "prefill"):
         return False
     one, other = encoder.welcome, compute.welcome
@@ -40,41 +44,44 @@ def encodes_for(encoder: Instance, compute: Instance) -> bool:
 
 
 def has_tower(compute: Instance) -> bool:
-    """Whether it encodes what it reads."""
+    """Return True if ``compute`` can encode images without help."""
     return compute.version < ENCODE_SINCE or (compute.welcome is not None and compute.welcome.tower)
 
 
 def sees(compute: Instance, encoders: Iterable[Instance]) -> bool:
-    """Whether it can compute prompts with images, with the help of ``encoders`` or without."""
+    """Return True if ``compute`` can compute prompts with images, alone or with the help of ``encoders``."""
     return has_tower(compute) or any(encodes_for(one, compute) for one in encoders)
 
 
 def divided(instances: Iterable[Instance]) -> bool:
-    """Whether images are, or were, encoded at instances of their own. If not, who computes a prompt is sent
-    its images, and says by itself what it cannot do."""
+    """Return True if any instance takes part, or took part, in encoding for others.
+
+    If not, the compute instance receives the images and refuses unsuitable requests.
+    """
     return any(
         one.role == "encode" or (one.welcome is not None and one.welcome.embeddings) for one in instances
     )
 
 
 def without_compute(instances: Iterable[Instance]) -> list[Instance]:
-    """The ``instances`` that encode, and for none of the others."""
+    """Return the encode instances unable to encode for any of the other ``instances``."""
     given = list(instances)
     return [one for one in given if one.role == "encode" and not any(encodes_for(one, o) for o in given)]
 
 
 def choose(encoders: Sequence[Instance], items: Sequence[MediaItem]) -> tuple[Instance, ...]:
-    """Who encodes each of ``items``; () where there is none.
+    """Return one encode instance for each of ``items``; () if ``encoders`` is empty.
 
-    An image belongs to the instance for which a hash of both is highest, so every front sends it where it was
-    encoded before, and only the images of an instance that is lost move. One that has much more to do than
-    another gets none for now.
+    Each image belongs to the instance with the highest hash of image and instance name. So all API servers
+    send an image to the same instance, and the loss of an instance moves only the images of this instance. An
+    instance with much more load than the least loaded instance gets no images for now.
     """
     if not encoders:
         return ()
     loads = {one.name: one.load for one in encoders}
     chosen = []
     for item in items:
+        # The images chosen so far count as load for the next image.
         most = min(loads.values()) + MARGIN
         free = [one for one in encoders if loads[one.name] <= most]
         best = max(free, key=lambda one: _weight(item.key, one.name))
@@ -84,13 +91,19 @@ def choose(encoders: Sequence[Instance], items: Sequence[MediaItem]) -> tuple[In
 
 
 def _weight(key: bytes, name: str) -> bytes:
-    """Source: rendezvous hashing (Thaler and Ravishankar, 1998). Names of instances outlive processes."""
+    """Return the rank of an instance for an image. Instance names outlive processes.
+
+    Source: rendezvous hashing (Thaler and Ravishankar, 1998).
+    """
     return hashlib.blake2b(key + name.encode(), digest_size=8).digest()
 
 
 def room_of(sequence: int, number: int) -> int:
-    """The room of the image ``number`` of ``sequence``: a hash of both, so the fleet needs no mint. Attempts
-    and the process that sends tell the rooms of one image apart; rooms of caches are of other processes."""
+    """Return the transfer id for image ``number`` of ``sequence``: a hash of both, so no counter is needed.
+
+    The attempt and the sender's incarnation tell the transfers of one image apart. KV transfers belong to
+    other processes, so the ids cannot clash.
+    """
     data = sequence.to_bytes(8, "little") + number.to_bytes(4, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"weft image").digest(), "little")
 
@@ -98,8 +111,11 @@ def room_of(sequence: int, number: int) -> int:
 def divided_submit(
     compute: Instance, encoders: Sequence[Instance], submit: Submit, seconds: float
 ) -> tuple[Submit, list[tuple[Instance, Submit]]]:
-    """(what ``compute`` is sent, what each of ``encoders`` is sent). ``encoders``: of each image of
-    ``submit``. Whoever computes gets no pixels, whoever encodes no prompt."""
+    """Return the Submit for ``compute``, and one (instance, Submit) for each encode instance.
+
+    ``encoders`` names one instance for each image of ``submit``. The compute instance gets no pixels, and an
+    encode instance gets no prompt.
+    """
     assert compute.welcome is not None
     received: list[MediaItem] = []
     sent: dict[str, list[MediaItem]] = {}

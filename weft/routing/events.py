@@ -1,7 +1,7 @@
-"""Events that a fleet takes in, and actions that it asks for. Data only; see ``weft.routing.fleet``.
+"""The events of a fleet (input) and the actions of a fleet (output). Data only; see ``weft.routing.fleet``.
 
-An instance keeps its name, and gets a new *link* (an integer) for each of its processes. Events of an old
-link come from a process that was given up; they change nothing.
+An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old link come
+from a process already given up, and change nothing.
 """
 
 from __future__ import annotations
@@ -13,44 +13,45 @@ from weft.common.errors import WeftError
 from weft.routing.policy import PromptHashes
 from weft.types.messages import Submit, ToFront, ToHead, TokenEvent
 
-# -- events: what clients ask
+# -- events: requests of clients
 
 
 class Opened(NamedTuple):
-    """A client's request came: compute its sequences. Ask ``Fleet.refusal`` first."""
+    """A client request arrived: compute the sequences. Ask ``Fleet.refusal`` first."""
 
     submits: tuple[Submit, ...]
     hashes: Mapping[int, PromptHashes] = {}
-    """Request id -> hashes of its prompt, where they were computed already."""
+    """Request id -> hashes of the prompt, for prompts with hashes computed earlier."""
     pinned: str | None = None
-    """The only instance that may compute the request, which fails when that instance is lost."""
+    """The only instance allowed to compute the request. The loss of the instance fails the request."""
 
 
 class Closed(NamedTuple):
-    """The text side ended these sequences, or their client left. Idempotent."""
+    """The text side ended ``sequences``, or the client left. Idempotent."""
 
     sequences: tuple[int, ...]
 
 
 class Paused(NamedTuple):
-    """The client does not read these sequences: they leave their instances until ``Resumed``. Idempotent."""
+    """The client does not read these sequences. The sequences leave all instances until ``Resumed``.
+    Idempotent."""
 
     sequences: tuple[int, ...]
 
 
 class Resumed(NamedTuple):
-    """The client reads these sequences again. Idempotent."""
+    """The client reads ``sequences`` again. Idempotent."""
 
     sequences: tuple[int, ...]
 
 
-# -- events: what happens to instances
+# -- events: changes of instances
 
 
 class Expected(NamedTuple):
-    """A process of ``instance`` was started; ``link`` is the connection to it.
+    """A process of ``instance`` was started; ``link`` is the connection to the process.
 
-    ``domain``: of the instance, where the fleet began without it, since it was retired then.
+    ``domain`` is the expert-parallel group of an instance that was retired when the fleet began; else "".
     """
 
     instance: str
@@ -66,10 +67,10 @@ class Located(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """The connection to the process is up: it listens.
+    """The connection to the process is up, so the process listens.
 
-    Each further one is of another connection to the same process. Messages of either direction that the one
-    before had not delivered are lost.
+    Each further event announces another connection to the same process. Undelivered messages of the former
+    connection are lost, in both directions.
     """
 
     instance: str
@@ -77,7 +78,7 @@ class Linked(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-    """The connection is broken, and could not be made again so far. ``Linked`` or ``Lost`` follows."""
+    """The connection is broken, and all tries to reconnect failed so far. ``Linked`` or ``Lost`` follows."""
 
     instance: str
     link: int
@@ -92,7 +93,7 @@ class Received(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The process ended, or its connection broke."""
+    """The process ended, or the connection broke."""
 
     instance: str
     link: int
@@ -107,15 +108,14 @@ class Retired(NamedTuple):
 
 
 class Draining(NamedTuple):
-    """``instance`` finishes what it has, and gets nothing new."""
+    """``instance`` finishes the present sequences, and gets no new sequences."""
 
     instance: str
 
 
 class Stalled(NamedTuple):
-    """The front's own process stood still for ``seconds``, so silence of instances in that time proves
-    nothing.
-    """
+    """The API server's own process stood still for ``seconds``. Silence of instances in this time proves
+    nothing."""
 
     seconds: float
 
@@ -125,7 +125,7 @@ class Tick(NamedTuple):
 
 
 class Closing(NamedTuple):
-    """This front ends. ``shutdown``: its instances end with it."""
+    """The API server ends. With ``shutdown``, all instances end, too."""
 
     shutdown: bool
 
@@ -160,29 +160,29 @@ class Send(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Hand new events of open sequences to their readers. A sequence gets exactly one with ``finish``."""
+    """Deliver new events of open sequences to the readers. Each sequence gets exactly one event with
+    ``finish``."""
 
     events: tuple[TokenEvent, ...]
 
 
 class Replace(NamedTuple):
-    """``instance`` is lost: its owner ends the rest of the process and answers with ``Expected`` for a new
-    process, or ``Retired``.
-    """
+    """``instance`` is lost. The owner of the process ends the remains, and answers with ``Expected`` for a
+    new process or with ``Retired``."""
 
     instance: str
     error: WeftError
 
 
 class Unlink(NamedTuple):
-    """Close ``link``, which is not used any more."""
+    """Close ``link``, which is no longer used."""
 
     instance: str
     link: int
 
 
 class Complete(NamedTuple):
-    """All instances have answered for the first time: accept requests."""
+    """All instances have answered for the first time, or enough for a start: accept requests."""
 
 
 class Failed(NamedTuple):

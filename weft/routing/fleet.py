@@ -1,4 +1,4 @@
-"""The fleet: all instances behind a front, and the sequences open on them, as one pure state machine.
+"""Pure state machine over all instances behind one API server, and over all open sequences.
 
     Opened ──► parked ──policy──► at an instance ──► Deliver(.., finish)
                  ▲                  │ lost, refused, evicted
@@ -6,10 +6,11 @@
                  └─ Resumed ─ paused ◄─ Paused
 
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
-process, so the simulator runs it, too. An open sequence is parked, paused, at an instance, or at a pair of
-them (``weft.routing.pairs``), beside others that encode its images (``weft.routing.encoders``); it ends
-exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others, from
-the tokens that came so far, or wait for one that is being started.
+process, so the simulator runs the same code. An open sequence is parked, paused, at an instance, or at a pair
+of instances (``weft.routing.pairs``). Further instances may encode the images of the sequence
+(``weft.routing.encoders``). Each sequence ends exactly once, with an event with ``finish``. After the loss of
+an instance, the sequences of the instance continue from the tokens received so far: at other instances, or
+after a wait for a replacement.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ log = get_logger(__name__)
 
 
 class Fleet:
-    """All instances behind one front. Times are seconds of one monotonic clock."""
+    """All instances behind one API server. Times are seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -53,22 +54,27 @@ class Fleet:
         local_prefill: bool = True,
         retired: Iterable[str] = (),
     ) -> None:
-        """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not wait
-        for all instances, and goes on when one is lost before it was up. ``local_prefill``: instances that
-        decode prefill, too, where none that prefills comes in time. ``retired``: those without a process.
+        """Build a fleet in which no instance has answered yet.
+
+        ``instances`` maps a name to an expert-parallel group; the instances of a group work together or not
+        at all, and "" means no group. ``front`` is the name of this API server. With ``joining``, other API
+        servers already serve: this API server does not wait for all instances, and survives the loss of an
+        instance during startup. With ``local_prefill``, decode instances also compute prompts if no prefill
+        instance comes in time. ``retired`` names instances without a process.
         """
         self.table = InstanceTable(instances, patience, joining, local_prefill, retired)
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences
-        self.failure: WeftError | None = None  # no instance is left, and none will be started again
-        self.late_events = 0  # of sequences or attempts that have ended already
-        self.failovers = 0  # sequences that went on after an instance was lost
+        # set once no instance is left and no process will be started again
+        self.failure: WeftError | None = None
+        self.late_events = 0  # events of sequences or attempts already over
+        self.failovers = 0  # sequences continued after the loss of an instance
         self.pauses = 0
-        self.paired = 0  # sequences that were sent to two instances
-        self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
-        self.encodes = Counter(first=0, again=0)  # images sent to instances that encode, by the attempt
+        self.paired = 0  # sequences sent to two instances
+        # sequences sent to a decode instance alone, for lack of a prefill instance
+        self.local_prefills = 0
+        self.encodes = Counter(first=0, again=0)  # images sent to encode instances, by attempt
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
         self._unlanded = Unlanded()
@@ -79,9 +85,13 @@ class Fleet:
         self._events: list[m.TokenEvent] = []
 
     def on(self, event: e.Event, now: float) -> list[e.Action]:
-        """Takes in ``event``, which happened at ``now``; returns the actions to carry out, in order."""
+        """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order.
+
+        All resulting token events leave in one ``Deliver``, the last action.
+        """
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
+        # Any event may free an instance or a sequence, so placement follows every event.
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
@@ -92,11 +102,11 @@ class Fleet:
         return self._actions
 
     def next_deadline(self) -> float:
-        """When a ``Tick`` will change something, if nothing happens before; inf for never."""
+        """Return the time of the next necessary ``Tick`` if no event comes earlier; inf for never."""
         return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unlanded))
 
     def refusal(self) -> WeftError | None:
-        """Why no request can begin now; None when it can."""
+        """Return the reason why no new request is accepted now; None if requests are accepted."""
         if self.failure is not None:
             return Unavailable("the engine has failed; the server is stopping")
         if self._closing or not self.table.complete:
@@ -130,12 +140,13 @@ class Fleet:
         self.open.resume(event.sequences)
 
     def _leave(self, sequence: int) -> None:
-        """Takes an open sequence from wherever it is."""
+        """Remove an open sequence from all instances, and send each instance a ``Finish``."""
         entry = self.entries[sequence]
         for name in entry.places:
             instance = self.table.instances[name]
             instance.end(sequence)
             self._send(instance, m.Finish(sequence=sequence))
+            # Version 1 has no attempt numbers. Events up to the final event may belong to the ended attempt.
             if instance.version < 2:
                 instance.unanswered.add(sequence)
         entry.left()
@@ -148,10 +159,11 @@ class Fleet:
     # -- placement ----------------------------------------------------------------------------------
 
     def _place_parked(self) -> None:
-        """Sends parked sequences to instances, those of one prompt together."""
+        """Send parked sequences to instances. All sequences of one prompt go to the same route."""
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
+        # Without any instance for images, `by_request` skips the sequences with images.
         for request, group in by_request(ready, self.entries, not self.table.blind).items():
             entry = self.entries[group[0]]
             able, local = speaking(takers, entry.submit), self._lateness.local
@@ -163,6 +175,7 @@ class Fleet:
             elif len(able) < len(takers) and outdated(self.table.instances.values(), entry.submit, local):
                 for sequence in group:
                     self._end(sequence, too_old(entry.submit))
+            # A half-open instance takes one prompt at a time, so the placement may have used up the instance.
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
 
@@ -178,10 +191,11 @@ class Fleet:
     def _send(self, instance: Instance, message: m.ToHead) -> None:
         self._actions.append(e.Send(instance.name, instance.link, message))
 
-    # -- what instances say -------------------------------------------------------------------------
+    # -- messages of instances -----------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
         instance, message = self.table.instances[event.instance], event.message
+        # A message over an old link comes from a process already given up.
         if instance.link != event.link or instance.state in GONE:
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
@@ -204,6 +218,7 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
+        # A single instance leaves no choice, so no reports of prefixes are needed.
         if self.router.asks(instance) and len(self.table.instances) > 1:
             self._send(instance, m.WatchPrefixes())
         if self.table.complete and not complete:
@@ -217,6 +232,7 @@ class Fleet:
             if event.finish is not None:
                 instance.unanswered.discard(sequence)
         attempt = None if entry is None else entry.places.get(instance.name)
+        # Drop events of ended attempts, and events of sequences no longer at the instance.
         if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
             self.late_events += 1
             return
@@ -229,20 +245,26 @@ class Fleet:
         if event.token_ids:
             instance.computed(sequence)
             entry.computed = True
+        # Without a pair, an event without position (an old version) needs no ordering.
         alone = entry.pair is None and event.position < 0
         said = event if alone else entry.in_turn(instance.name, event)
         if said is None:
             return
-        if said is not event and said.finish == "evicted" != event.finish:  # it goes on there
+        if said is not event and said.finish == "evicted" != event.finish:  # the instance would continue
             log.error("engine %s left tokens out; they are computed again", instance.name)
             self._send(instance, m.Finish(sequence=sequence))
         self._tell(instance, entry, for_good(said))
 
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
-        """What ``instance`` says of a sequence that is there, in its turn."""
+        """Apply an accepted event of ``instance``: deliver new output, then end or move the sequence.
+
+        Some ends concern only ``instance``: ``moved``, ``evicted``, and a refusal with a possible retry. The
+        client does not see such an end, because the sequence continues elsewhere.
+        """
         sequence, finish = event.sequence, event.finish
         back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
         why = "" if event.error is None else event.error.code
+        # A finish for one instance alone must not reach the client.
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
@@ -263,9 +285,13 @@ class Fleet:
                 self.table.prove(instance)
 
     def _take_of_encoder(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
-        """``instance``, which encodes images of a sequence that is there, has said what became of them."""
+        """Apply an event of ``instance``, which encodes images of the sequence.
+
+        A lasting error ends the sequence. A retryable error returns the sequence to the router.
+        """
         finish, error = event.finish, event.error
-        if finish == "moved" or (finish and entry.computed):  # then all has come, whatever became of it since
+        # all embeddings have arrived; a later failure changes nothing
+        if finish == "moved" or (finish and entry.computed):
             self._depart(instance, entry)
         elif finish == "error" and error is not None and not self._may_retry(instance, entry, event):
             self._depart(instance, entry)
@@ -279,13 +305,14 @@ class Fleet:
         return may_retry(self.table, self._lateness.local, instance, entry, event)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
-        """``instance`` has the sequence no longer."""
+        """Remove the sequence from the records of ``instance``."""
         instance.end(entry.submit.sequence)
         del entry.places[instance.name]
         entry.encoders.pop(instance.name, None)
 
     def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
-        """All that ``sender`` had to say of the sequence has come: now the other of the pair is heard."""
+        """Release ``sender``, which has sent all its events, and apply the held events of the decode
+        instance."""
         self._depart(sender, entry)
         held, entry.held = entry.held, []
         for event in held:
@@ -293,14 +320,20 @@ class Fleet:
                 self._take(self.table.instances[receiver], event)
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
-        """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
+        """Take the sequence back from ``instance`` and place the sequence again.
+
+        ``why`` is the error code; "" without an error. The loss of ranks or of a peer counts as a loss. Every
+        other return counts as a refusal. After more than ``MOST_REFUSALS`` refusals by one instance the
+        sequence fails.
+        """
+        # The partner has reached the end. The partner's final event is still under way.
         if entry.ends_elsewhere(instance.name, why):
             self._depart(instance, entry)
             return
         sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
-        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # may be the reason
+        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # possibly the cause
         self._depart(instance, entry)
-        if ended is not None and not entry.orphaned:  # until another process takes its place
+        if ended is not None and not entry.orphaned:  # no new sequences until the next process is up
             self.table.shun(self.table.instances[ended], self._now)
         if why == RanksLost.code or ended is not None:
             self._go_on(entry)
@@ -317,7 +350,7 @@ class Fleet:
 
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]
-        if instance.link >= 0:  # the end of the process before it may be told later, or never
+        if instance.link >= 0:  # the report about the end of the former process may come later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
         self.table.expect(instance, event.link, self._now, event.domain)
 
@@ -330,10 +363,10 @@ class Fleet:
             self._greet(instance)
 
     def _greet(self, instance: Instance) -> None:
-        """Says hello over a connection that the head does not know yet.
+        """Send ``Hello`` over a connection unknown to the engine process.
 
-        Sequences of the connection before have ended at the head, and messages were lost: each begins
-        another attempt, from the tokens that came. No process was lost, so no loss counts.
+        The engine has ended all sequences of the former connection, and messages were lost. So each sequence
+        begins another attempt from the tokens received so far. No process was lost, so no loss counts.
         """
         self.table.listen(instance, self._now)
         self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
@@ -347,7 +380,7 @@ class Fleet:
             self.table.shun(instance, self._now, "it cannot be reached; the connection is tried again")
 
     def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
-        """Its instance, if its link is the present one."""
+        """Return the instance of ``event`` if the event comes from the present link; None for an old link."""
         instance = self.table.instances[event.instance]
         return instance if instance.link == event.link else None
 
@@ -356,46 +389,54 @@ class Fleet:
             self._lose(instance, event.error)
 
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
-        """The process of ``instance`` is gone, or as good as gone."""
+        """Handle the end of the process of ``instance``: move sequences elsewhere and request a replacement.
+
+        Do nothing if the instance is already down or retired. ``replace=False`` requests no replacement.
+        """
         if not self.table.lose(instance, self._now, error, self._closing):
             return
         self._actions.append(e.Unlink(instance.name, instance.link))
         for entry in self._part(instance):
             self._go_on(entry)
+        # Sequences already handed off stay with the decode instance, but must show a token in time.
         self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
-        if not self.table.complete and not self._joining:  # who waits for its start hears of it
+        if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
-        """Takes all sequences from ``instance``; returns those that cannot go on without it."""
+        """Remove all sequences from ``instance``; return the sequences that cannot continue without the
+        instance."""
         left = []
         for sequence in list(instance.open):
             entry = self.entries[sequence]
+            # The decode instance continues without the lost prefill instance if all output of the latter has
+            # come.
             if entry.sender == instance.name and not entry.needs_sender:
                 self._hand_over(instance, entry)
                 continue
+            # A lost encode instance does not matter once the prompt is computed.
             if instance.name not in entry.encoders or not entry.computed:
                 left.append(entry)
             self._depart(instance, entry)
         return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
-        """An instance was lost that worked on it: unless that is so for once too often it goes on."""
+        """Park a sequence after the loss of an instance; end the sequence after too many losses."""
         sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1
         if entry.losses > MOST_LOSSES:
             lost = f"the engine was lost {entry.losses} times while it worked on this request"
             self._end(sequence, EngineDead(lost))
-        else:  # of one that is pinned, ``_lose`` sees to the end
+        else:  # for a pinned sequence, `_lose` calls `_end_pinned` next
             self.open.bereft.add(sequence)
             self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
-        """With one of a domain all of it are lost for good."""
+        """Retire the instance with the whole expert-parallel group. Fail if the rest can never serve."""
         retired = self.table.instances[event.instance]
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):

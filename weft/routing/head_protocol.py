@@ -1,7 +1,7 @@
-"""The head's side of the messages: its fronts, and the front of each live sequence. Does no I/O.
+"""The engine's side of the messages: the connected API servers, and the owner of each live sequence. No I/O.
 
-Every Submit is answered by exactly one event with ``finish``, unless its front sent a later attempt, or
-left. A front that is gone, or does not read, loses its own sequences and nothing else.
+Each Submit gets exactly one event with ``finish``, unless the API server sent a later attempt or left. An API
+server that is gone, or does not read, loses its own sequences and nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weft.routing.prefix_index import PrefixReports
 from weft.types import messages as m
 
 SHARED_SINCE = 7
-"""The version of messages from which on images may be shown by name."""
+"""The first version of messages in which images may be passed by the name of shared memory."""
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
-"""(front, message), in the order of sending."""
+"""(connection of an API server, message), in sending order."""
 
 
 class HeadEngine(Protocol):
@@ -44,7 +44,7 @@ class HeadEngine(Protocol):
 
 
 class Pixels(Protocol):
-    """What finds images that fronts show by name. See ``weft.engine.pixel_inbox``."""
+    """Resolver of images passed by name. See ``weft.engine.pixel_inbox``."""
 
     @property
     def probe(self) -> SharedName | None: ...
@@ -54,10 +54,10 @@ class Pixels(Protocol):
 
 class _Front(NamedTuple):
     name: str
-    """The front's name, the same for all its connections."""
+    """The name of the API server, the same for all connections of the server."""
     version: int
     quiet: bool
-    """Whether it wants heartbeats only while it has sequences."""
+    """True if the API server wants heartbeats only while owning sequences."""
 
 
 class _Owner(NamedTuple):
@@ -66,35 +66,35 @@ class _Owner(NamedTuple):
 
 
 class HeadProtocol:
-    """One for each head process. A front is named by its connection."""
+    """State machine of one engine process. A connection (bytes) identifies an API server."""
 
     def __init__(self, engine: HeadEngine, incarnation: int, pixels: Pixels | None = None) -> None:
-        """``pixels``: None where images come as bytes alone."""
+        """Create the protocol without connections. ``pixels`` is None if images always come as bytes."""
         self._engine = engine
         self._pixels = pixels
         self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
-        """Front of each live sequence."""
+        """Owner (API server and attempt) of each live sequence."""
         self.prefixes = PrefixReports(engine)
         self.bad_frames = 0
         self.draining = False
-        """Whether new sequences are refused."""
+        """True if new sequences are refused."""
         self.stopped = False
-        """Whether the head was told to end."""
+        """True once the engine process was asked to end."""
 
     @property
     def live(self) -> bool:
-        """Whether a front's sequence is live."""
+        """True if a sequence of any API server is live."""
         return bool(self._owners)
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
-        """Handles a message of ``front``; returns the messages to send."""
+        """Handle a message of the connection ``front`` and return the messages to send."""
         if isinstance(message, m.Hello):
             return self._hello(front, message)
         if front not in self._fronts:
             self.bad_frames += 1
-            if isinstance(message, m.Submit):  # it was forgotten, as it did not read, and does not know
+            if isinstance(message, m.Submit):  # the API server was dropped because it did not read
                 return self._reject(front, message, NotGreeted("say hello first"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)
@@ -107,15 +107,19 @@ class HeadProtocol:
             self.draining = True
         elif isinstance(message, m.Goodbye):
             self.forget(front)
-        elif not isinstance(message, m.Profile):  # the loop's own
+        elif not isinstance(message, m.Profile):  # the step loop handles profiles
             self.stopped = True
         return []
 
     def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
-        """The engine's events of ``step``, as one message to each front."""
+        """Return the engine's events of ``step`` as one message to each API server.
+
+        A final event also removes the sequence. Events of unknown sequences are dropped.
+        """
         by_front: dict[bytes, list[m.TokenEvent]] = {}
         for event in events:
             owner = self._owners.get(event.sequence)
+            # The API server left, or a later attempt has already ended the sequence.
             if owner is None:
                 continue
             if owner.attempt:
@@ -129,7 +133,8 @@ class HeadProtocol:
         ]
 
     def _understood(self, front: bytes, events: list[m.TokenEvent]) -> tuple[m.TokenEvent, ...]:
-        """``events`` as a front of its version knows them."""
+        """Return ``events`` in the form of the API server's version; before version 3 events have no
+        position."""
         known = self._fronts.get(front)
         if known is not None and known.version < 3:
             return tuple(
@@ -139,7 +144,7 @@ class HeadProtocol:
         return tuple(events)
 
     def heartbeats(self) -> Outgoing:
-        """A heartbeat to every front that wants one now, and what changed in the prefix cache."""
+        """Return the due heartbeat of each API server, and the changes of the prefix cache."""
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
         told: Outgoing = [
@@ -150,11 +155,14 @@ class HeadProtocol:
         return [*self.prefixes.changes(), *told]
 
     def failed(self, error: WeftError) -> Outgoing:
-        """The engine failed. Sequences get no end of their own: their front may go on with them elsewhere."""
+        """Return the messages about a failed engine.
+
+        Sequences get no final event: the API server may continue the sequences elsewhere.
+        """
         return [(front, m.HeadFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """The front is gone: its sequences end."""
+        """Drop a lost API server, and finish all sequences of the server. Idempotent."""
         self._fronts.pop(front, None)
         self.prefixes.forget(front)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
@@ -172,7 +180,7 @@ class HeadProtocol:
             spoken = f"this head encodes images for others, which the front, of version {version}, cannot use"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
-            self.forget(former)  # that connection broke, which was not noticed here yet
+            self.forget(former)  # the former connection broke, unnoticed so far
         self._fronts[front] = _Front(hello.front, version, hello.quiet)
         if version < 2:
             welcome = msgspec.structs.replace(welcome, block_size=0)
@@ -187,10 +195,11 @@ class HeadProtocol:
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         owner = self._owners.get(submit.sequence)
         try:
+            # Sequence ids come from API servers, so two servers may clash.
             if owner is not None and owner.front != front:
                 raise Unavailable("another front uses the sequence's id")
             if owner is not None and submit.attempt <= owner.attempt:
-                self.bad_frames += 1  # it came twice, or late: an answer would end the attempt that runs
+                self.bad_frames += 1  # a duplicate or a late message: an answer would end the running attempt
                 return []
             if owner is not None:
                 del self._owners[submit.sequence]
@@ -198,7 +207,7 @@ class HeadProtocol:
             if self.draining:
                 raise Unavailable("the server is shutting down")
             events = self._engine.submit(self._found(submit))
-        except PixelsLost as error:  # its front has it, and sends it again
+        except PixelsLost as error:  # the API server still has the pixels and sends them again
             return self._reject(front, submit, error, "evicted")
         except (ValueError, msgspec.ValidationError):
             return self._reject(front, submit, InvalidRequest("the request is malformed"))
@@ -208,11 +217,14 @@ class HeadProtocol:
         return self.events(events)
 
     def _named(self, connection: bytes, name: str) -> bool:
-        """Whether a connection is of the front of that name."""
+        """Return True if the connection belongs to the API server ``name``."""
         return bool(name) and self._fronts[connection].name == name
 
     def _found(self, submit: m.Submit) -> m.Submit:
-        """With the pixels that it names. Raises PixelsLost, and ValueError where nobody can look for them."""
+        """Return ``submit`` with the pixels passed by name.
+
+        Raise PixelsLost for missing pixels, and ValueError if the engine resolves no names.
+        """
         if self._pixels is not None:
             return self._pixels.take(submit)
         if any(item.shared is not None for item in submit.media):
@@ -227,12 +239,12 @@ class HeadProtocol:
 
     def _heartbeat(self) -> m.Heartbeat:
         stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
-        # A group that is being formed has deadlines of its own.
+        # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
 
 
 _NO_STATS = m.HeadStats()
-"""Only its very defaults are left out of a message, not what equals them."""
+"""The default stats. msgspec omits a field only for the very default object, not for an equal value."""
 _SINCE_4 = (
     "prefill_rows",
     "prefill_tokens",
@@ -246,8 +258,9 @@ _SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
 
 
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
-    """``heartbeat`` as a front of ``version`` knows it."""
+    """Return ``heartbeat`` without the fields unknown to an API server of ``version``."""
     stats = heartbeat.stats
+    # Default values are omitted from the encoded message, so an old reader meets no unknown field.
     if version < ENCODE_SINCE and (stats.embedding_transfers is not None or stats.embedding_host_bytes):
         stats = msgspec.structs.replace(stats, embedding_transfers=None, embedding_host_bytes=0)
     if version < 9:

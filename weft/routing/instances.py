@@ -1,8 +1,8 @@
-"""An instance (a head, and the group behind it) as one front knows it: its state, its load, its progress.
+"""An instance (an engine process and its group) as seen by one API server: state, load and progress.
 
-Load is counted in sequences. An open sequence counts 1, and its prompt's tokens count extra
-until the prompt has been computed, so that an instance with a long prompt gets no other long one meanwhile.
-Sequences that heartbeats report beyond this front's own are the load of other fronts.
+Load is counted in sequences. An open sequence counts 1. Prompt tokens count extra until the prompt is
+computed, so an instance with one long prompt gets no second one meanwhile. Heartbeats report all sequences of
+the instance; the part beyond the API server's own sequences is the load of other API servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.routing.prefix_index import PrefixView
 from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
-"""Tokens of a prompt still to be computed that weigh as much as a running sequence."""
+"""Uncomputed prompt tokens that weigh as much as one running sequence."""
 
 
 class InstanceState(Enum):
@@ -23,10 +23,10 @@ class InstanceState(Enum):
     starting ──Welcome──► up ──Draining──► draining
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
-      down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
+      down ◄──────────────┼┴──────────────── ·        half_open: died twice in a row; gets one prompt
        │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
        ▼
-     retired ──Expected, as an operator revived it──► starting
+     retired ──Expected, revived by an operator──► starting
     """
 
     STARTING = "starting"
@@ -39,67 +39,69 @@ class InstanceState(Enum):
 
 GONE = (InstanceState.DOWN, InstanceState.RETIRED)
 SERVING = (InstanceState.UP, InstanceState.HALF_OPEN)
-"""They take sequences."""
+"""The states in which an instance takes sequences."""
 ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 
 @dataclass(slots=True)
 class Instance:
-    """One replica, as a fleet knows it. Times are seconds of the fleet's clock."""
+    """One replica, as known to a fleet. Times are seconds of the fleet's clock."""
 
     name: str
     domain: str = ""
-    """Instances of one domain work together or not at all; "" is none."""
+    """Expert-parallel group; the instances of a group work together or not at all. "" means no group."""
     order: int = 0
-    """Position in the list of instances; of equal loads the first is chosen."""
+    """Position in the list of instances. The first of several equally loaded instances is chosen."""
     state: InstanceState = InstanceState.STARTING
     link: int = -1
-    """The connection to its present process."""
+    """The connection to the present process."""
     welcome: Welcome | None = None
-    """What that process said of itself."""
+    """The answer of the present process; None before the answer."""
     role: Role | None = None
-    """Of its latest process that answered; None before the first."""
+    """Role of the latest process that answered; None before the first answer."""
     version: int = 0
-    """Version of the messages that both ends speak."""
+    """Common version of the messages of both ends."""
     stats: HeadStats = field(default_factory=HeadStats)
     open: dict[int, int] = field(default_factory=dict)
-    """This front's open sequences -> prompt tokens that are still to be computed."""
+    """Open sequence of the API server -> prompt tokens still to be computed."""
     prompt_tokens: int = 0
-    """The sum of ``open``."""
+    """The sum of the values of ``open``."""
     elsewhere: int = 0
-    """Sequences of other fronts, by the last heartbeat."""
+    """Sequences of other API servers, by the last heartbeat."""
     chosen: int = 0
-    """How often a sequence was sent there."""
+    """Number of sequences sent to the instance so far."""
     unanswered: set[int] = field(default_factory=set)
-    """Sequences that were taken from an instance that knows no attempts, and whose end is still to come."""
+    """Sequences removed from a version 1 instance before the final event."""
     deaths: int = 0
-    """Deaths in a row, since the instance was healthy last."""
+    """Deaths in a row, since the instance was last healthy."""
     since: float = -math.inf
-    """When the instance came up last."""
+    """Time at which the instance last came up."""
     heard: float = math.inf
-    """When the last message came."""
+    """Time of the last message; inf before the first."""
     moved: float = math.inf
-    """When it proved progress last: its step counter moved, or it had nothing to do."""
+    """Time of the last proof of progress: a changed step counter, or an idle heartbeat."""
     deadline: float = math.inf
-    """While it starts: when it must listen at the latest or, once it listens, answer."""
+    """During the start: latest time for the process to listen and, afterwards, to answer."""
     located: bool = False
-    """Whether its present process was heard of; that of a host that is not there was not."""
+    """True if the address of the present process, or a connection to it, is known. An absent host stays
+    False."""
     listens: bool = False
     shunned: bool = False
-    """Whether its present process has ended, as another one says that saw it: nothing is sent there."""
+    """True if no sequences are sent: another instance reported the end of the process, or no connection
+    works."""
     lonely: bool = False
-    """Whether it was said that its present process has no partner."""
+    """True if the missing partner of the present process was already logged."""
     prefixes: PrefixView = field(default_factory=PrefixView)
-    """What its present process has cached, as it tells."""
+    """Cached prefixes of the present process, as reported."""
 
     @property
     def alive(self) -> bool:
-        """Whether it answers, so that its sequences come to their end."""
+        """True if the instance answers, so open sequences can come to an end."""
         return self.state in ALIVE
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of its present process; 0 while that has not answered."""
+        """The incarnation of the present process; 0 before the process answers."""
         return 0 if self.welcome is None else self.welcome.incarnation
 
     @property
@@ -107,30 +109,32 @@ class Instance:
         return len(self.open) + self.elsewhere + self.prompt_tokens / PROMPT_TOKENS
 
     def begin(self, sequence: int, prompt_tokens: int) -> None:
-        """``sequence`` is sent there."""
+        """Count ``sequence`` as sent to the instance."""
         self.open[sequence] = prompt_tokens
         self.prompt_tokens += prompt_tokens
         self.chosen += 1
 
     def computed(self, sequence: int) -> None:
-        """The prompt of ``sequence`` was computed. Idempotent; unknown sequences are fine."""
+        """Count the prompt of ``sequence`` as computed. Idempotent; unknown sequences are ignored."""
         self.prompt_tokens -= self.open.get(sequence, 0)
         if sequence in self.open:
             self.open[sequence] = 0
 
     def end(self, sequence: int) -> None:
-        """``sequence`` is there no longer. Idempotent."""
+        """Remove ``sequence`` from the load. Idempotent."""
         self.prompt_tokens -= self.open.pop(sequence, 0)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
-        """Takes in the load and progress that the instance reports."""
+        """Store the reported load and progress."""
+        # Waiting without work is no lack of progress.
         if message.idle or message.stats.steps != self.stats.steps:
             self.moved = now
         self.stats = message.stats
+        # The report may be older than this API server's latest sequences, so the difference may be negative.
         self.elsewhere = max(0, message.stats.running + message.stats.waiting - len(self.open))
 
     def start(self, link: int, deadline: float) -> None:
-        """Takes note of a new process."""
+        """Reset everything known about the process, because a new process was started."""
         self.state = InstanceState.STARTING
         self.lonely = self.shunned = self.located = False
         self.link = link
@@ -144,13 +148,15 @@ class Instance:
         self.prefixes = PrefixView()
 
     def overdue(self, timeout: float, now: float) -> str | None:
-        """Why one that is alive counts as dead after all, or None."""
-        if now >= self.heard + timeout:  # as a deadline is computed: now - heard may be rounded otherwise
+        """Return the reason why a live instance counts as dead, or None."""
+        # in the same form as the deadline: now - heard could round differently
+        if now >= self.heard + timeout:
             return f"the engine has been silent for {timeout:g} seconds"
         if now >= self.moved + timeout:
             return f"the engine made no step in {timeout:g} seconds while work waits"
         return None
 
     def progressing(self, window: float, now: float) -> bool:
-        """Whether it both spoke and, having work, stepped in the last ``window`` seconds."""
+        """Return True if the instance sent a message and made progress (or was idle) in the last ``window``
+        seconds."""
         return self.alive and now - self.heard <= window and now - self.moved <= window

@@ -1,4 +1,4 @@
-"""How long sequences wait for instances: until they come, or their patience is used up. Pure."""
+"""Limits of how long sequences wait for instances. Pure."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ log = get_logger(__name__)
 LATE = "the engine failed and did not come back in time; try again later"
 UNFIT = "the groups that take requests do not fit together; see the server's log"
 NO_ROLE = "no group of the role "
-"""How an error begins that names roles which are missing."""
+"""First words of the error for missing roles."""
 
 
 class _Limit:
-    """Whether something has been missing for too long."""
+    """A time limit for one kind of lack. ``passed`` is True once the lack has lasted for the limit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.passed = False
 
     def deadline(self, since: float) -> float:
-        """When it will have been missing for too long; inf if it has been already."""
+        """Return the time at which the limit passes; inf if already passed."""
         return math.inf if self.passed else since + self._seconds
 
     def look(self, since: float, now: float) -> None:
-        """``since`` when it has been missing; inf if it is there."""
+        """Update ``passed``. ``since`` is the start time of the lack; inf if nothing is lacking."""
         self.passed = since < math.inf and (self.passed or now >= since + self._seconds)
 
 
 class Lateness:
-    """Whether requests wait too long: for any instance, or for a role that no instance has; those with images
-    for one that encodes these, too.
+    """Decides whether requests have waited too long for an instance, for a missing role, or for image
+    encoding.
 
-    They wait for ``Patience.recovery`` while an instance that is not up will be. The time counts from when
-    the last process that could have served them is gone: one that drains, for a planned restart, is there.
-    New requests wait for ``Patience.role`` where none will come, and until instances that decode prefill.
+    While an instance is expected to come back, requests wait for ``Patience.recovery``. The time counts from
+    the end of the last process able to serve: a process that drains for a planned restart is present. New
+    requests wait for ``Patience.role`` if no instance will come, and before decode instances also prefill.
     """
 
     def __init__(self, table: InstanceTable, patience: Patience) -> None:
@@ -49,16 +49,16 @@ class Lateness:
         self._images = _Limit(patience.role)
         self._images_again = _Limit(max(patience.role, patience.recovery))
         self._lacked = False
-        """Whether anything was missing at the last look."""
+        """True if anything was missing at the last ``look``."""
 
     def deadline(self) -> float:
-        """When ``look`` will change something, if nothing happens before; inf for never."""
+        """Return the time at which ``look`` will next change something; inf for never."""
         return min(limit.deadline(since) for limit, since in self._limits())
 
     def look(self, now: float) -> None:
-        """To be called after each change of instances, and at the deadline."""
+        """Update all limits. Call after each change of instances, and at ``deadline``."""
         lacks = any(since < math.inf for _, since in self._limits())
-        if not lacks and not self._lacked:  # as nearly always
+        if not lacks and not self._lacked:  # the usual case
             return
         self._lacked = lacks
         before = self._role.passed
@@ -88,16 +88,18 @@ class Lateness:
 
     @property
     def local(self) -> bool:
-        """Whether instances that decode compute prompts, too: none that prefills has come in time."""
+        """True if decode instances also compute prompts, because no prefill instance came in time."""
         return self._role.passed and self._table.local
 
     def why(self, begun: bool, images: bool = False) -> Unavailable | None:
-        """Why a sequence that no instance takes should wait no longer; None when it should wait.
+        """Return the error to end the wait of a sequence without an instance; None if the sequence should
+        wait.
 
-        ``begun``: whether an instance has had it. ``images``: whether it has some.
+        With ``begun`` the sequence was at an instance before; with ``images`` the sequence has images.
         """
         if self._any.passed:
             return Unavailable(LATE)
+        # A sequence once at an instance, or an expected instance, justifies the longer limits (`_again`).
         waits = begun or self._table.awaited
         if not self._table.local and (self._role_again if waits else self._role).passed:
             return self._lacks(images=False)

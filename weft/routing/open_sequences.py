@@ -1,6 +1,4 @@
-"""The sequences that clients have open, and which of them are at no instance. Pure data, one owner: the
-fleet.
-"""
+"""The open sequences of all clients, and the sequences at no instance. Pure data, owned by the fleet."""
 
 from __future__ import annotations
 
@@ -18,22 +16,23 @@ log = get_logger(__name__)
 
 
 class OpenSequences:
-    """A sequence is parked, paused, or at instances (``LedgerEntry.places``)."""
+    """All open sequences. A sequence is parked, paused, or at instances (``LedgerEntry.places``)."""
 
     def __init__(self) -> None:
         self.entries: dict[int, LedgerEntry] = {}
         self.requests: dict[int, dict[int, None]] = {}
-        """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
+        """Request -> open sequences (an ordered set). The sequences share a prompt, and prompt blocks at one
+        instance."""
         self._refusals = CountedLog(log)
         self.parked = Parked()
-        """Those that wait for an instance, in order."""
+        """Sequences waiting for an instance, in order."""
         self.paused: dict[int, None] = {}
-        """Those that their client does not read."""
+        """Sequences not read by the client."""
         self.bereft: set[int] = set()
-        """Those parked or paused that lost their instance."""
+        """Parked or paused sequences after the loss of an instance."""
 
     def open(self, event: Opened) -> None:
-        """Adds the sequences of a new request, which wait."""
+        """Add the sequences of a new request as parked."""
         for submit in event.submits:
             hashes = event.hashes.get(submit.request)
             self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
@@ -41,7 +40,7 @@ class OpenSequences:
             self.parked.add(submit.sequence)
 
     def forget(self, sequence: int) -> None:
-        """Forgets a sequence that has ended."""
+        """Forget an ended sequence."""
         entry = self.entries.pop(sequence)
         siblings = self.requests[entry.submit.request]
         del siblings[sequence]
@@ -52,34 +51,34 @@ class OpenSequences:
         self.bereft.discard(sequence)
 
     def unpaused(self, sequences: Iterable[int]) -> list[int]:
-        """Return those of ``sequences`` that are open and not paused."""
+        """Return the open and unpaused members of ``sequences``."""
         return [one for one in sequences if one in self.entries and one not in self.paused]
 
     def pause(self, sequence: int) -> None:
-        """Pauses a sequence, which was taken from its instance."""
+        """Mark a sequence as paused. The caller has removed the sequence from all instances."""
         self.parked.discard(sequence)
         self.paused[sequence] = None
 
     def resume(self, sequences: Iterable[int]) -> None:
-        """Has those of ``sequences`` wait that were paused."""
+        """Park again all paused members of ``sequences``."""
         for sequence in sequences:
             if sequence in self.paused:
                 del self.paused[sequence]
                 self.parked.add(sequence)
 
     def placed(self, sequence: int) -> bool:
-        """Ends the wait of a sequence. Returns whether it goes on after an instance was lost."""
+        """End the wait of a sequence. Return True if the sequence continues after the loss of an instance."""
         self.parked.discard(sequence)
         bereft = sequence in self.bereft
         self.bereft.discard(sequence)
         return bereft
 
     def near(self, request: int) -> set[str]:
-        """Instances that have sequences of ``request``."""
+        """Return the names of the instances with sequences of ``request``."""
         return {name for each in self.requests[request] for name in self.entries[each].places}
 
     def late(self, lateness: Lateness) -> list[tuple[int, WeftError]]:
-        """The parked ones that have waited for too long, and why."""
+        """Return the parked sequences after too long a wait, each with the reason. Logs the reason."""
         found: list[tuple[int, WeftError]] = []
         for sequence in self.parked:
             entry = self.entries[sequence]

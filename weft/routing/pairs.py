@@ -1,9 +1,8 @@
-"""Where prefill and decode are at different instances: which of them are partners, which ones a prompt gets,
-and what each of them is sent. Pure but for the memory of policies.
+"""Routing with separate prefill and decode instances: partners, the route of a prompt, and the Submits sent.
 
-A *pair* is a prefill instance and a decode instance whose heads have equal fingerprints. All sequences of a
-prompt go to one pair, each with a room of its own. An instance of neither role does both. Where images are
-encoded at instances of their own, those get a part, too: see ``weft.routing.encoders``.
+A *pair* is a prefill instance and a decode instance whose engines have equal fingerprints. All sequences of a
+prompt go to one pair, each with a transfer of its own. An instance with neither role does both. Encode
+instances get a part, too: see ``weft.routing.encoders``. Pure except for the memory of policies.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
 ROLES_SINCE = 3
-"""The version of messages in which heads have roles."""
+"""The first version of messages in which engines have roles."""
 PREFIXES_SINCE = 4
-"""The version in which they tell what they have cached."""
+"""The first version of messages in which engines report cached prefixes."""
 
 
 class Route(NamedTuple):
-    """Where the sequences of a prompt go."""
+    """The instances for the sequences of one prompt."""
 
     compute: Instance
-    """Computes the prompt."""
+    """The instance that computes the prompt."""
     decode: Instance | None = None
-    """Goes on from the first token; None where ``compute`` does."""
+    """The instance that continues after the first token; None if ``compute`` continues."""
     encoders: tuple[Instance, ...] = ()
-    """The instance that encodes each image of the prompt; () if there are none, or ``compute`` does."""
+    """The encode instance of each image of the prompt; () without images, or if ``compute`` encodes."""
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
-    """Whether what ``prefill`` computes can go on at ``decode``, by their present processes."""
+    """Return True if ``decode`` can continue prompts of ``prefill``, by the present processes of both."""
     if prefill.role != "prefill" or decode.role != "decode":
         return False
     one, other = prefill.welcome, decode.welcome
@@ -49,7 +48,7 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
 
 
 def serve(instances: Iterable[Instance], local: bool) -> bool:
-    """Whether ``instances`` can serve requests. ``local``: those that decode may compute prompts, too."""
+    """Return True if ``instances`` can serve requests; with ``local``, decode instances also prefill."""
     given = list(instances)
     if any(one.role == "unified" or (local and one.role == "decode") for one in given):
         return True
@@ -57,20 +56,24 @@ def serve(instances: Iterable[Instance], local: bool) -> bool:
 
 
 def without_partner(instances: Iterable[Instance]) -> list[Instance]:
-    """The ``instances`` that have a role, and none among the others to work with."""
+    """Return the prefill and decode ``instances`` without a partner among the others."""
     given = list(instances)
     paired = {id(one) for a in given for b in given if are_partners(a, b) for one in (a, b)}
     return [one for one in given if one.role in ("prefill", "decode") and id(one) not in paired]
 
 
 def why_lonely(instance: Instance, others: Iterable[Instance]) -> str | None:
-    """Why none of ``others`` works with ``instance``; None where one may, or none has the other role yet."""
+    """Return the reason why none of ``others`` is a partner of ``instance``.
+
+    None if there is a partner, or if no instance with the opposite role has answered yet.
+    """
     role = {"prefill": "decode", "decode": "prefill"}.get(instance.role or "")
     opposite = [one for one in others if one.role == role and one.welcome is not None]
     if instance.welcome is None or not opposite:
         return None
     if any(are_partners(instance, one) or are_partners(one, instance) for one in opposite):
         return None
+    # Different fingerprints are the last explanation: an engine without one was started without a role.
     for one in (instance, *opposite):
         if one.welcome is not None and not (one.welcome.rooms and one.welcome.fingerprint):
             return f"{one.name} does not say how caches are moved; start it with --role"
@@ -89,17 +92,18 @@ class Router:
 
     @property
     def decisions(self) -> dict[str, int]:
-        """``Policies.decisions``."""
+        """Counts of decisions, see ``Policies.decisions``."""
         return self._policies.decisions
 
     def asks(self, instance: Instance) -> bool:
-        """Whether ``instance``, which is up, is to tell what it has cached."""
+        """Return True if ``instance``, which is up, should report cached prefixes."""
         knows = self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
         return knows and instance.role != "encode"
 
     def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
-        """Takes in the load of ``instance``, or what it has cached. False: that has to be told again,
-        whole.
+        """Store the reported load or cached prefixes of ``instance``.
+
+        Return False if a report was missed, so the whole index must be sent again.
         """
         if isinstance(message, Heartbeat):
             instance.heartbeat(message, now)
@@ -118,12 +122,14 @@ class Router:
         local: bool = False,
         encoders: Sequence[Instance] | None = None,
     ) -> Route | None:
-        """Where the sequences ``group`` of one prompt go, ``entry`` among them; None when they have to wait.
+        """Return the route for the sequences ``group`` of one prompt; None if the sequences have to wait.
 
-        ``takers``: instances that take sequences. ``near``: those that have others of the same prompt.
-        ``local``: those that decode may compute the prompt, too, where there is no other way. ``encoders``:
-        instances that encode images for them now; None where the instance that computes a prompt has to.
+        ``entry`` is one of the group. ``takers`` are the instances that take sequences. ``near`` names
+        instances with other sequences of the prompt, which are preferred. With ``local``, decode instances
+        may compute the prompt if nothing else can. ``encoders`` are the instances that encode images now;
+        None if each compute instance encodes its own images.
         """
+        # Version 1 has no attempt numbers, so an unfinished earlier attempt would mix with the new attempt.
         takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
@@ -133,11 +139,13 @@ class Router:
         computing = [one for one in takers if not helped or sees(one, encoders or ())]
         willing = [one for one in computing if one.name not in entry.refused]
         others = [one for one in takers if one.name not in entry.refused]
+        # First try without instances known to refuse the sequence, then with all instances.
         for able, decoding in ((willing, others), (computing, takers)):
             route = None
             if not entry.submit.pooling:
                 route = self._pair(able, decoding, hashes, near, session)
-            elif prefill := [one for one in able if one.role == "prefill"]:  # nothing goes on from there
+            # pooling ends with the prompt, so no decode instance is needed
+            elif prefill := [one for one in able if one.role == "prefill"]:
                 route = Route(self._policies.compute.choose(_among(prefill, near), hashes, session))
             route = route or self._alone(able, hashes, near, local, session)
             if route is not None:
@@ -159,26 +167,29 @@ class Router:
         near: Collection[str],
         session: str,
     ) -> Route | None:
-        """``able``: instances that may compute the prompt; ``decoding``: those that may go on with it."""
+        """Return a pair, or None. ``able`` may compute the prompt; ``decoding`` may continue the sequence."""
         prefill = [one for one in able if one.role == "prefill"]
         if not prefill:
             return None
         decode = [one for one in decoding if any(are_partners(each, one) for each in prefill)]
         if not decode:
             return None
+        # The decode instance is chosen first, then one of the partners.
         decodes = self._policies.decode.choose(_among(decode, near), hashes, session)
         partners = [one for one in prefill if are_partners(one, decodes)]
         return Route(self._policies.compute.choose(_among(partners, near), hashes, session), decodes)
 
 
 def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
-    """Those of ``names``, or all where there is none of them."""
+    """Return the members of ``instances`` named in ``names``; all ``instances`` if none is named."""
     return [one for one in instances if one.name in names] or instances
 
 
 def _with_encoders(route: Route, entry: LedgerEntry, encoders: Iterable[Instance]) -> Route:
-    """``route`` with an instance for each image: of those that encode for the one that computes the prompt,
-    those that gave the sequence back least often. Without any that one encodes them itself."""
+    """Return ``route`` with an encode instance for each image; without any, ``compute`` encodes the images.
+
+    Consider only the encode instances for this compute instance with the fewest refusals of the sequence.
+    """
     able = [(entry.refused.get(one.name, 0), one) for one in encoders if encodes_for(one, route.compute)]
     least = min((refused for refused, _ in able), default=0)
     willing = [one for refused, one in able if refused == least]
@@ -188,13 +199,14 @@ def _with_encoders(route: Route, entry: LedgerEntry, encoders: Iterable[Instance
 def ticketed(
     route: Route, submit: Submit, seconds: float, first: bool = True
 ) -> list[tuple[Instance, Submit]]:
-    """What each instance of ``route`` is sent; ``seconds``: that a transfer may take. ``first``: whether it
-    is the first of its prompt's sequences there; others share what came for it.
+    """Return the Submit for each instance of ``route``, receivers before senders.
 
-    Receivers come before senders: a receiver should know of the room when it is offered. An instance that
-    decodes needs no pixels: a sequence that it cannot go on with it gives back.
+    A receiver should know of a transfer before the offer comes. ``seconds`` is the maximum for one transfer.
+    ``first`` marks the first of a prompt's sequences: the other sequences share its images. A decode instance
+    gets no pixels, and returns a sequence that it cannot continue.
     """
     compute, decode, encoders = route
+    # The encode instances work once per prompt, so only the first sequence carries the images.
     parts: list[tuple[Instance, Submit]] = []
     if encoders and first:
         submit, parts = divided_submit(compute, encoders, submit, seconds)
@@ -204,6 +216,7 @@ def ticketed(
         return [(compute, submit), *parts]
     assert compute.welcome is not None
     assert decode.welcome is not None
+    # Sequence, attempt and incarnation together are unique, so no transfer can be mistaken for another.
     key = RoomKey(submit.sequence, submit.attempt, compute.incarnation)
     sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
     receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)

@@ -1,4 +1,5 @@
-"""Policies: which instance gets a group of sequences that share a prompt. Pure but for their own memory."""
+"""Policies: choose the instance for a group of sequences with one prompt. Pure except for the policy's
+memory."""
 
 from __future__ import annotations
 
@@ -13,39 +14,42 @@ from weft.routing.instances import PROMPT_TOKENS, Instance
 from weft.types.media import MediaItem
 
 DEFAULT_BLOCK = 64
-"""Tokens of a block of an instance that does not say."""
+"""Tokens of a block for an instance without a reported block size."""
 MOST_BLOCKS = 65536
-"""Blocks that an affinity remembers of one instance."""
+"""Blocks remembered per instance for affinity."""
 
 MOST_SESSIONS = 65536
-"""Sessions whose instance is remembered."""
+"""Number of sessions with a remembered instance."""
 HOME_LOAD = 1.0
-"""Load, as of one running sequence, that a session waits for rather than go elsewhere. A guess: what its
-turns share beside this prompt's prefix is not seen here."""
+"""Extra load that a session accepts to stay at its instance, in running sequences.
+
+A guess: the policy does not see the prefix that the session's turns share beyond this prompt.
+"""
 MOVED_TOKENS = 16 * PROMPT_TOKENS
-"""Tokens of a prompt still to be moved that weigh as much as a running sequence. A guess: to move a token's
-cache costs far less than to compute it.
+"""Prompt tokens, still to be transferred, that weigh as much as one running sequence.
+
+A guess: the transfer of a token's cache costs far less than computing the token.
 """
 
 PromptHashes: TypeAlias = Mapping[int, Sequence[bytes]]
-"""Block size -> the hashes of a prompt's full blocks, as the prefix caches of instances name them."""
+"""Block size -> hashes of a prompt's full blocks, in the form of the instances' prefix caches."""
 Hashes: TypeAlias = Callable[[int], Sequence[bytes]]
-"""The same, computed when asked for."""
+"""Function from a block size to the hashes of a prompt's full blocks, computed on demand."""
 
 
 class Decisions:
-    """How much was known when an instance was chosen among several by what they have cached."""
+    """Counts of choices among several instances, by the knowledge of cached prefixes."""
 
     def __init__(self) -> None:
         self.exact = 0
-        """All had told what they have cached."""
+        """Every instance had reported cached prefixes."""
         self.degraded = 0
-        """Some had not."""
+        """Some instances had reported, some not."""
         self.fallback = 0
-        """None had."""
+        """No instance had reported."""
 
     def count(self, instances: Sequence[Instance]) -> None:
-        """One more decision."""
+        """Count one choice among ``instances``."""
         knows = sum(instance.prefixes.known for instance in instances)
         if knows == len(instances):
             self.exact += 1
@@ -56,24 +60,28 @@ class Decisions:
 
 
 class Policy(abc.ABC):
-    """Chooses among instances that take sequences; there is at least one."""
+    """Chooses among serving instances. At least one instance is always given."""
 
     knows_prefixes = False
-    """Whether it asks what instances have cached."""
+    """True if the policy needs reports of cached prefixes."""
 
     def __init__(self) -> None:
         self.decisions = Decisions()
 
     @abc.abstractmethod
     def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
-        """``hashes``: of the prompt. ``session``: that it is a turn of, if it is known."""
+        """Return the chosen instance.
+
+        ``hashes`` are the block hashes of the prompt. ``session`` is the session of the request, "" if
+        unknown.
+        """
 
     def told(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
-        """``instance`` has told what it has cached, or (``idle``) that it has nothing to compute."""
+        """Take note of a report of ``instance``: of cached prefixes or, with ``idle``, of no work left."""
 
 
 class RoundRobin(Policy):
-    """One after the other, in order."""
+    """Round robin, in the order of instances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +94,17 @@ class RoundRobin(Policy):
 
 
 class LeastLoad(Policy):
-    """The least loaded; of equals the one chosen least often, then the first."""
+    """The least loaded instance; of equal loads the one chosen least often, then the first in order."""
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         return min(instances, key=lambda instance: (instance.load, instance.chosen, instance.order))
 
 
 class TwoChoices(Policy):
-    """The less loaded of two random ones: fronts that know old loads do not all choose the same one."""
+    """The less loaded of two random instances.
+
+    Several API servers with old loads then do not all choose the same instance.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -105,35 +116,38 @@ class TwoChoices(Policy):
 
 
 class PrefixAffinity(Policy):
-    """The least loaded, where prompt tokens that an instance has probably in its cache count as no load.
+    """The least loaded instance, after a discount for prompt tokens probably in its prefix cache.
 
-    So a conversation goes on where it was, unless that costs more in waiting than it saves. What an instance
-    has is what it tells (``PrefixView``), and what was sent to the same process of it and is not computed
-    yet; where it tells nothing, all that was sent there.
+    So a conversation stays at its instance, unless the wait there costs more than the cache saves. The known
+    content of a cache is the report of the instance (``PrefixView``), plus the prompts sent to the same
+    process and not computed yet. Without reports, all prompts sent to the process count.
 
-    A session goes on at the same instance, unless another one has more of the prompt, or is less loaded by
+    A session stays at its instance, unless another instance has more of the prompt, or has a load lower by
     more than ``HOME_LOAD``.
     """
 
     knows_prefixes = True
 
     def __init__(self, tokens: float = PROMPT_TOKENS) -> None:
-        """``tokens``: of a prompt, that weigh as much as a running sequence if they are not cached."""
+        """Create the policy. ``tokens`` uncached prompt tokens weigh as much as one running sequence."""
         super().__init__()
         self._tokens = tokens
         self._known: dict[str, tuple[int, Recent[bytes, bool]]] = {}
-        """Instance -> the incarnation that it is about, and hashes."""
+        """Instance -> (incarnation, hashes of blocks sent to the incarnation)."""
         self._homes: Recent[str, tuple[str, int]] = Recent(MOST_SESSIONS)
-        """Session -> the instance of its last turn, and its incarnation."""
+        """Session -> (instance of the last turn, incarnation of the instance)."""
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
-        if len(instances) == 1:  # many long prompts take long to hash, and there is nothing to choose
+        if len(instances) == 1:  # no choice, so skip the hashing of many long prompts
             self._settle(session, instances[0])
             return instances[0]
         self.decisions.count(instances)
         has = {one.name: self._has(one, hashes) for one in instances}
+        # Each cached token saves 1 / `tokens` of the load of a running sequence.
         cost = {one.name: one.load - has[one.name] / self._tokens for one in instances}
         chosen = min(instances, key=lambda one: (cost[one.name], one.chosen, one.order))
+        # A session's instance wins over the cheapest instance if it is near enough in cost and has as much
+        # cached.
         home = self._homes.get(session) if session else None
         for one in instances:
             near = cost[one.name] - cost[chosen.name] <= HOME_LOAD and has[one.name] >= has[chosen.name]
@@ -148,7 +162,7 @@ class PrefixAffinity(Policy):
             self._homes.put(session, (instance.name, instance.incarnation))
 
     def _has(self, instance: Instance, hashes: Hashes) -> int:
-        """Tokens of a prompt that it has probably cached."""
+        """Return the number of prompt tokens probably cached at ``instance``."""
         incarnation, known = self._known.get(instance.name, (0, None))
         if incarnation != instance.incarnation:
             known = None
@@ -156,19 +170,24 @@ class PrefixAffinity(Policy):
 
     def _remember(self, instance: Instance, hashes: Sequence[bytes]) -> None:
         incarnation, known = self._known.get(instance.name, (0, None))
-        if known is None or incarnation != instance.incarnation:  # its cache began empty
+        if known is None or incarnation != instance.incarnation:  # the cache of a new process is empty
             known = Recent(MOST_BLOCKS)
             self._known[instance.name] = (instance.incarnation, known)
-        for block_hash in reversed(hashes):  # so that a prefix outlives what follows it
+        # Last block first, so a prefix is evicted after all continuations.
+        for block_hash in reversed(hashes):
             known.put(block_hash, True)
 
     def told(self, instance: Instance, idle: bool) -> None:
-        """What was sent there and is not in its cache when it has nothing to compute will not come. While
-        sequences are open it still may: an idle head does not count those that await something, and does not
-        know of those on their way."""
+        """Forget blocks with no more chance to enter the reported cache.
+
+        An idle instance without open sequences has computed every block sent there, so the report is
+        complete. With open sequences blocks may still come: an idle engine does not count blocked sequences,
+        and does not know of sequences on their way. Reported removals are forgotten in any case.
+        """
         incarnation, known = self._known.get(instance.name, (0, None))
         if known is None or incarnation != instance.incarnation or not instance.prefixes.known:
             return
+        # Everything sent to an idle instance is either in the reported index or will not come.
         if idle and not instance.open:
             known.clear()
         for key in instance.prefixes.removed:
@@ -176,10 +195,12 @@ class PrefixAffinity(Policy):
 
 
 def _cached(instance: Instance, hashes: Hashes, sent: Collection[bytes] | None) -> int:
-    """Tokens of a prompt that ``instance`` has probably cached; ``sent``: blocks of what was sent there."""
+    """Return the number of prompt tokens probably cached. ``sent`` holds the hashes of blocks sent to the
+    process."""
     block = block_of(instance)
     view = instance.prefixes
     each = max(view.positions // block, 1)
+    # Reports have one key per `positions` tokens, which may span several blocks.
     blocks = hashes(block)
     hit = 0
     for number in range(each - 1, len(blocks), each):
@@ -191,21 +212,21 @@ def _cached(instance: Instance, hashes: Hashes, sent: Collection[bytes] | None) 
 
 
 class Policies(NamedTuple):
-    """The two choices that there are: each has a memory of its own."""
+    """The two choices of a route, each with a memory of its own."""
 
     compute: Policy
-    """Where a prompt is computed."""
+    """The choice of the instance for a prompt."""
     decode: Policy
-    """Where a sequence goes on whose prompt is computed elsewhere."""
+    """The choice of the decode instance for a prompt computed elsewhere."""
 
     @property
     def knows_prefixes(self) -> bool:
-        """Whether any asks what instances have cached."""
+        """True if either policy needs reports of cached prefixes."""
         return any(policy.knows_prefixes for policy in self)
 
     @property
     def decisions(self) -> dict[str, int]:
-        """How many were exact, degraded and fallback (``Decisions``)."""
+        """Number of exact, degraded and fallback choices of both policies (``Decisions``)."""
         each = [policy.decisions for policy in self]
         names = ("exact", "degraded", "fallback")
         return {name: sum(getattr(one, name) for one in each) for name in names}
@@ -215,7 +236,7 @@ RoutingPolicy: TypeAlias = Literal["prefix", "least-load", "round-robin", "two-c
 
 
 def make_policies(name: RoutingPolicy = "prefix", seed: int | None = None) -> Policies:
-    """The policies of that name. The same calls in the same order choose the same instances."""
+    """Return the policies for ``name``. Equal call sequences give equal choices; ``seed`` None means 0."""
     seed = seed or 0
     match name:
         case "prefix":
@@ -229,15 +250,16 @@ def make_policies(name: RoutingPolicy = "prefix", seed: int | None = None) -> Po
 
 
 def block_of(instance: Instance) -> int:
-    """Tokens of a block of its prefix cache."""
+    """Return the block size of the instance's prefix cache in tokens; ``DEFAULT_BLOCK`` if unknown."""
     return (instance.welcome.block_size if instance.welcome is not None else 0) or DEFAULT_BLOCK
 
 
 def hashes_of(
     prompt: bytes, salt: str, known: PromptHashes | None = None, media: tuple[MediaItem, ...] = ()
 ) -> Hashes:
-    """Block hashes of ``prompt`` (int32 ids) with the images ``media``. ``known``: those that were made
-    already.
+    """Return the lazy block hashes of ``prompt`` (int32 ids as bytes) with the images ``media``.
+
+    ``known`` holds hashes computed earlier. Each block size is hashed at most once.
     """
     made = dict(known or {})
 

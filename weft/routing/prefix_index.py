@@ -1,10 +1,10 @@
-"""Which prefixes an instance has cached: told by its head, known by fronts.
+"""Index of the prefixes cached by an instance: reported by the engine, mirrored by API servers.
 
     front ── WatchPrefixes ──► head            once it is up, and again after a gap
-          ◄─ PrefixIndex(number, whole) ─      all that is cached
-          ◄─ PrefixIndex(number + 1) ─         what changed, with each heartbeat in which something did
+          ◄─ PrefixIndex(number, whole) ─      all cached prefixes
+          ◄─ PrefixIndex(number + 1) ─         changes, with each heartbeat after a change
 
-Pure. A front learns of what other fronts sent there, and of what was evicted, within a heartbeat.
+Pure. An API server learns of prompts sent by other API servers, and of evictions, within a heartbeat.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from weft.kv.prefix_log import PrefixLog
 from weft.types.messages import PREFIX_KEY, PrefixIndex
 
 MOST_KEYS = 1 << 20
-"""Keys that a front keeps of one instance. One that has more is known as if it told nothing."""
+"""Maximum number of keys mirrored per instance. A larger index counts as unknown."""
 
 
 class FollowsPrefixes(Protocol):
     """An engine with a prefix cache."""
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        """See ``Scheduler.follow_prefixes``."""
+        """Return the log of the prefix cache and the positions per key; see ``Scheduler.follow_prefixes``."""
 
 
 class PrefixReports:
-    """The head's side: one for each head process."""
+    """The engine's side: one object per engine process."""
 
     def __init__(self, engine: FollowsPrefixes) -> None:
         self._engine = engine
         self._log: PrefixLog | None = None
-        """From the first front that asks."""
+        """Log of changes, from the first request on; None before."""
         self._positions = 0
         self.number = 0
-        """Of the latest message."""
+        """Number of the latest message."""
         self._fronts: dict[bytes, None] = {}
 
     def watch(self, front: bytes) -> list[tuple[bytes, PrefixIndex]]:
-        """``front`` asks: it gets all, and the others what changed, so that all are at the same number.
+        """Return the whole index for ``front``, and the pending changes for all other watching API servers.
 
-        Nothing where the engine shares no prefixes.
+        So all API servers are at the same message number. Return [] if the engine shares no prefixes.
         """
         if self._log is None:
             followed = self._engine.follow_prefixes()
@@ -48,6 +48,7 @@ class PrefixReports:
                 return []
             self._log, self._positions = followed
         self.forget(front)
+        # Flush pending changes first, so all API servers continue from the same message number.
         told = self.changes()
         keys = b"".join(self._log.keys)
         whole = PrefixIndex(number=self.number, whole=True, positions=self._positions, added=keys)
@@ -55,7 +56,7 @@ class PrefixReports:
         return [*told, (front, whole)]
 
     def changes(self) -> list[tuple[bytes, PrefixIndex]]:
-        """What changed since the last call, to all fronts that asked."""
+        """Return the changes since the last call, addressed to every watching API server; often []."""
         if self._log is None:
             return []
         added, removed = self._log.take()
@@ -66,23 +67,21 @@ class PrefixReports:
         return [(front, told) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """The front is gone. Idempotent."""
+        """Stop the reports to ``front``. Idempotent."""
         self._fronts.pop(front, None)
 
 
 class PrefixView:
-    """The front's side: what one process of an instance has told. Of another process there is another
-    view.
-    """
+    """The API server's side: the reported prefixes of one process. A new process gets a new view."""
 
     def __init__(self) -> None:
         self.positions = 0
-        """Of a prefix, between two keys; 0 while nothing is known: before the first message, and from a gap
-        until all was told again."""
+        """Prompt positions per key. 0 while nothing is known: before the first message, and from a gap until
+        the next whole index."""
         self.removed: tuple[bytes, ...] = ()
-        """By the latest message."""
+        """Keys removed by the latest message."""
         self.number = 0
-        """Of the latest message."""
+        """Number of the latest message."""
         self._keys: set[bytes] = set()
         self._too_many = False
 
@@ -94,12 +93,15 @@ class PrefixView:
 
     @property
     def known(self) -> bool:
-        """Whether it says what is cached."""
+        """True if the cached prefixes are known."""
         return self.positions > 0
 
     def take(self, message: PrefixIndex) -> bool:
-        """Takes in ``message``. False when one before it was missed: then nothing is known until all is told
-        again, for which the front has to ask.
+        """Apply ``message``. Return False after a missed message: nothing is known until the next whole
+        index.
+
+        The API server must then request the whole index. A view with more than ``MOST_KEYS`` keys stays
+        unknown, and ignores all further messages.
         """
         if self._too_many:
             return True

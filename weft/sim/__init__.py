@@ -1,4 +1,4 @@
-"""A simulator: the real scheduler on virtual time, with a cost model in place of a device. No torch."""
+"""A simulator: the product's scheduler on virtual time, with a cost model in place of a device. No torch."""
 
 from weft.sim.engine import Simulation, simulate
 from weft.sim.metrics import Report

@@ -1,8 +1,7 @@
-"""Traffic of coding agents on virtual time: long sessions whose turns share all but their end, and pauses
-between turns in which a tool runs, beside prompts that nobody asks again.
+"""Traffic of coding agents on virtual time: long sessions, with pauses for tools, beside unrelated prompts.
 
-Each turn's prompt is the last one's, its output, and what a tool said. A session's next turn comes when the
-last one has ended, after a pause.
+The prompt of a turn is the last prompt, the output, and the tool's result. So turns of a session share
+everything except the end. The next turn of a session comes a pause after the end of the last turn.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from weft.types.sampling import TokenParams
 
 @dataclass(frozen=True, slots=True)
 class Turn(Arrival):
-    """One request of a session, or (session -1) one of nobody's."""
+    """One request of a session, or an unrelated request (session -1)."""
 
     session: int = -1
     number: int = 0
@@ -34,45 +33,46 @@ class Turn(Arrival):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """The traffic. By default as reported of agents: 43 turns, 140,000 tokens in and 400 out a turn."""
+    """Parameters of the traffic. The defaults follow reports on agents: 43 turns with 140,000 prompt tokens
+    and 400 output tokens per turn."""
 
     sessions: int = 6
     turns: int = 43
     first: int = 30_000
     """Tokens of a session's first prompt."""
     grows: int = 4_800
-    """What a tool adds to the prompt from turn to turn, on average."""
+    """Mean number of tokens added to the prompt by a tool, per turn."""
     output: int = 400
     shared: int = 15_000
-    """Leading tokens that all sessions have in common: instructions and tools."""
+    """Leading tokens common to all sessions: instructions and tools."""
     pause: float = 60.0
-    """Seconds, the mean of four of five pauses between turns; the others are 2.5 times as long."""
+    """Mean seconds of a normal pause between turns. On average one of five pauses is 2.5 times as long."""
     others: int = 1700
-    """Prompts of nobody's session, all along."""
+    """Number of unrelated prompts over the whole run."""
     other_tokens: int = 20_000
     every: float = 2.0
-    """Seconds between two of them, on average."""
+    """Mean seconds between two unrelated prompts."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens of the longest possible sequence."""
         return self.first + self.turns * (2 * self.grows + self.output) + self.output
 
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What sessions saw from their second turns on."""
+    """Results of sessions, without first turns."""
 
     turns: int
     prompt_tokens: float
-    """Of a turn, on average."""
+    """Mean prompt tokens of a turn."""
     hit_rate: float
-    """Share of prompt tokens that were cached."""
+    """Share of the prompt tokens found in the prefix cache."""
     ttft: Latency
     other_ttft: Latency
-    """Of prompts of nobody's session."""
+    """TTFT of unrelated prompts."""
     seconds: float
-    """Until the last turn had ended."""
+    """Virtual seconds until the end of the last turn."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Session:
 
 
 class AgentSimulation(Simulation):
-    """One run. ``retention``: of sessions, in seconds; 0: engines do not know of them."""
+    """One run. ``retention`` is the session retention in seconds; with 0, engines do not know of sessions."""
 
     def __init__(
         self,
@@ -109,12 +109,13 @@ class AgentSimulation(Simulation):
         self._cached: dict[int, int] = {}
 
     def agent_report(self) -> AgentReport:
-        """What was seen so far."""
+        """Return the results so far."""
         turns = [
             (number, stream.arrival, stream)
             for number, stream in enumerate(self.streams)
             if isinstance(stream.arrival, Turn) and stream.times
         ]
+        # The first turn of a session has no cached history, so the report leaves it out.
         later = [(number, turn, stream) for number, turn, stream in turns if turn.session >= 0 < turn.number]
         others = [stream for _, turn, stream in turns if turn.session < 0]
         tokens = sum(turn.prompt for _, turn, _ in later)
@@ -133,6 +134,7 @@ class AgentSimulation(Simulation):
             return super()._submit_of(number, arrival)
         session = self._sessions[arrival.session]
         more = session.rng.integers(0, VOCABULARY, arrival.prompt, dtype=np.int32)
+        # The prompt grows by the last output and by new tokens of the tool.
         session.tokens = np.concatenate([session.tokens, np.array(session.said, np.int32), more])
         session.tokens = session.tokens[: arrival.prompt]
         session.said = []

@@ -1,7 +1,7 @@
-"""What must hold whatever happens to a cluster, and the model that makes it checkable.
+"""Invariants of a simulated cluster, and a token model that makes the invariants checkable.
 
-The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the
-same one, and every stream can be compared with what it must be.
+A token is a function of prompt, seed, choice and position. So every process computes the same token, and each
+stream can be compared with the expected tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _NO_DRAFTS = column([0] * 64)
 
 
 class Violation(Exception):
-    """An invariant does not hold."""
+    """A violated invariant."""
 
 
 def require(holds: bool, what: str) -> None:
-    """Raises Violation saying ``what`` is wrong unless it ``holds``."""
+    """Raise Violation with the text ``what`` unless ``holds``."""
     if not holds:
         raise Violation(what)
 
 
 def token_key(prompt: bytes, seed: int, choice: int) -> int:
-    """What all tokens of a sequence are a function of."""
+    """Return the key of a sequence. All tokens are a function of the key and the position."""
     return zlib.crc32(prompt, seed * 131 + choice)
 
 
 def token(key: int, position: int) -> int:
-    """The token at ``position`` of the sequence with this ``key``."""
+    """Return the token at ``position`` of the sequence with the key ``key``."""
     mixed = ((key ^ (position * 0x9E3779B1)) * 0x85EBCA6B) & 0xFFFFFFFF
     return (mixed >> 11) % VOCABULARY
 
 
 def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -> tuple[list[int], str]:
-    """All tokens of a sequence that nobody disturbs, and how it ends."""
+    """Return all tokens of an undisturbed sequence, and the finish reason ("stop" or "length")."""
     tokens: list[int] = []
     while True:
         tokens.append(token(key, num_prompt + len(tokens)))
@@ -56,17 +56,18 @@ def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -
 
 
 class RankStep(NamedTuple):
-    """What a rank needs of a plan: it computes from that and its slot table, and from nothing else."""
+    """The part of a plan that a rank needs. A rank computes from the step and from its slot table alone."""
 
     allocated: list[tuple[int, int]]
-    """(slot, key) of sequences that get a slot."""
+    """(slot, key) of each newly allocated slot."""
     sampled: list[tuple[int, int]]
-    """(slot, position) of tokens."""
+    """(slot, position) of each sampled token."""
     tokens: int
-    """That are computed."""
+    """Number of tokens computed in the step."""
 
     def run(self, slots: dict[int, int]) -> int:
-        """Takes the step in. Returns the checksum of what it samples; ``slots``: slot -> key."""
+        """Run the step on the slot table ``slots`` (slot -> key). Return the checksum of the sampled
+        tokens."""
         slots.update(self.allocated)
         checksum = 1
         for slot, position in self.sampled:
@@ -75,23 +76,27 @@ class RankStep(NamedTuple):
 
 
 class TokenModel:
-    """A device whose tokens are ``token``'s. It has a slot table as a worker does, and reads nothing else."""
+    """A device that samples the tokens of ``token``. Reads only its slot table and the plan, like a
+    worker."""
 
     def __init__(self, row_errors: Mapping[int, int], poison: Mapping[int, int]) -> None:
-        """``row_errors``: key -> position whose logits are not finite. ``poison``: key -> position at which
-        whoever computes it dies.
+        """Create a model without sequences.
+
+        ``row_errors`` maps a key to a position with non-finite logits. ``poison`` maps a key to a position:
+        the process that computes the position dies.
         """
         self._row_errors = row_errors
         self._poison = poison
         self._slots: dict[int, tuple[int, list[int]]] = {}
-        """Slot -> key, known ids."""
+        """Slot -> (key, known ids)."""
 
     def clear(self) -> None:
-        """All slots are empty."""
+        """Empty all slots."""
         self._slots.clear()
 
     def run(self, plan: StepPlan) -> tuple[StepResult, RankStep, bool]:
-        """The result of ``plan``, the same step for another rank, and whether the process dies of it."""
+        """Run ``plan``. Return the result, the same step for another rank, and True if the process dies of
+        it."""
         step = RankStep([], [], 0)
         for op in plan.ops:
             if isinstance(op, AllocSlot):
@@ -105,6 +110,7 @@ class TokenModel:
         dies = False
         total = 0
         number = -1
+        # Rows of the result follow the layout of the plan: prefill rows, then decode rows.
         for segment in (plan.prefill, plan.decode):
             if not segment.rows:
                 continue
@@ -117,6 +123,7 @@ class TokenModel:
                 key, ids = self._slots[slot]
                 end = start + count
                 if sample:
+                    # A continued sequence may recompute the position as input, so later samples count, too.
                     dies |= end >= self._poison.get(key, end + 1)
                     if end >= self._row_errors.get(key, end + 1):
                         errors.append((len(rows), RowError("logits are not finite").info()))
@@ -149,7 +156,7 @@ class TokenModel:
 
 
 def _logprobs(entries: list[tuple[int, int]], offsets: list[int]) -> LogprobRows:
-    """``rank`` holds positions, by which a stream is checked."""
+    """Pack prompt logprobs. ``rank`` carries the positions, so a reader can check the order."""
     return LogprobRows(
         offsets=column(offsets),
         ids=column([token_id for token_id, _ in entries]).reshape(-1, 1),
@@ -160,44 +167,45 @@ def _logprobs(entries: list[tuple[int, int]], offsets: list[int]) -> LogprobRows
 
 @dataclass(slots=True)
 class Stream:
-    """What one reader was told of one sequence, beside what it must be told."""
+    """The output received by one reader for one sequence, beside the expected output."""
 
     sequence: int
     prompt: list[int]
     tokens: list[int]
-    """All that it will make."""
+    """All tokens of the sequence's output."""
     finish: str
     key: int
     wants_prompt: bool
-    """Whether prompt logprobs are due."""
+    """True if prompt logprobs are due."""
     pinned: str | None = None
     count: int = 0
-    """Tokens that came."""
+    """Number of tokens received."""
     prompt_positions: int = 0
-    """Prompt logprobs that came."""
+    """Number of prompt logprobs received."""
     paused: bool = False
     closed: bool = False
-    """Whether its reader has ended it."""
+    """True if the reader has ended the sequence."""
     end: str | None = None
-    """How it ended, by its own terminal event."""
+    """Finish reason of the final event; None before."""
     links: set[int] = field(default_factory=set)
-    """Over which it was sent, of instances that have it."""
+    """Links to the instances that still have the sequence, by number."""
     moved_over: int = 0
-    """The link over which the sender of its present attempt said that it has moved; 0 while it has not."""
+    """Link over which the prefill instance of the present attempt reported the handoff; 0 before."""
     lands_by: float = math.inf
-    """Where that instance is lost since: when it is given up, if the receiver tells no token."""
+    """Deadline after the loss of that prefill instance: without a token of the decode instance, the attempt
+    ends."""
     images: bool = False
-    """Whether its prompt has images. Instances that decode have no tower, and cannot compute the prompt."""
+    """True if the prompt has images. Decode instances have no vision tower, and cannot compute the prompt."""
     computed: bool = False
-    """Whether a token of its present attempt has come: then who computes its prompt has all its images."""
+    """True once a token of the present attempt came. By then the compute instance has all images."""
     ended_elsewhere: bool = False
-    """Whether an instance said that it has ended at its partner, whose report is still to come."""
+    """True if an instance reported an end at the partner, and the partner's report is still to come."""
     landed: bool = False
-    """Whether the receiver has told a token in that attempt."""
+    """True once the decode instance reported a token in the present attempt."""
     losses: int = 0
-    """Instances that were lost while they had it."""
+    """Number of instances lost while at work on the sequence."""
     given_back: set[str] = field(default_factory=set)
-    """Instances that refused it or gave it back since a token came."""
+    """Instances that refused or returned the sequence since the last token."""
     times_given_back: int = 0
 
     @property
@@ -205,12 +213,13 @@ class Stream:
         return self.end is None and not self.closed
 
     def left(self) -> None:
-        """Notes that the sequence left its instances: what is lost later of that attempt is no loss."""
+        """Forget the present attempt: the sequence left all instances, so a later loss does not count."""
         self.moved_over, self.lands_by = 0, math.inf
         self.landed = self.computed = False
 
     def take(self, event: TokenEvent) -> None:
-        """Checks the next event. Raises Violation."""
+        """Check the next event, and record the content. Raise Violation."""
+        # A reader gets no event after the end, and no tokens while not reading.
         name = f"sequence {self.sequence}"
         if not self.open:
             raise Violation(f"{name}: an event after its end ({self.end or 'closed'})")
@@ -220,6 +229,7 @@ class Stream:
             self._take_prompt(event.prompt_logprobs)
         new = list(event.token_ids)
         due = self.tokens[self.count : self.count + len(new)]
+        # Tokens are a function of the sequence, so any other token is wrong.
         if new != due:
             raise Violation(f"{name}: tokens {new} at {self.count}, where {due} are due")
         if new:

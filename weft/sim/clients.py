@@ -1,4 +1,4 @@
-"""Clients of a simulated cluster: what they ask, and what they do beside reading."""
+"""Clients of a simulated cluster: their requests, and their behavior beside reading."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
 MOST_TRIES = 4
-"""Times that a client asks."""
+"""Maximum number of tries of a client."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """A client's request, and what it does beside reading."""
+    """A client with one request."""
 
     number: int
     prompt: list[int]
@@ -25,20 +25,20 @@ class Client:
     at: float
     pinned: bool = False
     text_stops: dict[int, int]
-    """Choice -> tokens after which the text side ends it."""
+    """Choice -> number of tokens after which the text side ends the choice."""
     pauses: tuple[tuple[float, float], ...] = ()
-    """(seconds after its request, seconds that it does not read)."""
+    """(seconds after the request, seconds without reading)."""
     leaves: float | None = None
-    """Seconds after its request at which it leaves."""
+    """Seconds after the request at which the client leaves; None if the client stays."""
     media: tuple[MediaItem, ...] = ()
     """The images of the prompt."""
     tries: int = 0
     outcome: str | None = None
-    """How it ended: done, failed, left or refused."""
+    """End of the request: done, failed, left or refused; None while open."""
 
 
 def random_client(rng: random.Random, number: int) -> Client:
-    """A request: short, as whatever can go wrong can go wrong in a few tokens."""
+    """Return a client with a random request. The request is short: a few tokens suffice for every failure."""
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 10))]
     if rng.random() < 0.3:
         prompt = [7] * len(prompt)
@@ -52,7 +52,7 @@ def random_client(rng: random.Random, number: int) -> Client:
             pauses += ((0.65 + rng.random() * 0.2, rng.random() * 0.1),)
     leaves = rng.random() * 0.5 if 0.2 <= kind < 0.3 else None
     if kind < 0.03:
-        pauses = ((0.1, 60.0),)  # it never reads, and is closed at last
+        pauses = ((0.1, 60.0),)  # never reads, and leaves at last
         leaves = 3.0
     return Client(
         number=number,

@@ -1,8 +1,10 @@
-"""A whole cluster on virtual time: fronts with their fleets, heads with their schedulers, a supervisor,
-clients, a network, and faults. Everything random comes from one seed: a schedule is a function of it.
+"""A whole cluster on virtual time: API servers, engines, a supervisor, clients, a network, and faults.
 
-Between two events nothing happens: the loop takes the earliest one, and whoever it is for runs the code that
-serves. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
+The fleets and schedulers are the product's code. All randomness comes from one seed, so the seed determines
+the whole schedule.
+
+Nothing happens between two events. The loop takes the earliest event, and its receiver runs the product's
+code. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
 """
 
 from __future__ import annotations
@@ -30,78 +32,79 @@ from weft.sim.tiny import tiny_engine
 from weft.types.messages import ids_to_bytes
 
 HORIZON = 90.0
-"""Virtual seconds in which everything has an end."""
+"""Virtual seconds within which every schedule must end."""
 QUIET = 6
-"""Looks in a row at which all must be quiet where heads have roles: what waits there is no work, so fronts
-hear of its end with the next heartbeat."""
+"""Consecutive quiet checks that end a schedule with roles. Blocked sequences there are no work of the engine,
+so API servers learn of the end of a sequence only with the next heartbeat."""
 SETTLE = 0.25
-"""Virtual seconds between two looks at whether all is quiet."""
+"""Virtual seconds between two checks for quiet."""
 REAPED_S = 0.02
-"""Virtual seconds in which ranks end that were told to."""
+"""Virtual seconds within which ranks end after the order to end."""
 
 
 class Cluster(Timeline):
-    """One schedule. ``run`` raises Violation where an invariant does not hold."""
+    """One schedule. ``run`` raises Violation if an invariant does not hold."""
 
     def __init__(self, seed: int, log: Callable[[float, str], None] | None = None) -> None:
-        """``log``: gets (virtual seconds, what happened) of every event."""
+        """Build the schedule of ``seed``. ``log`` receives (virtual seconds, text) for every event."""
         super().__init__(seed, log)
         self.seed = seed
         rng = self.rng
         self.faults: Counter[str] = Counter()
-        """Faults that were seen to happen, by kind."""
+        """Faults with a visible effect, by kind."""
         self.groups_lost = 0
-        """Epochs that were lost while they ran."""
+        """Number of epochs lost while running."""
         self._mishaps: Counter[tuple[str, int]] = Counter()
-        """What will fail at which rank, and how often."""
+        """(kind, rank) -> number of failures still planned."""
         self._links = 0
         self._sequence = 1
         self.section, self.kv = tiny_engine(rng)
         self.network = Network(self)
         self.row_errors: dict[int, int] = {}
-        """Key -> position whose logits are not finite."""
+        """Key of a sequence -> position with non-finite logits."""
         self.poison: dict[int, int] = {}
-        """Key -> position at which whoever computes it dies."""
+        """Key of a sequence -> position at which the computing process dies."""
         self.poison_left = 0
         self.slow_starts = 0
-        """Processes to come that do not listen, or load, in time."""
+        """Number of future processes that will not listen, or not load, in time."""
         heads = rng.choice((1, 2, 2, 3, 4))
         fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""
         self.rooms = RoomWorld(self, heads)
-        """Roles, and what is between heads of different ones."""
+        """The roles of instances, and the transfers between instances of different roles."""
         paired = self.rooms.paired
         domain = "" if paired else domain
         self.counts["clusters of two roles"] += paired
-        """Schedules that have them."""
+        """Number of schedules with separate roles."""
         self.instances = dict.fromkeys(self.rooms.roles, domain)
         self.tensor = rng.choice((1, 1, 1, 1, 1, 2, 2, 3))
-        """Ranks of a group."""
+        """Ranks per group."""
         self.counts["groups of several ranks"] += self.tensor > 1
-        """Schedules that have them."""
+        """Number of schedules with groups of several ranks."""
         self.lag = rng.choice((0, 1, 1))
-        """See ``Membership.counts``; 1 is what serves."""
+        """Lag of ``Membership.counts``; the product uses 1."""
         self.rank_budget = rng.choice((1, 2, 4, 4))
-        """Epochs that one head may lose."""
+        """Maximum number of epochs lost by one engine process."""
         self.leases: list[Lease | None] = [None] * len(self.instances)
         self.replicas = self._make_replicas(domain)
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)))
         self.network.remakes = rng.random() < 0.7
         old = rng.random() < 0.3 and not paired
-        """Whether an upgrade is under way: some processes speak version 1."""
+        """True if an upgrade is under way: some processes speak version 1."""
         self._start(fronts, old)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
         self.counts["clusters that encode images apart"] += self.rooms.images.there
-        """Schedules that have groups for it."""
+        """Number of schedules with encode groups."""
         for client in self.clients:
             self.rooms.images.show(client)
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
 
     def _start(self, fronts: int, old: bool) -> None:
-        """Fronts and heads; some of them speak an older version where they are ``old``."""
+        """Start API servers and engines. With ``old``, some of the processes speak version 1."""
         rng = self.rng
+        # The first API server always waits for all instances; later ones may join a running cluster.
         for number in range(fronts):
             version = 1 if old and rng.random() < 0.4 else 2
             self.counts["fronts of version 1"] += version == 1
@@ -119,7 +122,7 @@ class Cluster(Timeline):
     # -- time
 
     def run(self) -> None:
-        """Until all is quiet. Raises Violation."""
+        """Run until the cluster is quiet, and check the final state. Raise Violation."""
         settled = 0.0
         quiet = 0
         enough = QUIET if self.rooms.paired else 2
@@ -129,19 +132,21 @@ class Cluster(Timeline):
             if self.now >= settled:
                 settled = self.now + SETTLE
                 quiet = quiet + 1 if self._quiet() else 0
-                if quiet >= enough:  # so what was under way to fronts has come
+                if quiet >= enough:  # messages to API servers have arrived by now
                     break
                 if self.now > HORIZON:
                     raise Violation(f"not at an end after {HORIZON:g} s: {self._unfinished()}")
         self._finish()
 
     def happened(self, kind: str) -> None:
-        """A fault has had its effect."""
+        """Count a fault with an observed effect."""
         self.faults[kind] += 1
 
     # -- the end
 
     def _quiet(self) -> bool:
+        # Quiet means: no fault or request is left, no process stands still or works, no transfer is open, and
+        # no message to an engine is under way.
         if self.pending_faults or any(client.outcome is None for client in self.clients):
             return False
         heads = [head for head in self.supervisor.heads.values() if head.alive]
@@ -156,7 +161,7 @@ class Cluster(Timeline):
         if any(rooms.stats(None).rooms for head in heads for rooms in head.engine.rooms.values()):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
-        # Heartbeats are always under way.
+        # Heartbeats to API servers are always under way, so only the other direction counts.
         return all(not (link.up and link.to_head) and link.held_until <= self.now for link in links)
 
     def _unfinished(self) -> str:
@@ -165,7 +170,7 @@ class Cluster(Timeline):
         return f"clients {waiting}, open sequences {entries}, faults to come {self.pending_faults}"
 
     def _finish(self) -> None:
-        """What must hold when all is quiet."""
+        """Check the final state of a quiet cluster. Raise Violation."""
         for client in self.clients:
             self.counts[f"requests {client.outcome}"] += 1
         for front in self.fronts:
@@ -191,6 +196,7 @@ class Cluster(Timeline):
                 require(known, f"{front.name}: {name} is {one.state.value}, and {told}")
                 load = one.load if one.alive else len(one.open)
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
+        # A schedule without faults and without impatient clients must run without any recovery.
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
         if not self.faults and not disturbed:
             for name in ("fail-overs", "retired", *(() if self.rooms.paired else ("late events",))):
@@ -205,7 +211,7 @@ class Cluster(Timeline):
         self._reap()
 
     def _reap(self) -> None:
-        """Ends all heads in order, and with them their ranks; then nobody is left."""
+        """End all engines in order, together with all ranks. Raise Violation if a process is left."""
         ended = [head for head in self.supervisor.heads.values() if head.alive and head.ready]
         for head in ended:
             head.group.end(dismiss=True)
@@ -214,6 +220,8 @@ class Cluster(Timeline):
             self.advance()
         for head in ended:
             for process in head.replica.living.values():
+                # A stopped process cannot read the order to end, and the host of a remote rank restarts the
+                # rank.
                 excused = process.stalled_until > self.now or process.rank in head.replica.remote
                 require(excused, f"{process.name} runs, and its head has ended in order")
         for replica in self.replicas.values():
@@ -228,7 +236,8 @@ class Cluster(Timeline):
     # -- processes and links
 
     def befalls(self, kind: str, rank: int) -> bool:
-        """See ``Mishaps``."""
+        """Use up one planned failure of ``kind`` at ``rank``. Return True if there was one. See
+        ``Mishaps``."""
         if not self._mishaps or not self._mishaps[kind, rank]:
             return False
         self._mishaps[kind, rank] -= 1
@@ -236,15 +245,15 @@ class Cluster(Timeline):
         return True
 
     def plan_mishap(self, kind: str, rank: int, times: int) -> None:
-        """``kind`` will fail at ``rank`` so often: see ``Mishaps``."""
+        """Let ``kind`` fail ``times`` times at ``rank``: see ``Mishaps``."""
         self._mishaps[kind, rank] += times
 
     def seen(self, kind: str) -> None:
-        """See ``Mishaps``."""
+        """Count an effect reported by a rank. See ``Mishaps``."""
         self.happened(kind)
 
     def _make_replicas(self, domain: str) -> dict[str, Replica]:
-        """The ranks of every instance. Those of a domain form their epochs together."""
+        """Return the ranks of every instance. Instances of an expert-parallel group share epochs."""
         rng, pace, tensor = self.rng, Pace(), self.tensor
         shared = Collectives(self, patience_of(pace), 0.05)
         replicas: dict[str, Replica] = {}
@@ -267,7 +276,7 @@ class Cluster(Timeline):
         return replicas
 
     def start_times(self, head: HeadProcess, listen: float, load: float) -> tuple[float, float]:
-        """When a process listens and serves."""
+        """Return the seconds until a process listens, and from then until the process serves."""
         if self.slow_starts and self.supervisor.restarts:
             self.slow_starts -= 1
             self.happened("slow upgrade" if self.supervisor.drains else "slow start")
@@ -276,7 +285,7 @@ class Cluster(Timeline):
         return listen, load
 
     def new_link(self, front: FrontProcess, head: HeadProcess) -> Link:
-        """A link of ``front`` to ``head``, not connected yet."""
+        """Return an unconnected link of ``front`` to ``head``."""
         self._links += 1
         link = Link(self._links, front, head, self.rng.uniform(0.0002, 0.004))
         link.excused = head.excused
@@ -284,7 +293,7 @@ class Cluster(Timeline):
         return link
 
     def connect(self, link: Link) -> None:
-        """Connects as soon as the process listens."""
+        """Connect the link as soon as the process listens."""
         head = link.head
         if not head.alive or link.unlinked:
             return
@@ -296,12 +305,13 @@ class Cluster(Timeline):
         self.at(self.now + link.latency, link.front, link.front.linked, link)
 
     def disconnect(self, link: Link) -> None:
-        """The front has closed the link."""
+        """Close the link on behalf of the API server."""
         self.network.cut(link, lingers=self.rng.random() < 0.3)
         self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
 
     def end_head(self, head: HeadProcess, lingers: bool | None = None, dismiss: bool | None = None) -> bool:
-        """Its process ends now. Whether it lived. ``dismiss``: see ``Group.end``."""
+        """End the engine process now. Return True if the process was alive. For ``dismiss`` see
+        ``Group.end``."""
         if not head.alive:
             return False
         epoch = -1
@@ -309,6 +319,7 @@ class Cluster(Timeline):
             epoch = head.group.membership.epoch
             head.group.end(dismiss)
         head.alive = False
+        # The rest of the expert-parallel group fails in its next collective.
         for other in self.supervisor.others(head):
             other.domain_gone = True
             if other.engine.group is not None:
@@ -323,6 +334,7 @@ class Cluster(Timeline):
             for link in front.links.values():
                 if link.head is head:
                     self._break(link, self.rng.random() < 0.5 if lingers is None else lingers)
+        # The supervisor and each API server notice the end at different times.
         self.at(self.now + self.rng.random() * 0.03, None, self.supervisor.ended, head)
         return True
 
@@ -338,13 +350,14 @@ class Cluster(Timeline):
         return gone
 
     def break_link(self, link: Link) -> bool:
-        """The connection breaks, and both ends notice it some time. Whether it was up."""
+        """Break the connection. Both ends notice later. Return True if the connection was up."""
         was_up = link.up
         self._break(link, self.rng.random() < 0.3)
         return was_up
 
     def end_front(self, front: FrontProcess) -> bool:
-        """Its process ends now; clients that it had ask another one. Whether it lived."""
+        """End the API server's process now; the clients ask another one. Return True if the process was
+        alive."""
         if not front.alive:
             return False
         front.alive = False
@@ -359,7 +372,7 @@ class Cluster(Timeline):
         return True
 
     def front_failed(self, front: FrontProcess) -> None:
-        """A fleet says that no instance is left, or that one failed to start: its front ends."""
+        """End an API server whose fleet has failed. Raise Violation if instances able to serve are left."""
         gone = not self.rooms.can_serve(self.supervisor.retired)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(
@@ -371,14 +384,15 @@ class Cluster(Timeline):
         self.at(self.now, None, self.end_front, front)
 
     def stopped(self, head: HeadProcess) -> None:
-        """A head was told to shut down."""
+        """End an engine that received the order to shut down. Raise Violation if an API server still uses the
+        engine."""
         others = [front.name for front in self.fronts if front.alive and not front.closing]
         require(not others, f"{head.name} was shut down while {others} use it")
         head.close_rooms()
         self.end_head(head, dismiss=True)
 
     def poisoned(self, head: HeadProcess) -> None:
-        """A head died of what it computed."""
+        """End an engine process killed by a poisoned position."""
         self.poison_left -= 1
         if not self.poison_left:
             self.poison.clear()
@@ -386,7 +400,7 @@ class Cluster(Timeline):
         self.end_head(head)
 
     def _join(self, front: FrontProcess) -> None:
-        """A front begins while others serve."""
+        """Begin an API server while others already serve."""
         self.count("fronts that joined later")
         self.fronts.append(front)
         self.supervisor.introduce(front)
@@ -394,7 +408,7 @@ class Cluster(Timeline):
     # -- clients
 
     def ask(self, client: Client) -> None:
-        """A client sends its request, to one front or another."""
+        """Send the client's request to a random live API server; without any, the outcome is "refused"."""
         alive = [front for front in self.fronts if front.alive and not front.closing]
         client.tries += 1
         if not alive or client.tries > MOST_TRIES:
@@ -420,7 +434,7 @@ class Cluster(Timeline):
             self.at(self.now + client.leaves, front, front.abandon, first)
 
     def client_ended(self, client: Client, front: FrontProcess, outcome: str) -> None:
-        """A request has ended at ``front``; one that was refused is sent again later."""
+        """Record the end of a request at ``front``. A refused request is sent again later."""
         self.note(front.name, "=>", "client", f"request {client.number} {outcome}")
         if outcome == "refused" and client.tries <= MOST_TRIES:
             self.at(self.now + 0.3, None, self.ask, client)
@@ -428,22 +442,22 @@ class Cluster(Timeline):
             client.outcome = outcome
 
     def keys_of(self, client: Client) -> list[int]:
-        """The keys of all its sequences."""
+        """Return the keys of all sequences of the request."""
         prompt = ids_to_bytes(client.prompt)
         return [token_key(prompt, client.seed, choice) for choice in range(client.choices)]
 
     def pin(self) -> str:
-        """An instance that a request may be tied to."""
+        """Return an instance to which a request may be pinned."""
         return self.rng.choice([name for name, role in self.rooms.roles.items() if role != "encode"])
 
 
 def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:
-    """Runs the schedule of ``seed``. Raises Violation where an invariant does not hold."""
+    """Run the schedule of ``seed`` and return the cluster. Raise Violation if an invariant does not hold."""
     cluster = Cluster(seed, log)
     try:
         cluster.run()
     except Violation:
         raise
-    except Exception as error:  # whatever the code that serves raises is wrong
+    except Exception as error:  # any exception of the product's code is a violation
         raise Violation(f"{type(error).__name__}: {error}") from error
     return cluster

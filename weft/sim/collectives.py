@@ -1,7 +1,7 @@
-"""Collectives of simulated ranks: stores where an epoch's communicators meet, and steps that all ranks share.
+"""Collectives of simulated ranks: the forming of communicators, and the steps of all ranks.
 
-Whoever takes part learns that all did, or that the collective broke: because somebody left it, or by itself
-after the patience of a collective.
+Every participant learns of the end: complete, or broken. A collective breaks when a participant leaves, or
+when its patience is over.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from weft.sim.timeline import Process, Timeline
 
 
 class Participant(Process, Protocol):
-    """A rank: the head's own, or the process of another."""
+    """A rank: the engine's own rank, or a rank process."""
 
     rank: int
 
 
 Ended = Callable[[bool], None]
-"""Called once: whether the collective was whole."""
+"""Called once at the end, with True if the collective was complete."""
 
 
 class Collective:
@@ -29,21 +29,22 @@ class Collective:
     __slots__ = ("begun", "here", "over", "seconds", "size")
 
     def __init__(self, size: int, seconds: float) -> None:
-        """``seconds``: from the arrival of the last rank to the end."""
+        """Create an empty meeting. ``seconds``: from the arrival of the last rank to the end."""
         self.size = size
         self.seconds = seconds
         self.here: dict[int, tuple[Participant, Ended]] = {}
         self.begun = False
-        """Whether all have come."""
+        """True if all ranks have come."""
         self.over = False
 
 
 class Collectives:
-    """All that ranks of one domain, or of a group of its own, take part in."""
+    """All collectives of one group, or of an expert-parallel group."""
 
     def __init__(self, timeline: Timeline, patience: float, delay: float) -> None:
-        """``patience``: seconds that a rank waits in a collective. ``delay``: at most until ranks notice that
-        one has left.
+        """Create the collectives. ``patience`` is the maximum number of seconds of a rank's wait.
+
+        ``delay`` is the maximum number of seconds until ranks notice that a rank has left.
         """
         self._timeline = timeline
         self._patience = patience
@@ -51,7 +52,7 @@ class Collectives:
         self._open: dict[object, Collective] = {}
 
     def join(self, key: object, size: int, seconds: float, who: Participant, ended: Ended) -> None:
-        """``who`` takes part in the collective named ``key``, and hears of its end."""
+        """Let ``who`` take part in the collective ``key``. ``ended`` is called at the end."""
         collective = self._open.get(key)
         if collective is None:
             collective = self._open[key] = Collective(size, seconds)
@@ -64,7 +65,7 @@ class Collectives:
             self._timeline.at(now + self._patience, None, self._break, key, collective)
 
     def leave(self, rank: int) -> None:
-        """The communicators of ``rank`` are closed: whoever is in a collective with it hears that soon."""
+        """Close the communicators of ``rank``. The other participants notice soon."""
         for key, collective in list(self._open.items()):
             if rank in collective.here:
                 del collective.here[rank]
@@ -75,7 +76,7 @@ class Collectives:
             return
         awake = max(who.stalled_until for who, _ in collective.here.values())
         if awake > self._timeline.now:
-            if not collective.begun:  # they wait for the one that stands still, as long as they wait at all
+            if not collective.begun:  # the others wait for a stalled rank, but not for ever
                 collective.begun = True
                 self._timeline.at(self._timeline.now + self._patience, None, self._break, key, collective)
             self._timeline.at(awake, None, self._complete, key, collective)

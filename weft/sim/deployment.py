@@ -1,10 +1,10 @@
-"""Several groups behind one front, on virtual time and without faults: how many of which role a load needs.
+"""Several groups behind one API server, on virtual time and without faults.
 
-The front's ``Fleet``, each head's ``HeadProtocol`` and ``Scheduler`` are those that serve; a cost model
-stands for the model and machine of each group, and a bandwidth for the transport between two of them. A
-chunk of a prompt leaves when its step is done, behind what left before it; the sequence goes on where it is
-decoded when all has arrived. Groups that encode images have the ``EncodeScheduler`` that serves; embeddings
-leave over the same wires.
+Answers how many groups of each role a load needs. The API server's ``Fleet`` and each engine's
+``HeadProtocol`` and ``Scheduler`` are the product's code. A cost model stands for the model and machine of
+each group. A bandwidth stands for the transport between two groups. A chunk of a prompt leaves at the end of
+its step, behind earlier chunks. The decode group continues once the whole cache has arrived. Encode groups
+run the product's ``EncodeScheduler``; embeddings leave over the same wires.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from weft.types.sampling import TokenParams
 HEARTBEAT_S = 0.5
 PATIENCE = Patience(engine=math.inf, recovery=math.inf, load=math.inf, listen=math.inf, role=math.inf)
 MOST_PIXELS = 1 << 40
-"""Bytes of pixels that a group that encodes has at a time: they cost nothing here."""
+"""Limit on the bytes of pixels in an encode group: practically unlimited here."""
 _FRONT = b"front"
 
 
 class Groups(NamedTuple):
-    """How many of each role."""
+    """Number of groups of each role."""
 
     unified: int = 0
     prefill: int = 0
@@ -59,7 +59,7 @@ class Groups(NamedTuple):
         return ", ".join(f"{number} {role}" for number, role in self._roles() if number)
 
     def names(self) -> list[tuple[str, m.Role]]:
-        """A name and a role for each."""
+        """Return a name and a role for each group."""
         return [(f"{role}{number}", role) for count, role in self._roles() for number in range(count)]
 
     def _roles(self) -> tuple[tuple[int, m.Role], ...]:
@@ -72,7 +72,7 @@ class Groups(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one run showed. Times in seconds."""
+    """Results of one run. Times in seconds."""
 
     groups: Groups
     requests: int
@@ -82,20 +82,21 @@ class Outcome(NamedTuple):
     ttft: Latency
     """Arrival to first token."""
     itl: Latency
-    """Between two tokens of one request, all together."""
+    """Times between two tokens of one request, over all requests."""
     tpot: Latency
-    """Mean time between two tokens of one request, by request."""
+    """Mean time between two tokens of one request, over requests."""
     output_rate: float
     exposed: Latency
-    """From the first token until all of the cache had arrived, of requests at two groups."""
+    """First token until arrival of the whole cache, for requests at two groups."""
     busy: dict[str, float]
-    """Group -> part of the time that its device computed, 0 .. 1."""
+    """Group -> share of time in which the device computed, 0 .. 1."""
     good: float
-    """Share of the requests that met both limits, 0 .. 1."""
+    """Share of the requests within both limits, 0 .. 1."""
 
 
 class Group:
-    """A head, its scheduler and a device that only takes time; the engine behind its ``HeadProtocol``."""
+    """An engine, a scheduler, and a device that only takes time. Implements the ``HeadEngine`` of its
+    protocol."""
 
     recovering = False
 
@@ -117,7 +118,7 @@ class Group:
         self.device = FakeDevice(cost, VOCABULARY, noise, seed, patch_seconds=patch_seconds)
         self.incarnation = seed + 1
         self.link_free_at = 0.0
-        """When all that has left is on its way."""
+        """Time at which the link has sent everything queued so far."""
         self.scheduler: Scheduler | EncodeScheduler
         if role == "encode":
             assert kv.media is not None
@@ -131,7 +132,7 @@ class Group:
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
         self._completed = 0.0
 
-    # ---- the engine of its protocol
+    # ---- the engine of the protocol
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         events = self.scheduler.add(submit, self._deployment.now)
@@ -143,7 +144,7 @@ class Group:
         return events
 
     def part(self, cache: Cache) -> Part | None:
-        """What of its scheduler has a part in rooms of ``cache``."""
+        """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
         if cache == "embeddings":
             return self.scheduler.embeddings
         return None if self.role == "encode" else self.scheduler
@@ -177,24 +178,25 @@ class Group:
             tower_fingerprint="" if self._kv.media is None else "one tower",
         )
 
-    # ---- its loop
+    # ---- the loop of the group
 
     def heard(self, events: list[m.TokenEvent]) -> None:
-        """Its scheduler has heard of a room, and told ``events``."""
+        """Deliver ``events``, which the scheduler returned for a transfer, and continue the loop."""
         self._deployment.tell(self, self.protocol.events(events))
         self.turn()
 
     def hear(self, message: m.ToHead) -> None:
-        """The front has sent ``message``."""
+        """Handle a ``message`` of the API server, and continue the loop."""
         self._deployment.tell(self, self.protocol.on(_FRONT, message))
         self.turn()
 
     def turn(self) -> None:
-        """Launches what can be launched now."""
+        """Launch steps as far as the number of steps in flight allows."""
         deployment = self._deployment
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
         deployment.serve(self)
+        # As in `EngineCore`: fill the pipeline, and commit when a step completes.
         depth = depth_of(self._section)
         while len(self._in_flight) < depth:
             builder = self.scheduler.build(now)
@@ -211,6 +213,7 @@ class Group:
         deployment = self._deployment
         now = deployment.now
         events = self.scheduler.commit(plan, self.device.result(plan), now)
+        # A step begins when launched or when the step before completes, whichever is later.
         self.scheduler.observe(plan, now - max(began, self._completed))
         self._completed = now
         for op in plan.ops:
@@ -223,7 +226,7 @@ class Group:
 
 
 class Deployment:
-    """One run: groups, a front, and requests. A seed determines it."""
+    """One run: groups, an API server, and requests. The seed determines the run."""
 
     def __init__(
         self,
@@ -239,9 +242,8 @@ class Deployment:
         shared: int = 0,
         images: ImageCosts | None = None,
     ) -> None:
-        """``kv``, ``section``, ``cost``: of each group. ``shared``: leading tokens that all prompts share.
-        ``images``: what those of the requests cost, if they have any.
-        """
+        """Build the groups, each with ``kv``, ``section`` and ``cost``. ``shared``: leading tokens common to
+        all prompts. ``images``: costs of images, None without images."""
         self.timeline = Timeline(seed)
         self.streams: dict[int, Stream] = {}
         self.refused = 0
@@ -293,7 +295,7 @@ class Deployment:
         return self.timeline.now
 
     def run(self, limits: tuple[float, float] = (math.inf, math.inf)) -> Outcome:
-        """Runs until all requests have ended. ``limits``: of TTFT and of TPOT, in seconds."""
+        """Run until all requests have ended. ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``."""
         for number, name in enumerate(self.groups, 1):
             self._feed(e.Expected(name, number))
             self._feed(e.Located(name, number))
@@ -301,12 +303,13 @@ class Deployment:
         for number, arrival in enumerate(self._arrivals):
             self.timeline.at(arrival.at, None, self._open, number, arrival)
         self.timeline.at(HEARTBEAT_S, None, self._heartbeat)
+        # Heartbeats repeat for ever, so the heap never empties.
         while self._unfinished():
             self.timeline.advance()
         return self._outcome(limits)
 
     def serve(self, group: Group) -> None:
-        """Carries out what the scheduler of ``group`` asks of its rooms."""
+        """Carry out the transfer actions requested by the scheduler of ``group``."""
         self.rooms.serve(group)
         self.images.serve(group)
 
@@ -314,7 +317,7 @@ class Deployment:
         ended = sum(stream.finish is not None for stream in self.streams.values())
         return ended + self.refused < len(self._arrivals)
 
-    # ---- the front
+    # ---- the API server
 
     def _open(self, number: int, arrival: Arrival) -> None:
         self.streams[number] = Stream(arrival)
@@ -359,7 +362,7 @@ class Deployment:
                 stream.finish = event.finish
 
     def tell(self, group: Group, outgoing: Sequence[tuple[bytes, m.ToFront]]) -> None:
-        """What a head says to its front."""
+        """Send the messages of a group's engine to the API server."""
         link = list(self.groups).index(group.name) + 1
         for _, message in outgoing:
             self.timeline.at(self.now, None, self._feed, e.Received(group.name, link, message))
@@ -370,13 +373,14 @@ class Deployment:
             group.turn()
         self.timeline.at(self.now + HEARTBEAT_S, None, self._heartbeat)
 
-    # ---- what came of it
+    # ---- results
 
     def _outcome(self, limits: tuple[float, float]) -> Outcome:
         streams = list(self.streams.values())
         started = [stream for stream in streams if stream.times]
         waits = [stream.times[0] - stream.arrival.at for stream in started]
         paces = [_pace(stream) for stream in started]
+        # A refused request has no stream, so the request counts against the share of good requests.
         good = sum(wait <= limits[0] and pace <= limits[1] for wait, pace in zip(waits, paces, strict=True))
         now = max((stream.times[-1] for stream in started), default=0.0)
         return Outcome(
@@ -398,7 +402,10 @@ class Deployment:
 
 
 def _sees(kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None, most: int) -> KVConfig:
-    """What a group of ``role`` has: a tower where it encodes, or where it computes and none encodes."""
+    """Return the settings of a group of ``role``, with images if there are any.
+
+    An encode group has a vision tower. A compute group has a tower only if there are no encode groups.
+    """
     if images is None:
         return kv
     computes = role in ("unified", "prefill")
@@ -408,6 +415,6 @@ def _sees(kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None,
 
 
 def _pace(stream: Stream) -> float:
-    """Mean seconds between two tokens; 0 where there is one."""
+    """Return the mean seconds between two tokens; 0 with fewer than two tokens."""
     times = stream.times
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

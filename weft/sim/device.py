@@ -1,4 +1,4 @@
-"""A device without a model: a step takes what the cost model says, and samples arbitrary ids."""
+"""A device without a model: the cost model gives the time of a step, and sampled ids are arbitrary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.types.plan import StepPlan, StepResult, column
 
 
 class FakeDevice:
-    """Computes one step after another, in launch order."""
+    """Runs steps one after another, in launch order."""
 
     def __init__(
         self,
@@ -23,13 +23,14 @@ class FakeDevice:
         acceptance: float = 1.0,
         patch_seconds: float = 0.0,
     ) -> None:
-        """``noise``: standard deviation of the logarithm of a step's time; the median is the model's.
+        """Create an idle device. ``noise`` is the standard deviation of the logarithm of a step's time.
 
-        ``acceptance``: the chance of a draft to be right where the ones before it were. ``patch_seconds``:
-        what a patch of an image takes that a step encodes; more than 0: steps without rows take nothing else.
+        The median time is the cost model's. ``acceptance`` is the chance of a draft to be right if all
+        earlier drafts were. ``patch_seconds`` is the time to encode one image patch. If more than 0, a step
+        without rows takes only the time of its patches.
         """
         self.busy = 0.0
-        """Seconds computed so far."""
+        """Seconds of computing so far."""
         self._cost = cost
         self._vocabulary = vocabulary
         self._noise = noise
@@ -40,7 +41,7 @@ class FakeDevice:
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """When ``plan`` will be complete; it starts when what was launched before it is."""
+        """Launch ``plan`` behind all earlier steps. Return the completion time."""
         seconds = patches_in(plan) * self._patch_seconds
         if plan.rows or not self._patch_seconds:
             seconds += self._cost.predict(shape_of(plan))
@@ -51,7 +52,7 @@ class FakeDevice:
         return self._free_at
 
     def result(self, plan: StepPlan) -> StepResult:
-        """What the step sampled: ids that depend on the step's number and the row alone."""
+        """Return the sampled ids of the step, which depend only on the step's number and the row."""
         both = (plan.prefill, plan.decode)
         logits = np.concatenate([segment.logits for segment in both])
         sample = np.concatenate([segment.sample for segment in both])
@@ -68,9 +69,10 @@ class FakeDevice:
         )
 
     def _accepted(self, drafts: np.ndarray) -> np.ndarray:
-        """How many of so many drafts of each row are right, up to the first that is not."""
+        """Return the accepted drafts of each row, up to the first wrong one. ``drafts``: int [rows]."""
         if not drafts.any():
             return drafts
+        # [rows, most drafts]: drafts of a row are right up to the first miss.
         right = self._drafts.random((len(drafts), int(drafts.max()))) < self._acceptance
         accepted: np.ndarray = np.minimum(right.cumprod(axis=1).sum(axis=1), drafts)
         return accepted

@@ -1,7 +1,7 @@
-"""A simulated rank's pool of embeddings as memory with content, and the real ``RankTransfer`` over it.
+"""A simulated rank's pool of embeddings as memory with content, and the product's ``RankTransfer``.
 
-A row of an embedding is a function of the image's pixels, the row and the level. So whoever encoded it, and
-however it came, what a plan reads can be compared with what the sequence was shown.
+A row of an embedding is a function of the image's pixels, the row and the level. So the rows that a plan
+reads can be compared with the sequence's images, whoever encoded or transferred the rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from weft.types.plan import AllocSlot, BindMedia, Encode, FreeSlot, MoveMedia, S
 from weft.types.rooms import Blocks, GroupDims, KindDims, TensorDims
 
 LEVELS = 2
-"""Of an embedding, the main one among them."""
+"""Number of levels of an embedding, including the main level."""
 _ITEM = 8
 _SPOILED = -1
-"""What is where nothing was written."""
+"""Value of memory without content."""
 
 
 def embedding_dims_of(limits: MediaLimits, ranks: int) -> GroupDims:
-    """The pool of embeddings of a simulated group as rooms describe it."""
+    """Return the pool of embeddings of a simulated group in the form of transfers."""
     dims = (("layer", LEVELS), ("block", 1 + limits.blocks), ("position", limits.block_rows), ("width", 1))
     kind = KindDims(
         kind="embedding",
@@ -43,7 +43,8 @@ def embedding_dims_of(limits: MediaLimits, ranks: int) -> GroupDims:
 
 
 def rows_of(pixels: bytes, count: int) -> np.ndarray:
-    """int64 [levels, count]: the embedding of an image. ``pixels``: of which all bytes are its number."""
+    """Return the embedding of an image, int64 [levels, count]. Every byte of ``pixels`` is the image's
+    number."""
     level, row = np.mgrid[0:LEVELS, 0:count]
     made: np.ndarray = (pixels[0] + 1) * 1_000_003 + 131 * level + row
     return made
@@ -62,21 +63,22 @@ class EmbeddingSide(TransferSide):
         rules: ImageRules,
         shown: Callable[[int], tuple[MediaItem, ...]],
     ) -> None:
-        """See ``TransferSide``. ``shown``: the images of a sequence, with pixels, by its key."""
+        """Create an empty pool. See ``TransferSide``. ``shown`` maps a sequence's key to its images, with
+        pixels."""
         self._each, self._shown, self._own = limits.block_rows, shown, rules
         self._pool = np.full((LEVELS, 1 + limits.blocks, self._each), _SPOILED, np.int64)
         self._host = np.full((LEVELS, 1 + limits.host_blocks, self._each), _SPOILED, np.int64)
         self._slots: dict[int, int] = {}
-        """Slot -> key of its sequence."""
+        """Slot -> key of the sequence."""
         super().__init__(wires, process, rank, dims, rules, self._pool)
 
     def reset(self) -> None:
-        """An epoch begins: all slots are empty, and nothing is held."""
+        """Empty all slots, because an epoch begins."""
         self._slots.clear()
 
     def run(self, plan: StepPlan) -> None:
-        """Carries a step out. Raises Violation where it reads what is not its sequence's, or writes what a
-        room may write."""
+        """Run a step. Raise Violation if a step reads a foreign embedding, or writes where a transfer may
+        write."""
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 prompt = op.token_ids[: op.num_prompt].tobytes()
@@ -90,6 +92,7 @@ class EmbeddingSide(TransferSide):
             elif isinstance(op, SendMedia):
                 self.grow(op.key, (Blocks(first=0, ids=op.blocks),))
                 self.computed(op.key, tuple(range(LEVELS)), 0, op.count)
+        # Reads come last, because one plan may encode an image and bind the same image.
         for op in plan.ops:
             if isinstance(op, BindMedia):
                 self._read(plan.step, op)

@@ -1,7 +1,7 @@
-"""The discrete-event loop: ``EngineCore``'s phases, with virtual time and a device that only takes time.
+"""The discrete-event loop: the phases of ``EngineCore`` on virtual time, with a device that only takes time.
 
-It drives the very ``Scheduler`` that serves. Between two events nothing happens, so a run costs the
-scheduler's own time and no more.
+The ``Scheduler`` is the product's code. Nothing happens between two events, so a run costs only the
+scheduler's own time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def kv_config(
     caching: bool = True,
     drafts: int = 0,
 ) -> KVConfig:
-    """One pool of full attention that holds ``tokens`` positions; by default all that can be asked of it.
+    """Return a cache of one pool of full attention with ``tokens`` positions; 0 for the largest possible
+    need.
 
-    ``drafts``: of a sequence in a step, at most.
+    ``drafts`` is the maximum number of drafts of a sequence in a step.
     """
     each = -(-max_model_len // block_size)
     blocks = tokens // block_size if tokens else each * section.max_num_seqs
@@ -58,7 +59,7 @@ def kv_config(
 
 
 def depth_of(section: SchedulerSection) -> int:
-    """Steps in flight; where the settings leave it open, as on a CPU."""
+    """Return the number of steps in flight; 1 (as on a CPU) if the settings leave the number open."""
     return section.steps_in_flight or 1
 
 
@@ -70,7 +71,7 @@ class _Launched:
 
 
 class Simulation:
-    """One run of one workload. Raises ConfigError for what a server would refuse to start with."""
+    """One run of one workload. Raises ConfigError for requests longer than the maximum model length."""
 
     def __init__(
         self,
@@ -86,10 +87,11 @@ class Simulation:
         speculation: SpeculationSection | None = None,
         acceptance: float = 1.0,
     ) -> None:
-        """``host``: seconds that planning and committing a step take, in which a device with one step in
-        flight idles. ``shared``: leading prompt tokens that all requests have in common.
+        """Build the run. ``host`` is the number of seconds for planning and committing one step.
 
-        ``acceptance``: the chance of a draft to be right where the ones before it were.
+        A device with one step in flight idles during ``host``. ``shared`` is the number of leading prompt
+        tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
+        drafts were.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
@@ -104,34 +106,34 @@ class Simulation:
         self.streams: list[Stream] = []
         self.refused = 0
         self.ended = 0
-        """Requests that were done; background sequences are not counted."""
+        """Number of requests done; background sequences are not counted."""
         self._host = host
         self._depth = depth_of(section)
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
         self._again: list[Arrival] = []
-        """Background sequences that found the queue full."""
+        """Background sequences refused by a full queue, to be submitted again."""
         self._in_flight: deque[_Launched] = deque()
         self._completed = 0.0
         self._began = time.perf_counter()
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but background sequences is left to run."""
+        """True if only background sequences are left to run."""
         gone = self.ended + self.refused >= self._requests
         return gone and (self._requests > 0 or not self.has_work())
 
     def run(self, most_seconds: float = float("inf"), progress: Progress | None = None) -> Report:
-        """Runs until every request ended (background sequences need not), or virtual ``most_seconds``.
+        """Run until every request has ended, or until ``most_seconds`` of virtual time. Return the report.
 
-        Raises ConfigError when there is neither, and the run would have no end.
+        Background sequences need not end. Raise ConfigError if the run would never end.
         """
         if not self._requests and self._arrivals and most_seconds == float("inf"):
             raise ConfigError("background sequences alone run for ever: give requests or a number of seconds")
         turns, more = 0, 2 + 2 * self._depth if self._requests else 0
         while (not self.finished or more) and self.clock.now() < most_seconds and self.has_work():
-            more -= self.finished  # background sequences that waited for the last request get their token
+            more -= self.finished  # give background sequences behind the last request one more token
             self.turn()
             turns += 1
             if progress is not None and turns % 64 == 0:
@@ -141,16 +143,18 @@ class Simulation:
         return self.report()
 
     def has_work(self) -> bool:
-        """Whether anything runs, waits or will arrive."""
+        """Return True if anything runs, waits or will arrive."""
         return bool(self._arrivals or self._again or self._in_flight or self.scheduler.has_work())
 
     def turn(self) -> None:
-        """One turn of the engine's loop: take in who arrived, launch a step, commit the oldest if due."""
+        """Run one turn of the engine's loop: submit arrivals, launch a step, commit the oldest step if
+        due."""
         now = self.clock.now()
         self._take_arrivals(now)
         plan = self._plan(now) if len(self._in_flight) < self._depth else None
         if plan is not None:
             self._launch(plan, now)
+        # Wait for the oldest step only when no other step can be launched.
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             self._commit()
         elif plan is None and self._arrivals:
@@ -159,7 +163,8 @@ class Simulation:
     # ---- the phases of a step, as in ``EngineCore``
 
     def _plan(self, now: float) -> StepPlan | None:
-        """Nobody else has a share in it: one rank has no overlap, no domain and no experts to move."""
+        """Return the next plan, or None. One rank has no overlap, peer replicas or experts, so freeze at
+        once."""
         builder = self.scheduler.build(now)
         return None if builder is None else self.scheduler.seal(builder)
 
@@ -178,9 +183,11 @@ class Simulation:
         self.scheduler.observe(step.plan, seconds)
 
     def report(self) -> Report:
-        """What was seen so far."""
+        """Return the results so far."""
         requests = [s for s in self.streams if not s.arrival.background]
         beside = [s for s in self.streams if s.arrival.background]
+        # The prompt window runs from the first arrival to the last first token. Requests disturb background
+        # sequences only within the window.
         begin, end = prompt_window(requests)
         stats, now = self.scheduler.stats(), self.clock.now()
         started = [s for s in requests if s.times]
@@ -217,7 +224,7 @@ class Simulation:
         try:
             events = self.scheduler.add(submit, self.clock.now())
         except Overloaded:
-            if arrival.background:  # it keeps trying
+            if arrival.background:  # keeps trying
                 self._again.append(arrival)
             else:
                 self.refused += 1
@@ -226,7 +233,8 @@ class Simulation:
         self._hear(events)
 
     def _submit_of(self, number: int, arrival: Arrival) -> Submit:
-        """The sequence ``number``, once: its prompt is made now."""
+        """Return the Submit of sequence ``number``. Call once per sequence: the call draws the random
+        prompt."""
         return Submit(
             sequence=number,
             request=number,
@@ -267,7 +275,7 @@ def simulate(
     speculation: SpeculationSection | None = None,
     acceptance: float = 1.0,
 ) -> Report:
-    """Runs a workload to its end; see ``Simulation``."""
+    """Run a workload to the end and return the report; see ``Simulation``."""
     simulation = Simulation(
         kv,
         section,

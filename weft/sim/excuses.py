@@ -1,6 +1,5 @@
-"""What a front may do and know, as the schedule tells: why a sequence may fail, and what heads have
-cached.
-"""
+"""Rules for API servers in a simulated cluster: allowed reasons of failures, and knowledge of prefix
+caches."""
 
 from __future__ import annotations
 
@@ -23,13 +22,14 @@ PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0, role=1.0, tr
 
 
 def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> None:
-    """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
+    """Raise Violation if the schedule knows no reason for the failure of ``stream``."""
     cluster = front.cluster
     fleet = front.fleet
     why = f"{front.name}: sequence {stream.sequence} failed ({code}: {message})"
     cluster.count(f"failed: {message if code == 'unavailable' else code}")
     if fleet.failure is not None:
         return  # see front_failed
+    # Each error message must match a fact of the schedule, for example enough losses or refusals.
     if code == "overloaded":
         takers = [i for i in fleet.table.takers() if stream.pinned in (None, i.name)]
         left = [i for i in takers if i.name not in stream.given_back]
@@ -49,12 +49,12 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         require(cluster.groups_lost >= MOST_LOSSES, why)
     elif "times while it worked" in message:
         require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
-    else:  # it ends with its only instance
+    else:  # a pinned sequence ends with the instance
         require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)
 
 
 def check_prefixes(front: FrontProcess, instance: Instance) -> None:
-    """What it knows of a head's prefix cache, when all is quiet, is what is in it."""
+    """Raise Violation if the API server's view of the instance's prefix cache is wrong in a quiet cluster."""
     head = front.cluster.supervisor.heads.get(instance.name)
     if head is None or not head.alive or not instance.alive or instance.version < PREFIXES_SINCE:
         return
@@ -63,21 +63,21 @@ def check_prefixes(front: FrontProcess, instance: Instance) -> None:
         return
     keys, view = followed[0].keys, instance.prefixes
     known = len(view) == len(keys) and all(key in view for key in keys)
-    known = known or view.number < head.protocol.prefixes.number  # what changed last is on its way
+    known = known or view.number < head.protocol.prefixes.number  # the last change is still under way
     require(known, f"{front.name} has a wrong view of what {head.name} has cached")
     front.cluster.counts["prefix caches compared"] += bool(keys)
 
 
 def _is_late(message: str) -> bool:
-    """Whether a request waited too long, as the error says."""
+    """Return True if the error message means too long a wait."""
     return message in (LATE, UNFIT) or message.startswith(NO_ROLE)
 
 
 def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = False) -> None:
-    """Raises Violation where a request waits no longer, as ``message`` says, though a process that could
-    serve it was there until a moment ago, or an instance of the missing role will be started again.
+    """Raise Violation if a request stopped waiting too early, according to the error ``message``.
 
-    ``images``: whether the prompt has images.
+    Too early means: a suitable process was present until a moment ago, or an instance of the missing role
+    will be started again. ``images`` is True for a prompt with images.
     """
     if not _is_late(message) or front.fleet.failure is not None:
         return
@@ -93,15 +93,19 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
         (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
         for one in fleet.table.instances.values()
     )
+    # An expected instance justifies the longer wait of `recovery`.
     patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role
     require(waited >= patience - 1e-6, f"{why} after {waited:.3f} of {patience:g} seconds")
 
 
 def there(front: FrontProcess) -> tuple[bool, bool, bool]:
-    """Whether instances that are alive, those that drain among them, make tokens; do all of a request without
-    images; and all of one with images.
+    """Return three flags for the live instances, including draining ones.
+
+    The flags: the instances produce tokens; serve a request; serve a request with images. To serve means to
+    do all work: a unified instance, or a prefill and a decode instance.
     """
     up = _up(front, draining=True)
+    # An expert-parallel group with a dead instance takes no sequences.
     domains = {one.domain for one in front.fleet.table.instances.values() if one.domain and not one.alive}
     roles = {one.role for one in up}
     serves = "unified" in roles or {"prefill", "decode"} <= roles
@@ -116,9 +120,7 @@ def _up(front: FrontProcess, draining: bool) -> list[Instance]:
 
 
 def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
-    """Whether ``event`` tells tokens alone, and no end: then no sequence has changed its place, and no
-    instance.
-    """
+    """Return True if ``event`` brings only tokens and no end. No sequence or instance changes place then."""
     if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
         return False
     if any(told.finish is not None for told in event.message.events):
@@ -129,12 +131,13 @@ def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
 
 
 def check_books(front: FrontProcess) -> None:
-    """Raises Violation unless the fleet's books agree with each other and with the streams."""
+    """Raise Violation unless the fleet's records agree with each other and with the streams."""
     fleet = front.fleet
     name = front.name
     placed = 0
     for sequence, entry in fleet.entries.items():
         stream = front.streams[sequence]
+        # A sequence is in exactly one state: at instances, parked, or paused.
         states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
         if states != 1:
             raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
@@ -147,6 +150,7 @@ def check_books(front: FrontProcess) -> None:
             raise Violation(f"{name}: sequence {sequence} lost {counts}")
         if not stream.open:
             raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+    # The loads of all instances together count exactly the placed sequences.
     for place, one in fleet.table.instances.items():
         placed -= len(one.open)
         if one.prompt_tokens != sum(one.open.values()):

@@ -1,4 +1,4 @@
-"""Many schedules of a simulated cluster: which violate an invariant, and what all of them went through."""
+"""Run many schedules of a simulated cluster, and collect violations and counts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from weft.sim.check import Violation
 from weft.sim.cluster import simulate_cluster
 
 CHUNK = 50
-"""Schedules that a process takes at a time."""
+"""Schedules per task of a process."""
 
 
 @dataclass(slots=True)
 class Exploration:
-    """What came of schedules."""
+    """Results of many schedules."""
 
     schedules: int = 0
     events: int = 0
-    """Of all schedules."""
+    """Events of all schedules."""
     failures: list[tuple[int, str]] = field(default_factory=list)
-    """(seed, which invariant), in order of seeds."""
+    """(seed, violated invariant), in order of seeds."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Schedules in which a kind of fault was seen to happen."""
+    """Kind of fault -> number of schedules in which the fault had an effect."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What else happened, over all schedules."""
+    """Other counts, summed over all schedules."""
     seconds: float = 0.0
-    """Of processor time."""
+    """Seconds of processor time."""
 
     def add(self, other: Exploration) -> None:
-        """Takes in another part."""
+        """Add the results of another part."""
         self.schedules += other.schedules
         self.events += other.events
         self.failures = sorted(self.failures + other.failures)
@@ -46,7 +46,7 @@ class Exploration:
 
 
 def run_schedules(seeds: range) -> Exploration:
-    """Runs the schedules of ``seeds`` one after another, in this process."""
+    """Run the schedules of ``seeds`` one after another in this process."""
     part = Exploration()
     began = time.process_time()
     with silent_log(), rare_collection():
@@ -71,9 +71,10 @@ def explore(
     progress: Callable[[int], object] | None = None,
     begin: Callable[[], object] | None = None,
 ) -> Exploration:
-    """Runs ``schedules`` schedules, of ``seed`` and the seeds after it, in ``jobs`` processes.
+    """Run ``schedules`` schedules, with seeds from ``seed`` on, in ``jobs`` processes.
 
-    ``progress`` hears how many more are done. ``begin`` is called first in each process of several.
+    ``progress`` is called with the number of newly finished schedules. ``begin`` is called first in each of
+    several processes.
     """
     end = seed + schedules
     chunks = [range(first, min(first + CHUNK, end)) for first in range(seed, end, CHUNK)]
@@ -95,7 +96,7 @@ def _in_processes(
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Looks rarely for cycles, a schedule being one that is dropped as a whole, and not among modules."""
+    """Context with rare cycle collection. A schedule is dropped as a whole, and modules need no scan."""
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(200_000, 10, 10)
@@ -108,7 +109,7 @@ def rare_collection() -> Iterator[None]:
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Without the log lines of the code that is run: there are faults by the thousand."""
+    """Context without log lines of the simulated code: there are thousands of faults."""
     logger = logging.getLogger("weft")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -1,8 +1,8 @@
-"""What goes wrong in a schedule, and the proof that it did.
+"""The faults of a schedule, with proof of the effects.
 
-A fault is planned before anything runs. When its time comes it picks its victim among what there is, and
-counts as having happened only when its effect was seen: a process that lived and ends, messages that were
-under way and are late or lost, steps that were in flight.
+A fault is planned before anything runs. At its time a fault picks a victim among the present processes and
+links. A fault counts only with a visible effect: a live process ends, messages under way are late or lost, or
+steps in flight are lost.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ FOR_EVER = 1e6
 
 
 def plan(cluster: Cluster) -> int:
-    """Chooses faults and their times. Returns how many are to come."""
+    """Choose faults and times for the schedule. Return the number of planned faults."""
     rng = cluster.rng
+    # Some schedules run without faults, to check that nothing is lost without a reason.
     if rng.random() < 0.1:
         return 0
     kinds = {kind: weight for kind, (weight, _) in KINDS.items() if _can_happen(cluster, kind)}
     planned = 0
     for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
+        # Repeated kills lead to half-open and retired instances.
         if kind == "head killed" and rng.random() < 0.3:
             planned += _plan_row(cluster, at)
         else:
@@ -48,7 +50,7 @@ def _can_happen(cluster: Cluster, kind: str) -> bool:
 
 
 def _plan_row(cluster: Cluster, at: float) -> int:
-    """One head is killed, and again as soon as it is back."""
+    """Plan to kill one engine again and again, soon after each start. Return the number of kills."""
     rng = cluster.rng
     instance = rng.choice(list(cluster.instances))
 
@@ -68,25 +70,25 @@ def _fire(cluster: Cluster, apply: Callable[[Cluster], bool], kind: str) -> None
         cluster.happened(kind)
 
 
-# -- whom it hits
+# -- choice of the victim
 
 
 def _head(cluster: Cluster, ready: bool = True) -> HeadProcess | None:
-    """A head that lives; rather one that works."""
+    """Return a random live engine process, preferably with work; None if there is none."""
     alive = [head for head in cluster.supervisor.heads.values() if head.alive and (head.ready or not ready)]
     busy = [head for head in alive if head.ready and head.engine.has_work()]
     return cluster.rng.choice(busy or alive) if alive else None
 
 
 def _front(cluster: Cluster) -> FrontProcess | None:
-    """A front that lives; rather one that has requests."""
+    """Return a random live API server, preferably with requests; None if there is none."""
     alive = [front for front in cluster.fronts if front.alive and not front.closing]
     busy = [front for front in alive if front.clients]
     return cluster.rng.choice(busy or alive) if alive else None
 
 
 def _link(cluster: Cluster, version: int = 1) -> Link | None:
-    """A link that is up; rather one of a front that has requests."""
+    """Return a random connected link, preferably to an engine with work; None if there is none."""
     front = _front(cluster)
     links = (
         [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
@@ -96,7 +98,7 @@ def _link(cluster: Cluster, version: int = 1) -> Link | None:
 
 
 def _rank(cluster: Cluster) -> RankProcess | None:
-    """A process of a rank; rather one whose group takes steps."""
+    """Return a random rank process, preferably one that takes steps; None if there is none."""
     head = _head(cluster)
     if head is None:
         return None
@@ -105,7 +107,7 @@ def _rank(cluster: Cluster) -> RankProcess | None:
     return cluster.rng.choice(running or living) if living else None
 
 
-# -- what it does; whether that was possible
+# -- the faults: each returns True if the effect was visible at once
 
 
 def _kill_head(cluster: Cluster) -> bool:
@@ -130,7 +132,7 @@ def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float
 
 
 def _stall_head(cluster: Cluster) -> bool:
-    """Shortly, or until its fronts give it up."""
+    """Let an engine stand still: shortly, or so long that the API servers give the engine up."""
     head = _head(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
     if head is None or not _stall(cluster, head, seconds):
@@ -144,7 +146,7 @@ def _stall_head(cluster: Cluster) -> bool:
 
 
 def _stall_front(cluster: Cluster) -> bool:
-    """However long it is, that gives no head a reason to be given up."""
+    """Let an API server stand still. Even a long stall is no reason to give an engine up."""
     front = _front(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.5 else cluster.rng.uniform(3.0, 9.0)
     if front is None or not _stall(cluster, front, seconds):
@@ -154,7 +156,7 @@ def _stall_front(cluster: Cluster) -> bool:
 
 
 def _poison(cluster: Cluster) -> bool:
-    """A request of which heads die: proved where one does."""
+    """Poison a request: engines die at one of the positions. Counted at the first death."""
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.poison[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -163,7 +165,7 @@ def _poison(cluster: Cluster) -> bool:
 
 
 def _row_error(cluster: Cluster) -> bool:
-    """Logits of a sequence are not finite: proved where it fails of that."""
+    """Make logits of one sequence non-finite. Counted when the sequence fails for this reason."""
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.row_errors[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -171,7 +173,7 @@ def _row_error(cluster: Cluster) -> bool:
 
 
 def _slow_start(cluster: Cluster) -> bool:
-    """A head dies, and the next processes do not start in time: proved where one is started."""
+    """Kill an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
     cluster.slow_starts = cluster.rng.choice((1, 2))
     _kill_head(cluster)
     return False
@@ -183,7 +185,7 @@ def _kill_front(cluster: Cluster) -> bool:
 
 
 def _close_front(cluster: Cluster) -> bool:
-    """It ends in order; a moment later its connections are closed."""
+    """End an API server in order; a moment later all connections are closed."""
     front = _front(cluster)
     if front is None or front.stalled_until > cluster.now:
         return False
@@ -200,12 +202,16 @@ def _break_link(cluster: Cluster) -> bool:
 
 
 def _partition(cluster: Cluster) -> bool:
-    """Silence between a front and a head, or a head and all fronts; then all comes late, or a break."""
+    """Silence the link of one API server to an engine, or all links of the engine, for a while.
+
+    Afterwards all messages arrive late, or the links break.
+    """
     rng = cluster.rng
     link = _link(cluster)
     if link is None:
         return False
     seconds = rng.uniform(0.1, 1.0) if rng.random() < 0.6 else rng.uniform(4.0, 8.0)
+    # In some schedules the engine is cut off from all API servers.
     links = [link]
     if rng.random() < 0.4:
         links = [
@@ -223,7 +229,7 @@ def _partition(cluster: Cluster) -> bool:
 
 
 def _delay(cluster: Cluster) -> bool:
-    """What is under way over a link takes long."""
+    """Delay all messages under way on a link."""
     link = _link(cluster)
     if link is None:
         return False
@@ -232,7 +238,7 @@ def _delay(cluster: Cluster) -> bool:
 
 
 def _duplicate(cluster: Cluster) -> bool:
-    """The next Submit over a link is sent twice: proved where it is."""
+    """Duplicate the next Submit of a link. Counted when the Submit is sent twice."""
     link = _link(cluster, version=2)
     if link is not None:
         link.duplicate = True
@@ -240,7 +246,7 @@ def _duplicate(cluster: Cluster) -> bool:
 
 
 def _evict(cluster: Cluster) -> bool:
-    """A head gives a sequence back: any other may go on with it."""
+    """Let an engine return a sequence; any engine may continue the sequence."""
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now or head.engine.recovering:
         return False
@@ -248,13 +254,13 @@ def _evict(cluster: Cluster) -> bool:
 
 
 def _drain(cluster: Cluster) -> bool:
-    """A head is upgraded."""
+    """Upgrade an engine: drain the process, then start another one."""
     head = _head(cluster)
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:
-    """A head is upgraded, and the next processes do not start in time: proved where one is started."""
+    """Upgrade an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
     head = _head(cluster)
     if head is not None and cluster.supervisor.drain(head.instance):
         cluster.slow_starts = cluster.rng.choice((1, 2))
@@ -262,7 +268,7 @@ def _slow_upgrade(cluster: Cluster) -> bool:
 
 
 def _end_rank(cluster: Cluster, process: RankProcess | None) -> bool:
-    """Its process ends now. Whether it lived."""
+    """End the process of a rank now. Return True if the process was alive."""
     if process is None or not process.alive:
         return False
     process.end()
@@ -272,11 +278,11 @@ def _end_rank(cluster: Cluster, process: RankProcess | None) -> bool:
 
 def _kill_rank(cluster: Cluster) -> bool:
     _end_rank(cluster, _rank(cluster))
-    return False  # it was counted
+    return False  # already counted
 
 
 def _stop_rank(cluster: Cluster) -> bool:
-    """It is stopped, and wakes shortly after, or when its group has given it up, or not by itself."""
+    """Stop a rank. The rank wakes soon, or after the group gave the rank up, or never."""
     process = _rank(cluster)
     if process is None or process.stalled_until > cluster.now:
         return False
@@ -284,13 +290,13 @@ def _stop_rank(cluster: Cluster) -> bool:
     seconds = rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.6, 1.5), rng.uniform(1.5, 3.0), FOR_EVER))
     process.stop(seconds)
     cluster.note(process.name, "..", "", f"is stopped for {seconds:.3f} s")
-    if seconds == FOR_EVER and process.rank in process.replica.remote:  # its own host ends it
+    if seconds == FOR_EVER and process.rank in process.replica.remote:  # the rank's own host ends the process
         cluster.at(cluster.now + process.replica.pace.timeout, None, process.end)
     return True
 
 
 def _rank_raises(cluster: Cluster) -> bool:
-    """The next step raises at a rank, or at the head's own: proved where it does."""
+    """Let the next step raise at a rank, or at the engine's own rank. Counted at the exception."""
     process = _rank(cluster)
     if process is not None:
         own = cluster.rng.random() < 0.25
@@ -299,7 +305,7 @@ def _rank_raises(cluster: Cluster) -> bool:
 
 
 def _late_report(cluster: Cluster) -> bool:
-    """What a rank reports takes long: proved by a report of a step that does."""
+    """Delay the reports of a rank. Counted when the report of a step is late."""
     process = _rank(cluster)
     if process is not None:
         rng = cluster.rng
@@ -309,7 +315,7 @@ def _late_report(cluster: Cluster) -> bool:
 
 
 def _lost_report(cluster: Cluster) -> bool:
-    """The next report of a step is lost with its connection: proved where one is."""
+    """Lose the next report of a step, with the rank's connection. Counted when a report is lost."""
     process = _rank(cluster)
     if process is not None:
         process.loses_report = True
@@ -317,7 +323,7 @@ def _lost_report(cluster: Cluster) -> bool:
 
 
 def _cannot_load(cluster: Cluster) -> bool:
-    """A rank dies, and the next processes cannot load: proved where one cannot."""
+    """Kill a rank, and let the next processes fail to load. Counted when one fails."""
     process = _rank(cluster)
     if process is not None:
         cluster.plan_mishap("load", process.rank, cluster.rng.choice((1, 1, 2, 5)))
@@ -326,7 +332,7 @@ def _cannot_load(cluster: Cluster) -> bool:
 
 
 def _cannot_form(cluster: Cluster) -> bool:
-    """A rank dies, and it or the head cannot form the next epochs: proved where one cannot."""
+    """Kill a rank, and let the rank or the engine fail to form epochs. Counted when one fails."""
     process = _rank(cluster)
     if process is not None:
         times = cluster.rng.choice((1, 1, 2, 5))
@@ -339,7 +345,8 @@ def _cannot_form(cluster: Cluster) -> bool:
 
 
 def _hold(cluster: Cluster) -> bool:
-    """Somebody outside may write to blocks of a sequence, and the group may be lost meanwhile."""
+    """Pin blocks of a sequence as if an outside process wrote to the blocks. Often a rank is killed
+    meanwhile."""
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now or head.engine.recovering:
         return False
@@ -351,7 +358,7 @@ def _hold(cluster: Cluster) -> bool:
 
 
 def _kill_rank_again(cluster: Cluster) -> bool:
-    """A rank dies whenever its group runs again, until the head has lost too many epochs: proved there."""
+    """Kill a rank whenever its group runs again, until the engine has lost too many epochs. Counted then."""
     process = _rank(cluster)
     if process is not None:
         instance = process.replica.name
@@ -366,7 +373,7 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
 
 
 def _lost_word(cluster: Cluster) -> bool:
-    """The next that a rank says of a room is lost with its connection: proved where it is."""
+    """Lose the next report of a rank about a transfer, with the connection. Counted when a report is lost."""
     process = _rank(cluster)
     if process is not None:
         process.loses_word = True
@@ -374,14 +381,14 @@ def _lost_word(cluster: Cluster) -> bool:
 
 
 OF_ROOMS = {*room_faults.KINDS, "room report lost"}
-"""Kinds that need prefill and decode in groups of their own."""
+"""Kinds of faults that need transfers between groups."""
 MISHAPS = {
     "load": "rank cannot load",
     "form": "rank cannot form",
     "connect": "rank cannot form",
     "step": "rank raised",
 }
-"""Kinds of faults whose effect ranks report."""
+"""Planned failure of a rank -> kind of fault in the report."""
 OF_RANKS = {
     *MISHAPS.values(),
     "rank killed",
@@ -391,7 +398,7 @@ OF_RANKS = {
     "room report lost",
     "group given up",
 }
-"""Kinds that need a group of several ranks."""
+"""Kinds of faults that need a group of several ranks."""
 KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "head killed": (8, _kill_head),
     "engine failed": (3, _fail_head),
@@ -421,5 +428,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     **room_faults.KINDS,
     "room report lost": (10, _lost_word),
 }
-"""Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later,
-whoever sees it calls ``Cluster.happened``."""
+"""Kind -> (weight in the choice, function that applies the fault and returns True for a visible effect).
+
+For a later effect, the observer of the effect calls ``Cluster.happened``.
+"""

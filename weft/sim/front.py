@@ -1,6 +1,6 @@
-"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and what clients ask.
+"""A simulated API server: the product's ``Fleet``, a shell that carries out actions, and the clients.
 
-Whatever the fleet does is compared with what the cluster knows to be so.
+Every action of the fleet is compared with the state of the cluster.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from weft.sim.head import HeadProcess
 
 MOST_SILENCE = 1.2
-"""Seconds of silence that give no front a reason to give an instance up."""
+"""Seconds of silence up to which no API server may give an instance up."""
 
 
 class FrontProcess:
-    """The process of a simulated front, with a fleet. Links are its own: a number for each process that it
-    connects to.
-    """
+    """The process of a simulated API server, with a fleet. Each connection to a process has a link number."""
 
     def __init__(
         self,
@@ -41,7 +39,7 @@ class FrontProcess:
         version: int,
         joining: bool = False,
     ) -> None:
-        """``joining``: see ``Fleet``."""
+        """Create the process. For ``joining`` see ``Fleet``."""
         self.cluster = cluster
         self.name = name
         self.version = version
@@ -54,27 +52,29 @@ class FrontProcess:
         self.links: dict[int, Link] = {}
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
-        """First sequence of a request -> its client."""
+        """First sequence of a request -> client."""
         self.asked: dict[int, Client] = {}
-        """Clients whose request is on its way, by number."""
+        """Client number -> client, for requests under way."""
         self.requests: dict[int, list[int]] = {}
-        """First sequence of a request -> its sequences."""
+        """First sequence of a request -> all sequences of the request."""
         self.replaced: set[int] = set()
-        """Links whose instance was to be replaced."""
+        """Links for which the fleet has requested a replacement."""
         self.retired_instances: set[str] = set()
         self.registry_at = 0.0
-        """When the registry's latest event arrives."""
+        """Arrival time of the latest event of the registry."""
         self._ticks_at = float("inf")
         self.there_at = [0.0, 0.0, 0.0]
-        """When instances last were alive that make tokens; that do all of a request; all of one with images:
-        in time in which this process ran."""
+        """Last times with live instances able to (produce tokens, serve a request, serve one with images).
+
+        Stalls of the API server do not count.
+        """
         self._were_there = (False, False, False)
-        """Whether some were at the last event."""
+        """The same three abilities at the last event."""
 
     # -- the shell
 
     def feed(self, event: e.Event) -> None:
-        """Gives the fleet an event and carries out what it answers."""
+        """Give the fleet an event, carry out the actions, and check the state."""
         if not self.alive:
             return
         cluster = self.cluster
@@ -83,16 +83,16 @@ class FrontProcess:
         ]
         actions = self.fleet.on(event, cluster.now)
         if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
-            return  # deadlines are later than they were, which ``_tick`` will see
+            return  # deadlines only moved later, which ``_tick`` will see
         for action in actions:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
-        if not goes_on(event, actions):  # an end may tell that another instance is gone
+        if not goes_on(event, actions):  # an end may reveal the loss of another instance
             self._were_there = there(self)
             check_books(self)
         if self.clients:
             self._after()
-        if self.alive and not tokens:  # which put no deadline forward
+        if self.alive and not tokens:  # tokens move no deadline forward
             self._schedule_tick()
 
     def _carry_out(self, action: e.Action) -> None:
@@ -100,6 +100,7 @@ class FrontProcess:
         if isinstance(action, e.Send):
             link = self.links[action.link]
             require(not link.unlinked, f"{self.name}: {type(action.message).__name__} over a link given up")
+            # Track first: sending may raise Violation for a wrong version.
             self._track(link, action.message)
             cluster.network.to_head(link, self._outgoing(action.message))
         elif isinstance(action, e.Deliver):
@@ -124,13 +125,13 @@ class FrontProcess:
             cluster.note(self.name, "..", "", "all instances have answered")
 
     def _outgoing(self, message: m.ToHead) -> m.ToHead:
-        """An older front's Hello says so."""
+        """Return ``message`` in the version of this API server: an old server offers only version 1."""
         if self.version < 2 and isinstance(message, m.Hello):
             return msgspec.structs.replace(message, versions=(1, 1))
         return message
 
     def _track(self, link: Link, message: m.ToHead) -> None:
-        """Which sequences are at which links."""
+        """Record the links of a sequence for an outgoing ``message``, and check that sending is allowed."""
         if isinstance(message, m.Submit):
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
@@ -146,14 +147,14 @@ class FrontProcess:
             self._lands(self.streams[message.sequence])
 
     def _lands(self, stream: Stream) -> None:
-        """It is taken from where it is."""
-        if self.cluster.now >= stream.lands_by:  # its cache has not landed in time
+        """Note the removal of a sequence from its instances."""
+        if self.cluster.now >= stream.lands_by:  # the cache was not received in time
             stream.losses += 1
             self.cluster.count("lost when it had moved")
         stream.left()
 
     def _unlink(self, action: e.Unlink) -> None:
-        if action.link not in self.links:  # it never had a process
+        if action.link not in self.links:  # the instance never had a process
             return
         cluster = self.cluster
         link = self.links[action.link]
@@ -171,14 +172,17 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
-                    stream.ended_elsewhere = False  # the report of that end may be lost, too
+                    stream.ended_elsewhere = False  # the report of the end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
 
     def _stays(self, stream: Stream, lost: Link) -> bool:
-        """Whether a sequence stays where it is decoded, though the instance that computed its prompt is lost:
-        all that this one had to tell has come. Or where it is computed, though one is that encoded images."""
+        """Return True if the sequence may stay where it is after the loss of one of its instances.
+
+        A decode instance continues if the lost prefill instance had reported everything. A compute instance
+        continues if the lost encode instance had sent all images.
+        """
         entry = self.fleet.entries.get(stream.sequence)
         roles = self.cluster.rooms.roles
         role = roles[lost.head.instance]
@@ -230,22 +234,23 @@ class FrontProcess:
             require(later, f"{self.name}: a tick at the fleet's deadline changed nothing")
 
     def woke(self, seconds: float) -> None:
-        """Takes in that this front stood still for so long."""
+        """Note that the API server stood still for ``seconds``."""
         self.there_at = [since + seconds for since in self.there_at]
         for stream in self.streams.values():
             stream.lands_by += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
         self.feed(e.Stalled(seconds))
 
-    # -- what it learns
+    # -- messages and the registry
 
     def receive(self, link: Link, message: m.ToFront) -> None:
-        """A message arrived."""
+        """Receive a message of an engine."""
         if link.unlinked:
             self.cluster.count("messages of a link given up")
         if self.cluster.logs:
             note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
             self.cluster.note(link.head.name, "->", self.name, note)
+        # Record what the message means for the streams before the fleet reacts.
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
@@ -283,7 +288,8 @@ class FrontProcess:
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
         stream.landed = stream.landed or (entry.receives(link.head.instance) and bool(event.token_ids))
-        # What decodes may be done before the other of the pair was heard: then its end is not told yet.
+        # A decode instance may finish before the prefill instance has reported everything. The fleet holds
+        # the final event until then, so the sequence stays at its links.
         held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
         if event.finish is not None and not held:
             stream.links.discard(link.number)
@@ -295,20 +301,20 @@ class FrontProcess:
             stream.lands_by = math.inf
 
     def linked(self, link: Link) -> None:
-        """There is a connection: the first over this link, or another one."""
-        for stream in self.streams.values():  # the head has ended them with the connection before
+        """Handle a connection: the first one over this link, or a reconnection."""
+        for stream in self.streams.values():  # the engine has ended the sequences of the former connection
             if link.number in stream.links:
                 stream.links.discard(link.number)
-                stream.ended_elsewhere = False  # the report of that end may be lost with the connection
+                stream.ended_elsewhere = False  # the report of the end may be lost with the connection
         self.feed(e.Linked(link.head.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
-        """The connection broke, or the process has ended, as it notices now."""
+        """Notice a broken connection or the end of a process."""
         self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: {why}")
         self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
 
     def started(self, head: HeadProcess) -> None:
-        """The registry says that there is another process."""
+        """Learn from the registry of a newly started process."""
         self.retired_instances.discard(head.instance)
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
@@ -318,29 +324,29 @@ class FrontProcess:
         self.cluster.connect(link)
 
     def ended(self, head: HeadProcess) -> None:
-        """The registry says that the process has ended."""
+        """Learn from the registry of the end of a process."""
         for link in list(self.links.values()):
             if link.head is head:
                 self.lost(link, "its process ended")
 
     def retired(self, instance: str, error: WeftError) -> None:
-        """The registry says that it will not come back."""
+        """Learn from the registry of the retirement of an instance."""
         self.retired_instances.add(instance)
         self.feed(e.Retired(instance, error))
 
     def draining(self, instance: str) -> None:
-        """The registry says that it takes nothing new."""
+        """Learn from the registry of an instance about to drain."""
         self.feed(e.Draining(instance))
 
     def close(self) -> None:
-        """Ends the front in order, and nothing else with it."""
+        """End the API server in order, without the instances."""
         self.closing = True
         self.feed(e.Closing(shutdown=False))
 
     # -- clients
 
     def open(self, client: Client, first: int) -> None:
-        """Opens the request of ``client``; its sequences are ``first``, ``first`` + 1, ..."""
+        """Open the request of ``client``. The request's sequences are ``first``, ``first`` + 1, ..."""
         del self.asked[client.number]
         refusal = self.fleet.refusal()
         if refusal is not None:
@@ -385,10 +391,11 @@ class FrontProcess:
         )
 
     def _after(self) -> None:
-        """What clients and the text side do about what they were told."""
+        """Let clients and the text side react to new output: text stops, and ends of requests."""
         for first, client in list(self.clients.items()):
             streams = [self.streams[sequence] for sequence in self.requests[first]]
             stops = client.text_stops
+            # The text side ends a choice after a given number of tokens.
             ended = tuple(
                 s.sequence for c, s in enumerate(streams) if s.open and s.count >= stops.get(c, 1 << 30)
             )
@@ -401,26 +408,27 @@ class FrontProcess:
                 self.cluster.client_ended(client, self, "failed" if failed else "done")
 
     def end_streams(self, sequences: tuple[int, ...]) -> None:
-        """Their reader has enough."""
+        """Close sequences on behalf of the reader."""
         for sequence in sequences:
             self.streams[sequence].closed = True
         self.feed(e.Closed(sequences))
 
     def pause(self, first: int, paused: bool) -> None:
-        """The client of a request stops, or goes on, reading."""
+        """Let the client of a request stop reading, or read again."""
         if first not in self.clients:
             return
         streams = [self.streams[sequence] for sequence in self.requests[first]]
         sequences = tuple(stream.sequence for stream in streams if stream.open)
         for sequence in sequences:
             self.streams[sequence].paused = paused
-            self.streams[sequence].ended_elsewhere = False  # its end is late then: it is computed again
+            # the end is late then, so the sequence is computed again
+            self.streams[sequence].ended_elsewhere = False
         self.cluster.note("client", "..", self.name, f"{'pauses' if paused else 'resumes'} {sequences}")
         self.cluster.count("paused" if paused else "resumed")
         self.feed(e.Paused(sequences) if paused else e.Resumed(sequences))
 
     def abandon(self, first: int) -> None:
-        """The client of a request leaves."""
+        """Let the client of a request leave."""
         client = self.clients.pop(first, None)
         if client is None:
             return

@@ -1,8 +1,8 @@
-"""The group of a simulated head: the real ``Membership``, and a shell that carries out what it decides.
+"""The group of a simulated engine: the product's ``Membership``, and a shell that carries out actions.
 
-As ``weft.engine.group`` does it: frames to and from ranks over links with delay, the carrier that starts
-processes and connects communicators, the watch with its heartbeats. Whatever the membership decides is
-compared with what the simulator knows to be so.
+The shell works like ``weft.engine.group``: frames to and from ranks over links with delay, a carrier that
+starts processes and connects communicators, and a watch with heartbeats. Every decision of the membership is
+compared with the state of the simulator.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from weft.sim.timeline import Owner
 from weft.types import frames as f
 
 MEETING_S = 0.05
-"""Seconds between two looks at the leases of other heads while they are waited for."""
+"""Seconds between two reads of the other engines' leases during a meeting."""
 
 
 class Group:
-    """The group of one simulated head. Its ranks are processes of ``replica``."""
+    """The group of one simulated engine. The ranks are processes of ``replica``."""
 
     def __init__(
         self,
@@ -40,7 +40,10 @@ class Group:
         budget: RestartBudget | None = None,
         lag: int = 1,
     ) -> None:
-        """``load``: seconds that this rank takes to load. ``leases``: of a domain's heads, by replica."""
+        """Create the group. ``load`` is the number of seconds to load the engine's own rank.
+
+        ``leases`` are the leases of an expert-parallel group's engines, by replica.
+        """
         pace = replica.pace
         self.owner = owner
         self.replica = replica
@@ -61,41 +64,44 @@ class Group:
             lag=lag,
         )
         self.troubled = False
-        """Whether an epoch, a try to form one, or a process of a rank was ever lost."""
+        """True if an epoch, a try to form one, or a rank process was ever lost."""
         self.closed = False
         self.rooms: dict[f.Cache, GroupRooms] = {}
-        """What ranks have to do with rooms, in a group that has a part in some, once it takes steps."""
+        """Transfers of ranks, by cache. Empty without transfers, and before the first step."""
         self._closing = False
         self._timeline = replica.timeline
         self._load_s = load
         self._number = 0 if meeting is None else meeting.replica
         self._leases = [] if leases is None else leases
         self._away = self._ready = False
-        """Whether this rank loads, and reads no frames; whether it is ready."""
+        """``_away``: the engine's own rank loads and reads no frames. ``_ready``: the rank is ready."""
         self._frames: deque[tuple[RankProcess, bytes, f.ToHead]] = deque()
-        """That nobody has read."""
+        """Frames not yet read."""
         self._carrying: deque[t.Spawn | t.Connect] = deque()
         self._carried: t.Spawn | t.Connect | None = None
         self._connected_epoch = -1
-        """The last epoch for which communicators were connected."""
+        """The last epoch with connected communicators."""
         self._reports = Reports(self.name, self.membership, replica)
         self._queue: deque[Work] = deque()
-        """Steps that this rank has not begun."""
+        """Steps not yet begun by the engine's own rank."""
         self._running: Work | None = None
         self._waited: int | None = None
-        """The step that is waited for."""
+        """The step awaited by the owner."""
 
     # -- beginning and end
 
     def start(self) -> None:
-        """This head listens."""
+        """Begin, because the engine process listens."""
         self.replica.group = self
         self._feed(t.Own("started"))
         if not self.membership.alone:
             self._timeline.at(self._timeline.now, self, self._watch)
 
     def end(self, dismiss: bool | None) -> None:
-        """The head ends. ``dismiss``: whether its ranks end, too; None: it was killed, and tells nobody."""
+        """End the group with the engine. Idempotent.
+
+        ``dismiss`` is True if the ranks end, too; None if the engine was killed and can notify nobody.
+        """
         if self.closed:
             return
         self._closing = True
@@ -106,28 +112,28 @@ class Group:
 
     @property
     def alive(self) -> bool:
-        """As a process of the timeline, and this rank in collectives, it is its owner."""
+        """True if the engine's own rank is alive, on the timeline and in collectives: the owner must live."""
         return self.owner.alive and not self.closed
 
     @property
     def stalled_until(self) -> float:
-        """See ``alive``."""
+        """Stall of the owner, which is this rank's process; see ``alive``."""
         return self.owner.stalled_until
 
     @property
     def name(self) -> str:
-        """See ``alive``."""
+        """Name of the owner, which is this rank's process; see ``alive``."""
         return self.owner.name
 
     @property
     def running(self) -> bool:
-        """Whether it takes steps."""
+        """True if the group takes steps."""
         return self.membership.phase == "running"
 
     # -- steps
 
     def launch(self, work: Work) -> None:
-        """Sends a step to every rank and launches this rank's share."""
+        """Send a step to every rank, and launch this rank's share."""
         for rank in self.others:
             process = self.replica.by_peer.get(self.membership.members[rank].peer or b"")
             if process is None or not process.alive:
@@ -139,7 +145,7 @@ class Group:
             self._begin()
 
     def send_room(self, rank: int, data: bytes) -> None:
-        """A frame about a room goes to ``rank``, if that is connected, in order with steps."""
+        """Send a transfer frame to ``rank``, in order with steps; report ``Gone`` if not connected."""
         process = self.replica.by_peer.get(self.membership.members[rank].peer or b"")
         if process is not None and process.alive:
             self._post(process, process.take, f.decode_to_rank(data))
@@ -148,16 +154,17 @@ class Group:
             self._timeline.at(self._timeline.now, self, self._feed, gone)
 
     def wait_for(self, step: int) -> None:
-        """The owner waits until ``step`` counts."""
+        """Wait until ``step`` counts; then call ``owner.step_counts``."""
         self._waited = step
         self._settle()
 
     def check_count(self, step: int, epoch: int) -> None:
-        """Raises Violation unless the result of ``step``, made in ``epoch``, may count."""
+        """Raise Violation unless the result of ``step``, made in ``epoch``, may count."""
         self._reports.check_count(step, epoch)
 
     def peer_replica_gone(self, epoch: int) -> None:
-        """A collective of a step failed, as another replica of the domain is gone."""
+        """Fail the running step of ``epoch``, because another replica of the expert-parallel group is
+        gone."""
         self.replica.excuse()
         if self.running and self.membership.epoch == epoch:
             for process in list(self.replica.living.values()):
@@ -198,7 +205,7 @@ class Group:
     # -- the membership
 
     def _feed(self, event: t.Event) -> None:
-        """Gives the membership an event, carries out what it wants, and sees what that changed."""
+        """Give the membership an event, carry out the actions, and react to a change of phase."""
         if self.closed:
             return
         members = self.membership
@@ -214,6 +221,7 @@ class Group:
             self._settle()
 
     def _carry_out(self, actions: list[t.Action]) -> None:
+        # `Spawn` and `Connect` block in the product, so the carrier runs one action after the other.
         for action in actions:
             if isinstance(action, t.Send):
                 self._send(action)
@@ -246,7 +254,7 @@ class Group:
             timeline.count("epochs")
             self.owner.group_runs()
         elif members.phase == "lost" or (before == "lost" and members.phase != "ended"):
-            # The membership may be past "lost" at once, where no steps had to be dropped first.
+            # The membership may skip "lost" at once, if no steps had to be dropped first.
             self.troubled = True
             timeline.count("epochs lost", before == "running")
             if members.unresumed is not None:
@@ -258,7 +266,7 @@ class Group:
             self.troubled = self.troubled or before in ("meeting", "forming", "running")
 
     def _resume(self) -> None:
-        """The thread that steps notices the loss."""
+        """Let the step thread notice the loss."""
         lost = self.membership.unresumed
         if lost is not None:
             self._drop_steps()
@@ -271,7 +279,7 @@ class Group:
         self._running = self._waited = None
 
     def _advance(self) -> None:
-        """How far this rank is follows from how far the others are."""
+        """Move this rank's own stage forward, as far as the stages of the others allow."""
         members = self.membership
         if members.phase == "ended" or self._away:
             return
@@ -293,7 +301,7 @@ class Group:
     # -- frames
 
     def receive(self, process: RankProcess, frame: f.ToHead) -> None:
-        """A rank sends a frame."""
+        """Receive a frame of a rank, after the delay of the link."""
         timeline = self._timeline
         if timeline.logs:
             timeline.note(process.name, "->", self.name, frame)
@@ -323,6 +331,7 @@ class Group:
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
         members = self.membership
+        # Frames of a process already given up must not change anything.
         if process.given_up_by is self:
             before = self._reports.known_of(process.rank)
             actions = members.on(t.Received(peer, frame), self._timeline.now)
@@ -346,14 +355,14 @@ class Group:
             self._timeline.at(self._timeline.now, self, self._feed, gone)
 
     def _post(self, process: RankProcess, take: object, what: object) -> None:
-        """In order, to the process as it is connected now."""
+        """Post ``what`` to the process over the present connection, in order."""
         timeline = self._timeline
         due = timeline.now + self.replica.pace.delay * timeline.rng.random()
         process.frames_due = max(due, process.frames_due)
         connection = process.connection
         timeline.at(process.frames_due, process, process.arrived, connection, take, self, what)
 
-    # -- what blocks, and the watch
+    # -- blocking calls, and the watch
 
     def _carry(self) -> None:
         action = self._carried = self._carrying.popleft()
@@ -396,7 +405,7 @@ class Group:
             self._carry()
 
     def _abort(self) -> None:
-        """Communicators end: this rank is free of whatever collective it waits in."""
+        """Abort communicators: free the engine's own rank from a pending collective."""
         self.replica.collectives.leave(self.rank)
         self._queue.clear()
         self._running = None
@@ -405,11 +414,12 @@ class Group:
             self._timeline.after(0.0, ended, self, self._connected, self._carried, False)
 
     def _watch(self) -> None:
-        """Heartbeats both ways, and which processes have ended."""
+        """Exchange heartbeats, and report ended processes and read leases. Repeats until the group ends."""
         timeline, replica, members = self._timeline, self.replica, self.membership
         if members.phase == "ended":
             return
         for rank in self.others:
+            # This end notices only local processes; the host of a remote rank restarts it alone.
             process = replica.living.get(rank)
             if process is None:
                 if rank not in replica.remote:

@@ -1,8 +1,8 @@
-"""A simulated head: the real ``HeadProtocol`` over the real ``Scheduler``, in a process of virtual time.
+"""A simulated engine process: the product's ``HeadProtocol`` and ``Scheduler``, on virtual time.
 
-Its group (``weft.sim.group``) has one rank or several. A step goes out at ``Engine._launch``, to all ranks,
-and its result is committed when the group's ``Membership`` says that it counts; ``lose_group`` and
-``regroup`` are the loss of an epoch and the beginning of the next one (``weft.sim.head_engine``).
+The group (``weft.sim.group``) has one rank or several. ``Engine._launch`` sends a step to all ranks. The
+result is committed once the group's ``Membership`` counts the step. ``lose_group`` and ``regroup`` handle the
+loss of an epoch and the beginning of the next epoch (``weft.sim.head_engine``).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 1.0
 ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remember=60.0)
-"""Everything is over sooner than one with the product's patience."""
+"""Shorter than the product's patience, so every transfer ends soon."""
 
 
 class OldHeadProtocol(HeadProtocol):
-    """The protocol of a head that speaks version 1 and nothing else."""
+    """The protocol of an engine that speaks only version 1."""
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
         if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
@@ -61,8 +61,10 @@ class OldHeadProtocol(HeadProtocol):
 
 
 class HeadProcess:
-    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.engine_server``:
-    between steps it takes what came, and while it waits for a step it takes nothing.
+    """An engine process: listens, loads, serves, and ends.
+
+    The loop is that of ``weft.engine.engine_server``: the process reads messages between steps, and reads
+    nothing while waiting for a step.
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
@@ -75,23 +77,24 @@ class HeadProcess:
         self.listens = False
         self.ready = False
         self.replaced = False
-        """Whether another one takes its place, or none."""
+        """True once the supervisor has decided on the successor, or on none."""
         self.slow = False
-        """Whether it will not start in time."""
+        """True if the process will not start in time."""
         self.incarnation = cluster.rng.getrandbits(32)
         cluster.rooms.heads[self.incarnation] = self
         self.replica: Replica = cluster.replicas[instance]
         self.domain_gone = False
-        """Whether another head of its domain ended while it lived."""
+        """True if another engine of the expert-parallel group ended during the life of this process."""
         self._load_s = 0.0
         self.number: int = number
-        """Of all heads that were ever started."""
+        """Start number, over all engine processes of the schedule."""
         self.watched_by: list[tuple[SimPeers, Peer]] = []
-        """Heads of other groups that notice its end, and as whom they know it."""
+        """(watcher, peer under which the watcher knows this process): engines of other groups that notice the
+        end."""
         self._news = False
-        """Whether it is to look at what came of rooms."""
+        """True if the process is about to read news of transfers."""
         self._due: float | None = None
-        """When it will look at deadlines of rooms."""
+        """Time of the next planned check of transfer deadlines."""
         model = TokenModel(cluster.row_errors, cluster.poison)
         rooms = cluster.rooms
         transfer = TransferSection(
@@ -103,31 +106,32 @@ class HeadProcess:
         kind = HeadProtocol if version > 1 else OldHeadProtocol
         self.protocol = kind(self.engine, self.incarnation)
         self.links: dict[bytes, Link] = {}
-        """Connection -> its link."""
+        """Connection -> link."""
         self.connecting: list[Link] = []
-        """Links that wait for it to listen."""
+        """Links waiting for the process to listen."""
         self._inbox: deque[tuple[bytes, m.ToHead]] = deque()
         self._waits = 0
-        """Number of the step waited for, if ``_busy``; a new one for every wait."""
+        """Number of the current wait for a step; each wait gets a new number."""
         self._busy = False
         self._heartbeat_due = False
 
     # -- start and end
 
     def start(self, listen: float, load: float) -> None:
-        """Starts the process: it will listen after ``listen`` seconds, and serve ``load`` seconds later."""
+        """Start the process: to listen after ``listen`` seconds, and to serve ``load`` seconds later."""
         self._load_s = load
         self.cluster.at(self.cluster.now + listen, self, self._listen)
 
     @property
     def group(self) -> Group:
-        """Once it listens."""
+        """The group, once the process listens."""
         assert self.engine.group is not None
         return self.engine.group
 
     @property
     def excused(self) -> bool:
-        """Whether something happened to it, or to its ranks, for which it may not start in time."""
+        """True if an API server may give the process up: something has happened to the process or to a
+        rank."""
         group = self.engine.group
         troubled = group is not None and group.troubled
         return self.slow or not self.alive or (not self.ready and (troubled or self.domain_gone))
@@ -162,15 +166,15 @@ class HeadProcess:
         self._turn()
 
     def fail(self, error: EngineDead) -> None:
-        """The engine raised: every front hears of it, then the process ends."""
+        """Report an engine error to every API server, then end the process."""
         self._send(self.protocol.failed(error))
         self.close_rooms()
         self.cluster.end_head(self, lingers=True)
 
-    # -- rooms
+    # -- transfers
 
     def _open_rooms(self) -> None:
-        """See ``weft.engine.room_start`` and ``rank_rooms``."""
+        """Open the transfers of each cache. See ``weft.engine.room_start`` and ``rank_rooms``."""
         rooms = self.cluster.rooms
         if rooms.moves(self.instance):
             self.engine.sides = rooms.make_sides(self.replica, self)
@@ -183,6 +187,7 @@ class HeadProcess:
         if side is None:
             return
         own, members = side.endpoint, group.membership.members
+        # The engine's own rank has number 0.
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
 
         def endpoints() -> list[Endpoint | None]:
@@ -201,12 +206,12 @@ class HeadProcess:
         )
 
     def room_message(self, channel: SimChannel, arrived: Arrived) -> None:
-        """A head of another group says something."""
+        """Receive a transfer message from an engine of another group."""
         channel.came.append(arrived)
         self.room_news()
 
     def room_news(self) -> None:
-        """There is something to hear of rooms. A loop that waits for a step looks when that is done."""
+        """Schedule a check for news of transfers. A waiting loop checks after the awaited step."""
         if not self._news:
             self._news = True
             self.cluster.at(self.cluster.now, self, self._look)
@@ -217,7 +222,7 @@ class HeadProcess:
             self._turn()
 
     def _watch_rooms(self) -> None:
-        """Looks again when something of rooms is due."""
+        """Schedule a check at the next deadline of a transfer."""
         each = [rooms.next_due for rooms in self.engine.rooms.values()]
         due = min((one for one in each if one is not None), default=None)
         if due is not None and (self._due is None or due < self._due):
@@ -230,20 +235,20 @@ class HeadProcess:
             self.room_news()
 
     def close_rooms(self) -> None:
-        """Closes its rooms, as it ends in order: peers are told."""
+        """Close all transfers in an orderly end: peers are notified."""
         for rooms in self.engine.rooms.values():
             rooms.close()
 
-    # -- what comes
+    # -- messages
 
     def receive(self, link: Link, message: m.ToHead) -> None:
-        """A message arrived."""
+        """Receive a message of an API server."""
         self._inbox.append((link.connection, message))
         if self.ready and not self._busy:
             self._turn()
 
     def forget(self, link: Link) -> None:
-        """The connection is gone, as it notices now."""
+        """Notice the end of a connection."""
         self.links.pop(link.connection, None)
         self.protocol.forget(link.connection)
         self.check()
@@ -253,9 +258,13 @@ class HeadProcess:
     # -- the loop
 
     def _turn(self, worked: bool = False) -> None:
-        """``worked``: whether it was busy until now. Fronts hear at once that all is done."""
+        """Run the loop until the engine waits for a step or has no work.
+
+        ``worked`` is True if the process was busy until now. API servers then get a heartbeat at once.
+        """
         cluster = self.cluster
         worked = worked or self.engine.has_work()
+        # Order as in the product: messages, news of transfers, end conditions, then one step.
         while self.alive:
             while self._inbox:
                 self._send(self.protocol.on(*self._inbox.popleft()))
@@ -275,9 +284,10 @@ class HeadProcess:
                 step = self.engine.launch(cluster.now)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
+            # The scheduler must never wait for ever with work at hand.
             if not self.engine.scheduler.in_flight and self.engine.has_work():
                 raise Violation(f"{self.name}: work waits and nothing is planned")
-            self._tell(self.engine.asked())  # what ended in the making of the step may let others go on
+            self._tell(self.engine.asked())  # the end of a sequence during planning may unblock others
             if step is not None:
                 self._busy = True
                 self._waits += 1
@@ -290,7 +300,7 @@ class HeadProcess:
             self._heartbeat()
 
     def _complete(self, number: int) -> None:
-        """The step waited for is complete."""
+        """Commit the awaited step, and continue the loop. A stale ``number`` is ignored."""
         if number != self._waits or not self._busy:
             return
         self._busy = False
@@ -327,10 +337,10 @@ class HeadProcess:
             if link is not None:
                 self.cluster.network.to_front(link, message)
 
-    # -- what happens to it
+    # -- faults and orders
 
     def group_lost(self) -> None:
-        """See ``Owner``."""
+        """Drop the epoch with all steps. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
         lost = self.engine.lose_group()
@@ -342,7 +352,7 @@ class HeadProcess:
         self._turn()
 
     def group_runs(self) -> None:
-        """See ``Owner``."""
+        """Begin to serve, or continue after the loss of an epoch. See ``Owner``."""
         if not self.ready:
             self._serve()
         elif self.engine.recovering:
@@ -352,7 +362,7 @@ class HeadProcess:
             self._turn(worked=True)
 
     def group_failed(self, error: WeftError) -> None:
-        """See ``Owner``."""
+        """End the process, because the group cannot run again. See ``Owner``."""
         self.cluster.happened("group given up")
         if self.ready:
             self.fail(EngineDead(error.message))
@@ -360,11 +370,11 @@ class HeadProcess:
             self.cluster.end_head(self)
 
     def step_counts(self) -> None:
-        """See ``Owner``."""
+        """Handle the completion of the awaited step. See ``Owner``."""
         self.cluster.at(self.cluster.now, self, self._complete, self._waits)
 
     def hold(self, seconds: float) -> bool:
-        """Blocks of a running sequence are on hold for so long. Whether there were any."""
+        """Pin the blocks of a running sequence for ``seconds``. Return True if there were blocks to pin."""
         blocks = self.engine.hold(seconds, self.cluster.now)
         if blocks:
             self.cluster.note(self.name, "..", "", f"blocks {blocks} are on hold for {seconds:.3f} s")
@@ -377,14 +387,16 @@ class HeadProcess:
             self._turn()
 
     def drain(self) -> None:
-        """Has it take nothing new, and end when nothing is left."""
+        """Take no new sequences from now on, and end once nothing is left."""
         self.protocol.draining = True
         if self.ready and not self._busy:
             self._turn()
 
     def evict(self, moving: bool = False) -> int | None:
-        """Gives a sequence back to its front, if one that knows of it has any. Returns which. ``moving``: one
-        whose room has not ended."""
+        """Return a sequence to the API server. Return the sequence's id; None if no sequence qualifies.
+
+        The API server must speak version 2. With ``moving``, the sequence must have an unfinished transfer.
+        """
         there = self.engine.live()
         for sequence, owner in self.protocol._owners.items():
             link = self.links.get(owner.front)
@@ -398,7 +410,7 @@ class HeadProcess:
         return None
 
     def check(self) -> None:
-        """Raises Violation unless all that is live here belongs to a front, and all that belongs is live."""
+        """Raise Violation unless the live sequences are exactly the sequences owned by API servers."""
         live = self.engine.live() | self.engine.given_back()
         owned = self.protocol._owners.keys()
         if live != owned:

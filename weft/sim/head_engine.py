@@ -1,4 +1,5 @@
-"""The engine of a simulated head: the loop of ``weft.engine.core`` over the real ``Scheduler``."""
+"""The engine of a simulated engine process: the loop of ``weft.engine.core`` over the product's
+``Scheduler``."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from weft.types.plan import AppendBlocks, AppendEach, StepPlan, StepResult
 from weft.types.rooms import RoomKey, RoomTicket
 
 STEP_S = 0.02
-"""Of a step; and as much again for every 8 tokens and patches."""
+"""Seconds of a step; as much again for every 8 tokens and patches."""
 MOST_PIXELS = 80
-"""Bytes of pixels that a group that encodes has at a time: of some images."""
+"""Limit on the bytes of pixels in an encode group: a few images."""
 
 
 class _Launched(NamedTuple):
@@ -39,12 +40,12 @@ class _Launched(NamedTuple):
     result: StepResult
     epoch: int
     complete: float
-    """When it is, where the group is one rank."""
+    """Time of completion, for a group of one rank."""
     dies: bool
 
 
 class Engine:
-    """``EngineCore``'s loop on virtual time: one or two steps in flight."""
+    """The loop of ``EngineCore`` on virtual time, with one or two steps in flight."""
 
     def __init__(
         self,
@@ -57,18 +58,18 @@ class Engine:
         self.kv = kv
         self.transfer = transfer
         self.rooms: dict[Cache, HeadRooms] = {}
-        """Once it serves, in a group that has a part in transfers."""
+        """Transfers by cache, in a group with transfers, once the process serves."""
         self.sides: Sides | None = None
-        """Of the head's own rank, likewise."""
+        """Transfer sides of the engine's own rank, in a group with transfers, once the process serves."""
         self._clock = clock
         self.section = section
         self.model = model
         self.group: Group | None = None
-        """Once the process listens."""
+        """The group, once the process listens."""
         self.holds: Counter[int] = Counter()
-        """Blocks that somebody outside may still write to."""
+        """Pin counts of blocks open to writes by outside processes."""
         self.held_over: set[int] = set()
-        """Those of them that were on hold when the group was lost."""
+        """Pinned blocks from before the last loss of the group."""
         self.scheduler: Scheduler | EncodeScheduler
         if transfer.role == "encode":
             assert kv.media is not None
@@ -76,14 +77,14 @@ class Engine:
         else:
             self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
         self.late_images = 0
-        """Sequences whose images did not come in time."""
+        """Number of sequences with late images."""
         self.recovering = False
-        """Whether ranks were lost, and no step is made until the group is whole."""
+        """True between the loss of ranks and the next epoch; no step is made meanwhile."""
         self._depth = depth_of(section)
         self._in_flight: deque[_Launched] = deque()
         self._free_at = 0.0
         self._slots: dict[int, int] = {}
-        """Slot -> key, from which this rank's checksums are made."""
+        """Slot -> key, for the checksums of the engine's own rank."""
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         events = self.scheduler.add(submit, self._clock.now())
@@ -98,18 +99,18 @@ class Engine:
         return self.scheduler.finish(sequence) + self.asked()
 
     def asked(self) -> list[m.TokenEvent]:
-        """What the scheduler asks of rooms is carried out."""
+        """Carry out the transfer actions requested by the scheduler. Return the resulting events."""
         return [event for cache, rooms in self.rooms.items() for event in rooms.asked(self.part(cache))]
 
     def part(self, cache: Cache) -> RoomScheduler:
-        """What of the scheduler has a part in rooms of ``cache``."""
+        """Return the scheduler's interface for transfers of ``cache``."""
         if cache == "embeddings":
             assert self.scheduler.embeddings is not None
             return self.scheduler.embeddings
         return self.scheduler
 
     def hear(self) -> list[m.TokenEvent]:
-        """Takes in what came of rooms."""
+        """Apply news of transfers and expire deadlines. Return the resulting events."""
         if not self.rooms:
             return []
         events = [event for cache, rooms in self.rooms.items() for event in rooms.take(self.part(cache))]
@@ -120,7 +121,7 @@ class Engine:
 
     @property
     def transferring(self) -> bool:
-        """Whether a room may still be done."""
+        """True if a transfer is not yet finished."""
         return any(rooms.moving for rooms in self.rooms.values())
 
     def has_work(self) -> bool:
@@ -140,7 +141,7 @@ class Engine:
         return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
-        """What a front must know of it."""
+        """Return the description of the engine for API servers."""
         return m.Welcome(
             versions=(m.OLDEST, m.VERSION),
             vocab_size=VOCABULARY,
@@ -158,17 +159,19 @@ class Engine:
         )
 
     def launch(self, now: float) -> _Launched | None:
-        """Launches the next step, if any. The oldest one in flight, if that is waited for."""
+        """Launch the next step, if any. Return the oldest step in flight if the loop must wait for it, else
+        None."""
         builder = self.scheduler.build(now) if len(self._in_flight) < self._depth else None
         plan = None if builder is None else self.scheduler.seal(builder)
         if plan is not None:
             self._launch(plan, now)
+        # Wait only when nothing can be launched beside the steps in flight.
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             return self._in_flight[0]
         return None
 
     def commit_oldest(self, now: float) -> list[m.TokenEvent] | None:
-        """What the oldest step made; None when the process died of it."""
+        """Commit the oldest step and return the events; None if the process dies of the step."""
         step = self._in_flight.popleft()
         assert self.group is not None
         self.group.check_count(step.plan.step, step.epoch)
@@ -177,7 +180,7 @@ class Engine:
         return self.scheduler.commit(step.plan, step.result, now) + self.asked()
 
     def lose_group(self) -> int:
-        """The epoch is lost, and the steps in flight with it. Returns how many those were."""
+        """Drop the epoch with all steps in flight. Return the number of dropped steps."""
         lost = len(self._in_flight)
         self._in_flight.clear()
         self.recovering = True
@@ -187,11 +190,12 @@ class Engine:
         return lost
 
     def regroup(self) -> list[m.TokenEvent]:
-        """An epoch runs again: all slots are empty."""
+        """Begin a new epoch with empty slots: requeue all sequences. Return the resulting events."""
         self.recovering = False
         self._free_at = 0.0
         self.model.clear()
         self._slots.clear()
+        # Blocks pinned across the loss must not be handed out until the pins are released.
         self.held_over = set(self.holds)
         events = self.scheduler.requeue_all()
         if self.sides is not None:
@@ -200,16 +204,16 @@ class Engine:
             rooms.regain()
         return events + self.asked()
 
-    # ---- what is so, for whoever checks it
+    # ---- state for checks
 
     def live(self) -> set[int]:
-        """Sequences that are here."""
+        """Return the sequences of the engine."""
         scheduler = self.scheduler
         state = scheduler._book if isinstance(scheduler, EncodeScheduler) else scheduler._state
         return set(state.live)
 
     def given_back(self) -> set[int]:
-        """Sequences whose end fronts hear with the next turn."""
+        """Return the sequences with a final event that API servers receive at the next turn."""
         scheduler = self.scheduler
         if isinstance(scheduler, EncodeScheduler):
             events = scheduler._events
@@ -218,7 +222,7 @@ class Engine:
         return {event.sequence for event in events}
 
     def moves(self, sequence: int) -> bool:
-        """Whether a room of it has not ended."""
+        """Return True if a transfer of the sequence has not ended."""
         scheduler = self.scheduler
         if isinstance(scheduler, EncodeScheduler):
             return sequence in scheduler._book.live
@@ -226,7 +230,7 @@ class Engine:
         return scheduler._state.rooms.of(found) is not None or found.awaits_images
 
     def held_for(self, cache: Cache, key: RoomKey) -> set[int] | None:
-        """Blocks that are kept for a room; None where it has ended."""
+        """Return the blocks pinned for a transfer; None if the transfer has ended."""
         if cache == "kv":
             assert isinstance(self.scheduler, Scheduler)
             record = self.scheduler._state.rooms.get(key)
@@ -242,19 +246,21 @@ class Engine:
         return set() if room.held is None else set(room.held.blocks)
 
     def image_rooms(self) -> list[RoomKey]:
-        """Rooms by which embeddings come."""
+        """Return the keys of the transfers of embeddings to this engine."""
         if isinstance(self.scheduler, EncodeScheduler):
             return []
         return list(self.scheduler._state.images._rooms)
 
     def hold(self, seconds: float, now: float) -> list[int]:
-        """Puts the blocks of a running sequence on hold: somebody outside writes to them. Returns them."""
+        """Pin the blocks of a running sequence, as if an outside process wrote to the blocks. Return the
+        blocks."""
         if isinstance(self.scheduler, EncodeScheduler):
             return []
         state = self.scheduler._state
         kind = state.caches.kinds[0]
         assert isinstance(kind, FullKind)
         blocks: list[int] = []
+        # The blocks of the first running sequence, without the null block.
         for slot in state.order().tolist()[:1]:
             blocks = [block for block in kind._tables[slot].blocks if block]
         for block in blocks:
@@ -263,9 +269,10 @@ class Engine:
         return blocks
 
     def unhold(self, blocks: list[int]) -> None:
-        """The other side of ``hold``."""
+        """Release blocks pinned by ``hold``."""
         assert isinstance(self.scheduler, Scheduler)
         self.holds.subtract(blocks)
+        # Adding an empty counter drops the entries that reached zero.
         self.holds += Counter()
         self.held_over.intersection_update(self.holds)
         for block in blocks:
@@ -283,12 +290,13 @@ class Engine:
         epoch = self.group.membership.epoch
         self._in_flight.append(_Launched(plan, result, epoch, self._free_at, dies))
         if self.group.others:
+            # Each rank computes the checksum from a slot table of its own; a difference shows a lost step.
             checksum = step.run(self._slots)
             content = None if self.sides is None else plan
             self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))
 
     def _check_blocks(self, plan: StepPlan) -> None:
-        """Raises Violation where ``plan`` gives a block to somebody that is on hold since before a loss."""
+        """Raise Violation if ``plan`` hands out a block pinned since before a loss."""
         for op in plan.ops:
             if isinstance(op, AppendBlocks | AppendEach):
                 held = self.held_over.intersection(op.blocks.tolist())

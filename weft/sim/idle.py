@@ -1,6 +1,4 @@
-"""What must hold of a head: of promises to sequences that wait for images; and when nobody asks anything of
-it, that nothing is left of any request or room.
-"""
+"""Invariants of an engine: reservations for images, and complete cleanup when idle."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ if TYPE_CHECKING:
 
 
 def check_reservations(head: HeadProcess) -> None:
-    """Raises Violation unless blocks that embeddings are to come to are those of sequences that have blocks
-    for all of their images, or of rooms that may still write them: so no two sequences wait for each other.
+    """Raise Violation if blocks wait for the embeddings of a sequence without blocks for all its images.
+
+    Blocks reserved by a running transfer are fine. The rule prevents two sequences that wait for each other.
     """
     scheduler = head.engine.scheduler
     if isinstance(scheduler, EncodeScheduler) or not scheduler._state.images._coming:
@@ -31,7 +30,8 @@ def check_reservations(head: HeadProcess) -> None:
 
 
 def check_idle(head: HeadProcess) -> None:
-    """Raises Violation."""
+    """Raise Violation if an idle engine still has sequences, slots, blocks, transfers or pinned
+    embeddings."""
     head.check()
     live, name = sorted(head.engine.live()), head.name
     require(not live, f"{name}: sequences {live} live when nobody asks for any")
@@ -54,7 +54,7 @@ def check_idle(head: HeadProcess) -> None:
 
 
 def _check_cache(name: str, cache: EmbeddingCache) -> None:
-    """Every block is free or in one embedding, and none is promised."""
+    """Raise Violation unless every block is free or in one embedding, and no embedding is pinned."""
     pinned = [held.key for held in cache if held.pins or not held.ready]
     require(not pinned, f"{name}: embeddings {pinned} are promised when idle")
     device = [block for held in cache if not held.on_host for block in held.blocks]

@@ -1,4 +1,4 @@
-"""What must hold of the memory that rooms of embeddings write to and read from, as the cluster knows it."""
+"""Rules for the memory that embedding transfers write and read, from the knowledge of the cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from weft.sim.room_rules import RoomRules
 
 
 class ImageRules(RoomRules):
-    """Rules for the memory of embeddings of one rank's process."""
+    """Rules for the embedding memory of one rank's process."""
 
     cache = "embeddings"
 
     def check_step(self, step: int, blocks: set[int]) -> None:
-        """Raises Violation where ``blocks``, which a step writes, are some that a room may write."""
+        """Raise Violation if a step writes ``blocks`` that a transfer may write."""
         head = self._head()
         if head is None:
             return

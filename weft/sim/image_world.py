@@ -1,6 +1,5 @@
-"""Images of a simulated cluster: who encodes and who reads them, what requests show, and how little room
-there is for their embeddings.
-"""
+"""Images of a simulated cluster: the encode groups, the images of requests, and the scarce embedding
+memory."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from weft.types.media import MediaItem
 from weft.types.messages import Role, ids_to_bytes
 
 BESIDE_PAIRS = 0.45
-"""Share of the schedules with pairs that have groups that encode, too."""
+"""Share of schedules with encode groups, among the schedules with pairs."""
 ALONE = 0.06
-"""Share of the others in which some encode for groups that do all else."""
+"""Share of the other schedules in which encode groups stand beside unified groups."""
 UNIFIED: tuple[tuple[Role, ...], ...] = (
     ("unified", "encode"),
     ("unified", "unified", "encode"),
@@ -29,25 +28,26 @@ UNIFIED: tuple[tuple[Role, ...], ...] = (
 SEEING = 0.65
 """Share of requests with images."""
 ROWS = 2
-"""Of a block: images have one to three of them."""
+"""Rows of a block. An image has one to three blocks."""
 ROW_BYTES = 8 * LEVELS
 _COUNTS = (1, 2, 3, 4, 5)
-"""Rows of each image that there is, by its number."""
+"""Image number -> rows of the image."""
 _MOST_BLOCKS = 5
-"""Of the images of a prompt: who takes their embeddings has room for all of them."""
+"""Maximum blocks of the images of a prompt. Compute groups have room for all these blocks."""
 _PLACEHOLDER = VOCABULARY - 1
 
 
 class ImageWorld:
-    """Images and groups that encode, of one schedule. Drawn from the seed by itself, so schedules without
-    groups that encode do not depend on it.
+    """Images and encode groups of one schedule.
+
+    Uses a random generator of its own, so schedules without encode groups do not depend on it.
     """
 
     def __init__(self, seed: int) -> None:
         rng = self._rng = random.Random(f"images of {seed}")
         self._apart = rng.random()
         self.towers = rng.random() < 0.3
-        """Whether those that compute prompts encode images, too."""
+        """True if compute groups have a vision tower, too."""
         self._taken = rng.choice((_MOST_BLOCKS, _MOST_BLOCKS + 1, _MOST_BLOCKS + 4))
         self._made = rng.choice((3, 3, 4, 6))
         self._host = rng.choice((0, 0, 3))
@@ -55,12 +55,13 @@ class ImageWorld:
         self._items = rng.choice((1, 2, 4))
         self._queue = rng.choice((1, 8, 8, 8))
         self.there = False
-        """Whether groups encode."""
+        """True if there are encode groups."""
         self._shown: dict[int, tuple[MediaItem, ...]] = {}
-        """Images of each sequence that there may be, by its key."""
+        """Key of a sequence -> images of the sequence."""
 
     def roles(self, roles: list[Role], paired: bool) -> list[Role]:
-        """``roles``, with groups that encode, or in their place those of a cluster where some do."""
+        """Return the roles of a cluster: ``roles`` plus encode groups, or another set of roles with encode
+        groups."""
         if self._apart >= (BESIDE_PAIRS if paired else ALONE):
             return roles
         self.there = True
@@ -70,7 +71,7 @@ class ImageWorld:
         return roles + encode
 
     def caches(self, kv: KVConfig, role: Role) -> KVConfig:
-        """What a group of ``role`` has. ``kv``: of those that compute."""
+        """Return the cache settings of a group of ``role``. ``kv`` are the settings of a compute group."""
         if not self.there:
             return kv
         encodes, computes = role == "encode", role in ("prefill", "unified")
@@ -94,7 +95,7 @@ class ImageWorld:
         return msgspec.structs.replace(kv, pools=pools, media=limits)
 
     def show(self, client: Client) -> None:
-        """Gives a client's request images, or none."""
+        """Give a client's request images in some cases: changes prompt and media."""
         rng = self._rng
         if not self.there or rng.random() >= SEEING:
             return
@@ -116,19 +117,20 @@ class ImageWorld:
             self._shown[token_key(data, client.seed, choice)] = client.media
 
     def section(self, section: SchedulerSection, role: Role) -> SchedulerSection:
-        """Settings of a group that encodes: its queue is longer, mostly, as each request may be at several
-        of them.
+        """Return the settings of a group of ``role``. Encode groups mostly get a longer queue.
+
+        Each request may be at several encode groups, so short queues would refuse too much.
         """
         if role != "encode":
             return section
         return msgspec.structs.replace(section, max_queued_requests=self._queue)
 
     def shown(self, key: int) -> tuple[MediaItem, ...]:
-        """The images of a sequence."""
+        """Return the images of the sequence with the key ``key``."""
         return self._shown.get(key, ())
 
     def seen(self, key: int) -> Mapping[int, int]:
-        """What is shown at each position of a sequence that stands for an image."""
+        """Return placeholder position -> content shown there, for the sequence with the key ``key``."""
         return {
             item.start + row: 1000 * (1 + item.pixels[0]) + row
             for item in self._shown.get(key, ())
@@ -137,7 +139,7 @@ class ImageWorld:
 
 
 def _item(number: int, start: int, count: int) -> MediaItem:
-    """The image ``number``; all of its bytes are that."""
+    """Return the image ``number`` at ``start``. Every byte of the pixels is the number."""
     return MediaItem(
         key=number.to_bytes(16, "little"),
         start=start,

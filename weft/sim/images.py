@@ -1,4 +1,4 @@
-"""Images of simulated requests: what they are to schedulers, and what encoding and sending them costs."""
+"""Images of simulated requests: the form for schedulers, and the costs of encoding and sending."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from weft.types.media import BLOCK_ROWS, MediaItem
 from weft.types.plan import Encode, StepPlan
 
 MERGE = 2
-"""Patches of a token's side."""
+"""Patches per side of a token."""
 
 
 class ImageCosts(NamedTuple):
-    """Costs of the images of a load, which are all of one size."""
+    """Costs of the images of a load. All images have one size."""
 
     tokens: int
-    """That stand for each of them; ``MERGE``² patches each."""
+    """Tokens per image, each of ``MERGE``² patches."""
     patch_seconds: float
-    """That a device encodes a patch."""
+    """Seconds that a device needs to encode a patch."""
     row_bytes: int
-    """Of one row of an embedding, all levels."""
+    """Bytes of one row of an embedding, all levels."""
     repeats: float = 0.0
-    """Share of the images that came before, 0 .. 1."""
+    """Share of images equal to an earlier image, 0 .. 1."""
 
     def limits(self, most: int, *, tower: bool, takes: bool) -> MediaLimits:
-        """The limits of a group, for ``most`` images a prompt. ``tower``: it encodes; ``takes``: it gets
-        embeddings.
+        """Return the limits of a group, for ``most`` images per prompt.
+
+        ``tower``: the group encodes. ``takes``: the group receives embeddings.
         """
         section = MediaSection()
         return MediaLimits(
@@ -46,7 +47,7 @@ class ImageCosts(NamedTuple):
         )
 
     def dims(self) -> r.GroupDims:
-        """Dims of embeddings in rooms."""
+        """Return the layout of embeddings in the form of transfers."""
         kind = r.KindDims(
             kind="embedding", layers=(0,), block_size=BLOCK_ROWS, window=0, ratio=1, kv_heads=0, tensors=()
         )
@@ -54,7 +55,7 @@ class ImageCosts(NamedTuple):
 
 
 class Images:
-    """Makes images. Of one run; a seed determines them."""
+    """Makes the images of one run. The seed determines the images."""
 
     def __init__(self, costs: ImageCosts, seed: int) -> None:
         self._costs = costs
@@ -63,7 +64,7 @@ class Images:
         self._pixels = bytes(3 * costs.tokens * MERGE**2)
 
     def items(self, number: int, start: int) -> tuple[MediaItem, ...]:
-        """``number`` images side by side, the first token of the first at position ``start``."""
+        """Return ``number`` adjacent images. The first token of the first image is at position ``start``."""
         tokens = self._costs.tokens
         return tuple(
             MediaItem(
@@ -85,5 +86,5 @@ class Images:
 
 
 def patches_in(plan: StepPlan) -> int:
-    """Patches that a step encodes."""
+    """Return the number of patches that a step encodes."""
     return sum(op.grid[0] * op.grid[1] * op.grid[2] for op in plan.ops if isinstance(op, Encode))

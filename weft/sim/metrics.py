@@ -1,4 +1,4 @@
-"""What a run showed: latencies, throughput, and what the scheduler did."""
+"""Results of a run: latencies, throughput, and counts of the scheduler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weft.sim.workload import Arrival
 
 @dataclass(slots=True)
 class Stream:
-    """What a client saw of one sequence. Times are seconds of the virtual clock."""
+    """The tokens of one sequence as seen by the client. Times are seconds of the virtual clock."""
 
     arrival: Arrival
     times: list[float] = field(default_factory=list)
-    """When each token came."""
+    """Arrival time of each token."""
     finish: str | None = None
 
     @property
@@ -26,7 +26,7 @@ class Stream:
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """A distribution of times in seconds; all 0 when there was none."""
+    """A distribution of times in seconds; all 0 for an empty distribution."""
 
     count: int = 0
     mean: float = 0.0
@@ -50,43 +50,45 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Times in seconds, rates in tokens a second of virtual time."""
+    """Results of one run. Times in seconds, rates in tokens per second of virtual time."""
 
     seconds: float
-    """From the start until the last request, background ones left out, was done (or the run was cut off)."""
+    """Start until the end of the last request (without background sequences), or until the run was cut
+    off."""
     requests: int
-    """That arrived; background sequences are not counted."""
+    """Number of requests; background sequences are not counted."""
     done: int
     refused: int
-    """Turned away with 429 by ``--max-queued-requests``."""
+    """Requests refused with 429 because of ``--max-queued-requests``."""
     ttft: Latency
     """Arrival to first token, of requests."""
     itl: Latency
-    """Between two tokens of one request."""
+    """Times between two tokens of one request."""
     background_itl: Latency
-    """Between two tokens of one background sequence, from the first arrival until the last first token."""
+    """Times between two tokens of one background sequence, from the first arrival until the last first
+    token."""
     quiet_itl: Latency
-    """The same while there were no requests: in the second half of the time before the first arrival."""
+    """The same without load of requests: in the second half of the time before the first arrival."""
     prompt_rate: float
-    """Prompt tokens a second, from the first arrival until the last first token."""
+    """Prompt tokens per second, from the first arrival until the last first token."""
     output_rate: float
-    """Output tokens a second, background ones included."""
+    """Output tokens per second, background sequences included."""
     steps: int
     mixed_steps: int
     preemptions: int
     prefix_hits: int
-    """Tokens found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     drafts: int
     """Drafts verified."""
     drafts_accepted: int
     device_share: float
-    """Part of the time that the device computed, 0 .. 1."""
+    """Share of time in which the device computed, 0 .. 1."""
     wall_seconds: float = 0.0
-    """What simulating took. Not part of what a seed determines."""
+    """Real seconds of the simulation. Not determined by the seed."""
 
 
 def gaps(streams: Sequence[Stream], begin: float = 0.0, end: float = float("inf")) -> np.ndarray:
-    """Times between consecutive tokens, float64 seconds, of gaps that reach into ``begin .. end``."""
+    """Return times between consecutive tokens, float64 seconds, of all gaps that overlap ``begin .. end``."""
     found = []
     for stream in streams:
         times = np.asarray(stream.times)
@@ -96,7 +98,7 @@ def gaps(streams: Sequence[Stream], begin: float = 0.0, end: float = float("inf"
 
 
 def prompt_window(streams: Sequence[Stream]) -> tuple[float, float]:
-    """(first arrival, last first token) of the streams; (0, 0) when there was none."""
+    """Return (first arrival, last first token) of the streams; (0, 0) if no token came."""
     first = [stream.times[0] for stream in streams if stream.times]
     if not first:
         return 0.0, 0.0
@@ -104,5 +106,5 @@ def prompt_window(streams: Sequence[Stream]) -> tuple[float, float]:
 
 
 def rate(count: int, seconds: float) -> float:
-    """``count`` in ``seconds``; 0 where no time passed."""
+    """Return ``count`` per second; 0 if no time passed."""
     return count / seconds if seconds > 0 else 0.0

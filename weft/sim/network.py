@@ -1,6 +1,7 @@
-"""The network of a simulated cluster: links that are ordered and reliable while they are up, as zmq's over a
-socket are. What can happen to one: delay, silence (a partition), a break that loses what was under way, and
-messages that come after the break was noticed otherwise.
+"""The network of a simulated cluster: links that are ordered and reliable while up, like zmq over a socket.
+
+A link may suffer delay, silence (a partition), or a break that loses all messages under way. Some messages
+arrive after the break was noticed in another way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """One connection of a front to one process of an instance."""
+    """One connection of an API server to one process of an instance."""
 
     __slots__ = (
         "connection",
@@ -44,29 +45,29 @@ class Link:
         self.front = front
         self.head = head
         self.connection = f"{front.name}/{number}".encode()
-        """By what the head knows it; of each connection over the link another name."""
+        """The link's name at the engine. Each connection over the link has another name."""
         self.latency = latency
         self.version = min(front.version, head.version)
-        """Of the messages that both ends speak."""
+        """Common version of the messages of both ends."""
         self.up = False
         self.unlinked = False
-        """Whether its front has given it up."""
+        """True if the API server has given the link up."""
         self.lingers = False
-        """Whether what was under way to the front when the link broke is read all the same, later."""
+        """True if messages to the API server, under way at the break, still arrive later."""
         self.held_until = 0.0
-        """Silence in both directions until then."""
+        """Time until which the link is silent in both directions."""
         self.duplicate = False
-        """Whether the next Submit is sent twice."""
+        """True if the next Submit is sent twice."""
         self.silence = 0.0
-        """Seconds of silence that were imposed on it."""
+        """Seconds of silence imposed on the link."""
         self.excused = False
-        """Whether something happened to it or its head for which a front may give it up."""
+        """True if an incident of the link or the engine justifies giving the link up."""
         self.to_head: deque[tuple[float, m.ToHead]] = deque()
         self.to_front: deque[tuple[float, m.ToFront]] = deque()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way that will arrive."""
+        """True if no message under way will arrive."""
         return not ((self.up and self.to_head) or ((self.up or self.lingers) and self.to_front))
 
 
@@ -76,23 +77,25 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.lost = 0
-        """Messages that were under way on links that broke."""
+        """Number of messages lost, on broken links or sent while a link was down."""
         self.remakes = False
-        """True where a link that breaks is connected again: between hosts, where processes outlive it."""
+        """True if broken links reconnect: between hosts, where processes outlive a connection."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
-        """Sends ``message``. Raises Violation for what the version of the link does not know."""
+        """Send ``message`` to the engine. Raise Violation for a message unknown to the link's version."""
         cluster = self._cluster
         new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
         if new and link.version < 2:
             raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
         if cluster.logs:
             cluster.note(link.front.name, "->", link.head.name, message)
+        # A message over a broken link is lost: the sender has not noticed the break yet.
         if not link.up:
             self.lost += 1
             return
         at = self._arrival(link, link.to_head[-1][0] if link.to_head else 0.0)
         link.to_head.append((at, message))
+        # Only the first message has a scheduled delivery, so messages stay in order.
         if len(link.to_head) == 1:
             cluster.at(at, link.head, self._deliver_to_head, link)
         if link.duplicate and isinstance(message, m.Submit):
@@ -102,27 +105,29 @@ class Network:
             cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
 
     def to_front(self, link: Link, message: m.ToFront) -> None:
-        """Sends ``message``. Raises Violation for what the version of the link does not know."""
+        """Send ``message`` to the API server. Raise Violation for an event unknown to the link's version."""
         cluster = self._cluster
         if link.version < 2 and isinstance(message, m.Tokens):
             for event in message.events:
                 if event.attempt or event.finish in ("moved", "evicted"):
                     raise Violation("an event of version 2 to a front that speaks version 1")
+        # A message over a broken link is lost: the sender has not noticed the break yet.
         if not link.up:
             self.lost += 1
             return
         at = self._arrival(link, link.to_front[-1][0] if link.to_front else 0.0)
         link.to_front.append((at, message))
+        # Only the first message has a scheduled delivery, so messages stay in order.
         if len(link.to_front) == 1:
             cluster.at(at, link.front, self._deliver_to_front, link)
 
     def hold(self, link: Link, seconds: float) -> None:
-        """Nothing arrives in either direction for so long; then all of it does."""
+        """Silence the link in both directions for ``seconds``; afterwards all held messages arrive."""
         link.held_until = max(link.held_until, self._cluster.now + seconds)
         link.silence += seconds
 
     def cut(self, link: Link, lingers: bool) -> int:
-        """The link is no more. Returns how many messages were under way and are lost."""
+        """Break the link for good. Return the number of lost messages."""
         if not link.up:
             return 0
         link.up = False
@@ -132,10 +137,10 @@ class Network:
         return gone
 
     def reset(self, link: Link) -> bool:
-        """The connection breaks, and another one to the same process is made. Whether it was up.
+        """Break the connection, and later make another one to the same process. Return True if it was up.
 
-        What was under way is lost in both directions. The head may notice the end of the connection before it
-        gets the next one, or long after.
+        All messages under way are lost in both directions. The engine may notice the end of the old
+        connection before the new connection, or long after.
         """
         if not link.up:
             return False
@@ -143,6 +148,7 @@ class Network:
         rng, now = cluster.rng, cluster.now
         self.cut(link, lingers=False)
         seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        # The new connection keeps the link's number, but the engine sees another name.
         again = Link(link.number, link.front, link.head, link.latency)
         again.connection = link.connection + b"+"
         again.excused, again.held_until = link.excused, now + seconds
@@ -158,7 +164,7 @@ class Network:
         return True
 
     def _unreachable(self, link: Link) -> None:
-        """There has been no connection for a while."""
+        """Report a long time without a connection."""
         if link.front.links[link.number] is link and not link.up and not link.unlinked:
             link.front.feed(e.Unreachable(link.head.instance, link.number))
 
@@ -187,6 +193,7 @@ class Network:
 
     def _deliver_to_front(self, link: Link) -> None:
         now = self._cluster.now
+        # Deliver in order. An early message, or a silent link, schedules the next call.
         queue = link.to_front
         if not (link.up or link.lingers):
             return

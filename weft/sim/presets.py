@@ -1,4 +1,4 @@
-"""Cost models that were measured, by name. ``python -m bench.cost_model`` measures another."""
+"""Measured cost models by name. ``python -m bench.cost_model`` measures another one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRESETS: dict[str, CostModel] = {
 
 
 def load(name: str) -> CostModel:
-    """A preset by name, or a model from a JSON file. Raises ConfigError naming what there is."""
+    """Return a preset by name, or the model of a JSON file. Raise ConfigError with a list of the presets."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)

@@ -1,7 +1,7 @@
-"""A simulated rank of a group with a role: its cache as memory with content, and the real ``RankTransfer``.
+"""A simulated rank's KV cache as memory with content, and the product's ``RankTransfer``.
 
-The entry of a position is a function of all ids and images up to it, as a model's is. So whoever computed or
-transferred it, what a row reads can be compared with what it must be.
+The entry of a position is a function of all ids and images up to the position, as in a model. So the entries
+that a row reads can be compared with the expected entries, whoever computed or transferred them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MASK = (1 << 61) - 1
 
 @dataclass(slots=True)
 class _Slot:
-    """What is in a slot."""
+    """The content of a slot."""
 
     key: int
     ids: list[int]
     chain: list[int]
-    """Entries of positions, as far as they were asked for."""
+    """Entries of positions, computed on demand."""
     table: list[int]
     seen: Mapping[int, int] = field(default_factory=dict)
-    """Position -> what is shown there, of those that stand for images."""
+    """Image placeholder position -> content shown there."""
 
     def entries(self, begin: int, end: int) -> np.ndarray:
-        """What the cache must have of positions ``begin`` .. end - 1."""
+        """Return the expected entries of positions ``begin`` .. end - 1, int64 [end - begin]."""
         while len(self.chain) < end:
             position = len(self.chain)
             while len(self.ids) <= position:
@@ -51,13 +51,14 @@ class _Slot:
 
 
 def dims_of(kv: KVConfig, ranks: int) -> GroupDims:
-    """The caches of a simulated group as rooms describe them."""
+    """Return the caches of a simulated group in the form of transfers."""
     return group_dims(kv, kv, ranks, DTYPE, snapshots=True)
 
 
 class RankSide(TransferSide):
-    """The cache of one rank's process. It has one full kind of one layer, with keys and values of 8 bytes
-    each.
+    """The KV cache of one rank's process: one full-attention group of one layer.
+
+    Keys and values have 8 bytes each: a key is the entry, a value the bitwise complement.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class RankSide(TransferSide):
         rules: RoomRules,
         seen: Callable[[int], Mapping[int, int]],
     ) -> None:
-        """See ``TransferSide``. ``seen``: of a sequence by its key, what is shown at each position that
-        stands for an image."""
+        """Create an empty cache. See ``TransferSide``.
+
+        ``seen`` maps a sequence's key to its placeholder positions and the content shown there.
+        """
         self._block = kv.block_size
         self._seen = seen
         (layout,) = kv.pools[0].tensors(DTYPE)
@@ -83,11 +86,11 @@ class RankSide(TransferSide):
     # ---- steps
 
     def reset(self) -> None:
-        """An epoch begins: all slots are empty."""
+        """Empty all slots, because an epoch begins."""
         self._slots.clear()
 
     def run(self, plan: StepPlan) -> None:
-        """Carries a step out. Raises Violation where a row reads what is not its own."""
+        """Run a step. Raise Violation if a row reads entries of another sequence."""
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 ids = op.token_ids.tolist()
@@ -100,6 +103,7 @@ class RankSide(TransferSide):
             elif isinstance(op, AppendEach):
                 for slot, block in zip(op.slots.tolist(), op.blocks.tolist(), strict=True):
                     self._slots[slot].table.append(block)
+        # Exports begin before the rows and end after the rows, as on a device.
         done = self._exports.begin(plan.ops)
         for rows in (plan.prefill, plan.decode):
             columns = (rows.slot.tolist(), rows.start.tolist(), rows.count.tolist())
@@ -113,6 +117,7 @@ class RankSide(TransferSide):
         table = np.array(slot.table, np.int64)
         positions = np.arange(end)
         blocks, offsets = table[positions // self._block], positions % self._block
+        # All earlier positions must hold the sequence's entries. Then write the new positions.
         read = self._entries[blocks[:start], :, offsets[:start]]
         wrong = (read[:, 0] != due[:start]) | (read[:, 1] != ~due[:start])
         if wrong.any():

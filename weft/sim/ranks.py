@@ -1,5 +1,7 @@
-"""Simulated processes of ranks: they say hello, load, form epochs and take steps as ``weft.engine.rank`` and
-``weft.engine.worker`` do, on virtual time; and who keeps them, as ``weft.engine.rank_supervisor`` does.
+"""Simulated rank processes: join a group, load, form epochs and take steps, on virtual time.
+
+``RankProcess`` works like ``weft.engine.rank`` and ``weft.engine.worker``. ``Replica`` keeps the processes
+like ``weft.engine.rank_supervisor``.
 """
 
 from __future__ import annotations
@@ -24,58 +26,61 @@ if TYPE_CHECKING:
 
 SETTINGS = {"dtype": '"float64"'}
 EXCUSED = 2.0
-"""Rank timeouts in which whatever happens to a rank has shown."""
+"""Time after which every incident of a rank has had an effect, in rank timeouts."""
 DOMAIN_EXCUSED = 10.0
-"""The same where replicas form their epochs together: each may lose several until all have met."""
+"""The same for an expert-parallel group: each replica may lose several epochs until all have met."""
 BLOCKS = (8,)
-"""Of each pool, that a simulated rank has room for."""
+"""Blocks of each pool for which a simulated rank has room."""
 _PLANTED = EngineDead("planted").info()
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things take in a simulated group, in seconds."""
+    """Durations in a simulated group, in seconds."""
 
     timeout: float = 1.0
     """The rank timeout."""
     hello: float = 1.0
-    """From the start of a process to its hello, at most."""
+    """Maximum from the start of a process to the hello."""
     load: float = 4.0
-    """For loading, and for the heads of a domain to meet, at most."""
+    """Maximum for loading, and for the meeting of an expert-parallel group's engines."""
     watch: float = 0.2
-    """Between two heartbeats."""
+    """Interval of heartbeats."""
     delay: float = 0.004
-    """Of a frame, at most."""
+    """Maximum delay of a frame."""
     slow: float = 1.0
-    """By this are the times multiplied that processes take to start, load and end."""
+    """Factor on the durations of starts, loads and ends of processes."""
 
 
 class Work(NamedTuple):
-    """A step as its head sends it to a rank."""
+    """A step in the form for a rank."""
 
     epoch: int
     step: int
     seconds: float
     checksum: int
-    """Of what the head's own rank samples."""
+    """Checksum of the tokens sampled by the engine's own rank."""
     run: Callable[[dict[int, int]], int]
-    """Carries the step out on another rank's slot table. Returns the checksum of what that samples."""
+    """Runs the step on another rank's slot table, and returns the checksum of the rank's tokens."""
     plan: StepPlan | None = None
-    """Where ranks have caches with content."""
+    """The whole plan, for ranks with content in the caches."""
 
 
 class Mishaps(Protocol):
-    """What fails in a process by plan."""
+    """Planned failures of ranks."""
 
     def befalls(self, kind: str, rank: int) -> bool:
-        """Whether ``kind`` (``load``, ``form``, ``step`` or ``connect``) fails at ``rank`` now."""
+        """Use up one planned failure of ``kind`` (``load``, ``form``, ``step`` or ``connect``) at ``rank``.
+
+        Return True if there was one, so the operation fails now.
+        """
 
     def seen(self, kind: str) -> None:
-        """What was planned to go wrong with a rank had its effect."""
+        """Note the effect of a planned failure of a rank."""
 
 
 class Replica:
-    """The processes of one replica's ranks, which outlive their heads, and the group of its present head."""
+    """The rank processes of one replica, which outlive engines, and the group of the present engine."""
 
     def __init__(
         self,
@@ -89,8 +94,10 @@ class Replica:
         remote: frozenset[int] = frozenset(),
         pace: Pace | None = None,
     ) -> None:
-        """``ranks``: the head's own first. ``table``: makes an empty slot table. ``remote``: ranks of another
-        host, which starts them again by itself.
+        """Create the replica without processes.
+
+        ``ranks`` begins with the engine's own rank. ``table`` makes an empty slot table. ``remote`` ranks run
+        on another host, which restarts them without the engine.
         """
         self.timeline = timeline
         self.name = name
@@ -102,42 +109,43 @@ class Replica:
         self.pace = pace or Pace()
         self.living: dict[int, RankProcess] = {}
         self.by_peer: dict[bytes, RankProcess] = {}
-        """All processes that ever were, by each name that they had."""
+        """Every process of the schedule, by each peer name of the process."""
         self.group: Group | None = None
-        """Of the present head, once that listens."""
+        """Group of the present engine, once the engine listens."""
         self.size = len(ranks)
-        """Of an epoch: more where replicas form a domain."""
+        """Ranks of an epoch: all ranks of an expert-parallel group."""
         self.excused_until = 0.0
-        """Until when something that happened to a rank may end an epoch."""
+        """Time until which an incident of a rank excuses the loss of an epoch."""
         self.domain: list[Replica] = [self]
-        """Replicas that form their epochs together, this one among them."""
+        """The replicas with common epochs, including this replica."""
         self.make_sides: Callable[[RankProcess], Sides] | None = None
-        """Makes a process's caches and transfers, in a group that has a part in some."""
+        """Makes the caches and transfers of a process, in a group with transfers."""
         self.retired = False
-        """Whether no head follows, and no process is started."""
+        """True if no engine follows, and no process is started."""
         self._started = 0
 
     @property
     def members(self) -> Mapping[int, bool]:
-        """The other ranks, and whether they are on the head's host."""
+        """Other ranks -> True if the rank is on the engine's host."""
         return {rank: rank not in self.remote for rank in self.ranks[1:]}
 
     def excuse(self, seconds: float = 0.0) -> None:
-        """Something happens to a rank, or the head, for so long: until soon after that, epochs of its domain
-        may end."""
+        """Note an incident of ``seconds``. Until soon afterwards, epochs of the expert-parallel group may
+        end."""
+        # Losses spread through an expert-parallel group, so the excuse holds for all replicas.
         timeouts = EXCUSED if len(self.domain) == 1 else DOMAIN_EXCUSED
         until = self.timeline.now + seconds + timeouts * self.pace.timeout
         for replica in self.domain:
             replica.excused_until = max(replica.excused_until, until)
 
     def start_remote(self) -> None:
-        """Other hosts start what is theirs."""
+        """Start the processes of other hosts."""
         for rank in self.ranks[1:]:
             if rank in self.remote:
                 self.spawn(rank)
 
     def spawn(self, rank: int) -> bool:
-        """Starts the process of ``rank``, unless it runs; whether it did."""
+        """Start the process of ``rank`` unless running. Return True if already running."""
         if rank in self.living:
             return True
         if not self.retired:
@@ -148,21 +156,21 @@ class Replica:
         return False
 
     def name_peer(self, process: RankProcess) -> bytes:
-        """A name for one connection of ``process``."""
+        """Return a new peer name for one connection of ``process``."""
         self._started += 1
         peer = b"%d.%d" % (process.rank, self._started)
         self.by_peer[peer] = process
         return peer
 
     def kill(self, rank: int) -> bool:
-        """Ends the process of ``rank`` at once, stopped or not. Whether there was one."""
+        """End the process of ``rank`` at once, even a stopped one. Return True if there was a process."""
         process = self.living.get(rank)
         if process is not None:
             process.end()
         return process is not None
 
     def ended(self, process: RankProcess) -> None:
-        """Takes a process that has ended off the books."""
+        """Remove an ended process. Another host restarts a remote rank."""
         if self.living.get(process.rank) is process:
             del self.living[process.rank]
         if process.rank in self.remote and not self.retired:
@@ -170,7 +178,7 @@ class Replica:
             self.timeline.after(0.05 * slow, 0.3 * slow, None, self.spawn, process.rank)
 
     def head_ended(self, group: Group) -> None:
-        """The head of ``group`` is gone: its ranks notice that some time, and wait for the next one."""
+        """Handle the end of the engine of ``group``. The ranks notice later, and wait for the next engine."""
         if self.group is group:
             self.group = None
         self.excuse()
@@ -179,19 +187,19 @@ class Replica:
             self.timeline.after(0.02, 0.7 * self.pace.timeout, process, process.orphaned, group)
 
     def close(self) -> None:
-        """No head will follow: all processes end."""
+        """End all processes, because no engine will follow."""
         self.retired = True
         for process in list(self.living.values()):
             process.end()
 
     def reopen(self) -> None:
-        """A head will follow after all."""
+        """Allow processes again, because an engine will follow after all."""
         self.retired = False
         self.start_remote()
 
 
 class RankProcess:
-    """One process of a rank. Frames reach it through ``Group``, in order."""
+    """One process of a rank. Frames arrive through ``Group``, in order."""
 
     def __init__(self, replica: Replica, rank: int) -> None:
         self.replica = replica
@@ -199,29 +207,29 @@ class RankProcess:
         self.alive = True
         self.stalled_until = 0.0
         self.given_up_by: Group | None = None
-        """The head that has replaced it."""
+        """The group of the engine that has replaced this process; None before."""
         self.peer = replica.name_peer(self)
         self.group: Group | None = None
-        """Of the head that welcomed it."""
+        """Group of the engine that welcomed this process; None without one."""
         self.loading = self.loaded = False
         self.epoch = -1
-        """The one that runs, or ran last."""
+        """The present epoch, or the last one."""
         self.running = False
         self.formed = False
         self.frames_due = 0.0
-        """When the latest frame of its head arrives."""
+        """Arrival time of the engine's latest frame."""
         self.reports_due = 0.0
-        """When its latest report arrives."""
+        """Arrival time of the latest report."""
         self.connection = 0
-        """A number; what was sent over an earlier one is lost."""
+        """Connection number. Frames of an earlier connection are lost."""
         self.loses_report = False
-        """Whether the connection breaks under its next report of a step."""
+        """True if the connection will break under the next report of a step."""
         self.loses_word = False
-        """Whether the connection breaks under the next that it says of a room."""
+        """True if the connection will break under the next report about a transfer."""
         self.lost_frames = False
-        """Whether a connection broke since the epoch began."""
+        """True if a connection broke since the epoch began."""
         self.sides: Sides | None = None
-        """Once it is loaded, in a group that has a part in transfers."""
+        """Caches and transfers, once loaded, in a group with transfers."""
         self._words = Words(rank)
         self._next: int | None = None
         self._slots: dict[int, int] = {}
@@ -233,30 +241,31 @@ class RankProcess:
         return f"{self.replica.name}/{self.peer.decode()}"
 
     def stop(self, seconds: float) -> None:
-        """Has the process stand still for so long."""
+        """Let the process stand still for ``seconds``."""
         self.stalled_until = self.replica.timeline.now + seconds
         self.replica.excuse(seconds)
 
     def delay_reports(self, seconds: float) -> None:
-        """What it reports takes so long at least."""
+        """Delay all reports by at least ``seconds``."""
         self.reports_due = max(self.reports_due, self.replica.timeline.now + seconds)
         self.replica.excuse(seconds)
 
     def break_connection(self) -> None:
-        """What is under way is lost, in both directions; then there is another connection."""
+        """Lose all frames under way in both directions, and reconnect."""
         self.replica.excuse()
         self.connection += 1
         self.lost_frames = True
 
     def arrived(self, connection: int, take: Callable[..., None], group: Group, what: object) -> None:
-        """A frame of ``group``'s head arrives; ``take`` reads it."""
+        """Receive a frame of ``group``'s engine with ``take``; frames of an earlier connection are
+        dropped."""
         if connection == self.connection:
             take(group, what)
 
     # -- joining a group
 
     def say_hello(self) -> None:
-        """Again and again until a head welcomes it."""
+        """Send hello again and again until an engine welcomes this process."""
         if self.group is not None:
             return
         replica, group = self.replica, self.replica.group
@@ -269,7 +278,7 @@ class RankProcess:
         replica.timeline.at(replica.timeline.now + again, self, self.say_hello)
 
     def take(self, group: Group, frame: f.ToRank) -> None:
-        """A frame of the head of ``group``."""
+        """Handle a frame of the engine of ``group``."""
         if isinstance(frame, f.Refused):
             if group is self.replica.group:
                 self.end()
@@ -283,15 +292,17 @@ class RankProcess:
             self.loaded = True
             self._is_ready()
         elif isinstance(frame, f.Abort):
+            # An abort of an earlier epoch is late: the rank is in a newer epoch already.
             if frame.epoch >= self.epoch:
                 self.leave()
         elif isinstance(frame, f.Form):
             self._form(frame)
-        elif isinstance(frame, f.RoomToRank) and self.sides is not None:  # else it has no caches yet
+        # without sides there are no caches yet
+        elif isinstance(frame, f.RoomToRank) and self.sides is not None:
             self._words.take(frame, self.sides)
 
     def room_news(self) -> None:
-        """Tells the head what the rank's transfers have reported."""
+        """Send the reports of the rank's transfers to the engine."""
         for frame in () if self.sides is None else self._words.said(self.sides):
             self._report(frame)
 
@@ -321,7 +332,7 @@ class RankProcess:
         if self.replica.mishaps.befalls("load", self.rank):
             self._report(f.Failed(rank=self.rank, epoch=-1, step=-1, error=_PLANTED))
             self.end()
-        elif self.group is None:  # its head is gone while it loaded: the next one takes it as it is
+        elif self.group is None:  # the engine is gone meanwhile: the next engine gets the loaded rank
             self.loaded = True
         else:
             self._report(f.Loaded(rank=self.rank, blocks=BLOCKS))
@@ -353,9 +364,10 @@ class RankProcess:
     # -- steps
 
     def take_step(self, group: Group, work: Work) -> None:
-        """A step of the head of ``group``: nothing to a rank that has left that epoch."""
+        """Receive a step. Ignored if this rank has left the step's epoch."""
         if group is not self.group or not self.running or work.epoch != self.epoch:
             return
+        # A gap in the steps is allowed only after a broken connection.
         if self._next not in (None, work.step):
             due = f"{self.name}: step {work.step} came where step {self._next} was due"
             require(self.lost_frames, due)
@@ -395,7 +407,7 @@ class RankProcess:
     # -- ends
 
     def fail(self, collective: bool) -> None:
-        """Something raised here: it leaves the epoch, and says so."""
+        """Leave the epoch after an error, and report the error. ``collective``: a collective failed."""
         if self.epoch < 0 or not self.running:
             return
         if not collective:
@@ -405,14 +417,14 @@ class RankProcess:
         self._report(failed)
 
     def leave(self) -> None:
-        """Leaves the epoch: its communicators are closed, its steps forgotten."""
+        """Leave the epoch: close the communicators, and forget the steps."""
         self.running = self._busy = False
         self._queue.clear()
         self.replica.collectives.leave(self.rank)
 
     def orphaned(self, group: Group) -> None:
-        """Notices that the head of ``group`` is gone: it keeps its weights for the next one."""
-        if self.given_up_by is not None:  # it was told so
+        """Notice that the engine of ``group`` is gone. The weights stay loaded for the next engine."""
+        if self.given_up_by is not None:  # the refusal was received
             self.end()
         elif self.group is group:
             self.leave()
@@ -422,7 +434,7 @@ class RankProcess:
             self.say_hello()
 
     def end(self) -> None:
-        """Ends its process now."""
+        """End the process now. Idempotent."""
         if self.alive:
             self.alive = False
             self.replica.excuse()
@@ -438,5 +450,5 @@ class RankProcess:
 
 
 def patience_of(pace: Pace) -> float:
-    """Seconds that a rank waits in a collective."""
+    """Return the maximum seconds of a rank's wait in a collective."""
     return COLLECTIVE * pace.timeout

@@ -1,4 +1,4 @@
-"""What ranks have reported of steps, and what must hold of an epoch, beside what ``Membership`` says."""
+"""Reports of ranks about steps, and invariants of an epoch, independent of ``Membership``."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from weft.types import frames as f
 
 
 class Reports:
-    """Reports of the ranks of one group, as its head reads them."""
+    """Reports of the ranks of one group, as read by the engine."""
 
     def __init__(self, name: str, members: Membership, replica: Replica) -> None:
-        """``name``: of the head."""
+        """Create an empty record. ``name`` is the engine's name."""
         self._name = name
         self._members = members
         self._replica = replica
         self._others = len(replica.ranks) - 1
         self._reported: dict[int, set[int]] = {}
-        """Steps of the present epoch: the ranks whose reports were read."""
+        """Step of the present epoch -> ranks with a received report."""
 
     def begin(self, step: int) -> None:
-        """The head's own rank begins a step."""
+        """Record the begin of a step at the engine's own rank."""
         self._reported.setdefault(step, set())
 
     def clear(self) -> None:
-        """Another epoch begins."""
+        """Forget all reports, because another epoch begins."""
         self._reported.clear()
 
     def take(self, rank: int, peer: bytes, outcome: f.Outcome) -> None:
-        """A report is read; it is none if the process is not the rank's, or not in the present epoch."""
+        """Record a report. Reports of a foreign process or another epoch are ignored."""
         member = self._members.members[rank]
         if member.peer == peer and outcome.epoch == self._members.epoch:
             self._reported.setdefault(outcome.step, set()).add(rank)
 
     def check_count(self, step: int, epoch: int) -> None:
-        """Raises Violation unless ``step`` may count: it is of the epoch that runs, of which every rank has
-        reported it and all before it, but for the last ``lag``.
+        """Raise Violation unless ``step`` may count.
+
+        The step must belong to the running epoch. Every rank must have reported all steps up to ``step``
+        minus ``lag``.
         """
         members = self._members
         name = f"{self._name}: step {step}"
@@ -51,7 +53,7 @@ class Reports:
                 raise Violation(f"{name} is counted before all ranks reported: {lacks}")
 
     def check_epoch(self) -> None:
-        """Raises Violation unless every rank is in the epoch that begins."""
+        """Raise Violation unless every rank is in the beginning epoch."""
         members = self._members
         name = f"{self._name}: epoch {members.epoch}"
         require(members.epoch > members.aborted, f"{name} runs, and was ended")
@@ -64,6 +66,6 @@ class Reports:
             require(process.epoch == members.epoch, f"{name}: rank {rank} is in epoch {process.epoch}")
 
     def known_of(self, rank: int) -> tuple[object, ...]:
-        """All that the membership knows by what ``rank`` says."""
+        """Return the membership's knowledge of ``rank``, for comparison."""
         members = self._members
         return (members.phase, members.pools, members.steps.own, *astuple(members.members[rank]))

@@ -1,4 +1,4 @@
-"""What goes wrong between groups of different roles. See ``weft.sim.faults``."""
+"""Faults between groups of different roles. See ``weft.sim.faults``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def cancel_room(cluster: Cluster) -> bool:
-    """A head gives a sequence back whose cache is on its way."""
+    """Let an engine return a sequence with an unfinished transfer."""
     heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.ready]
     cluster.rng.shuffle(heads)
     able = [head for head in heads if head.stalled_until <= cluster.now and not head.engine.recovering]
@@ -18,13 +18,13 @@ def cancel_room(cluster: Cluster) -> bool:
 
 
 def flip(cluster: Cluster) -> bool:
-    """Bits of what is transferred change on the way: proved where a digest is found to be wrong."""
+    """Flip bits of transferred data. Counted when a digest is found to be wrong."""
     cluster.rooms.wires.flips += cluster.rng.choice((1, 1, 2, 5))
     return False
 
 
 def cut_rooms(cluster: Cluster) -> bool:
-    """No message gets from one head to another, for a while: proved where one is lost."""
+    """Cut two engines off from each other for a while. Counted when a message is lost."""
     heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.engine.rooms]
     if len(heads) > 1:
         pair = frozenset(head.name for head in cluster.rng.sample(heads, 2))
@@ -35,19 +35,19 @@ def cut_rooms(cluster: Cluster) -> bool:
 
 
 def lose_messages(cluster: Cluster) -> bool:
-    """Messages between heads are lost from now on: proved where one is."""
+    """Lose messages between engines from now on. Counted when one is lost."""
     cluster.rooms.network.loss = cluster.rng.uniform(0.1, 0.4)
     return False
 
 
 def repeat_messages(cluster: Cluster) -> bool:
-    """Messages between heads come twice from now on: proved where one is sent."""
+    """Repeat messages between engines from now on. Counted when one is repeated."""
     cluster.rooms.network.repeat = cluster.rng.uniform(0.2, 0.6)
     return False
 
 
 def slow_bytes(cluster: Cluster) -> bool:
-    """What is transferred takes long from now on."""
+    """Slow all transfers from now on."""
     cluster.rooms.wires.delay = cluster.rng.uniform(0.1, 0.5)
     return any(head.engine.transferring for head in cluster.supervisor.heads.values())
 
@@ -60,4 +60,4 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "room messages lost": (6, lose_messages),
     "room messages repeated": (4, repeat_messages),
 }
-"""As ``faults.KINDS``."""
+"""Faults in the form of ``faults.KINDS``."""

@@ -1,6 +1,7 @@
-"""Messages of rooms between simulated heads, and how heads notice that others have ended.
+"""Transfer messages between simulated engines, and how engines notice the end of others.
 
-Messages may be lost, repeated and late, and overtake each other; a partition loses all of them for a while.
+Messages may be lost, repeated and late, and may overtake each other. A partition loses all messages for a
+while.
 """
 
 from __future__ import annotations
@@ -21,34 +22,37 @@ if TYPE_CHECKING:
 
 
 class RoomNetwork:
-    """The network between heads of one cluster, for messages of rooms."""
+    """The network for transfer messages between the engines of one cluster."""
 
     def __init__(self, cluster: Cluster, loss: float, repeat: float, delay: float, sees_ends: bool) -> None:
-        """``loss``, ``repeat``: shares of messages. ``sees_ends``: whether heads are told of ends of others,
-        as they are on one host."""
+        """Create the network. ``loss`` and ``repeat`` are shares of messages.
+
+        ``sees_ends`` is True if engines notice the end of other processes, as on one host.
+        """
         self.cluster = cluster
         self.loss, self.repeat, self.delay, self.sees_ends = loss, repeat, delay, sees_ends
         self.cut: dict[frozenset[str], float] = {}
-        """Pairs of heads, and until when nothing gets from one to the other."""
+        """Pair of engines -> time until which no message passes."""
         self._channels: dict[str, SimChannel] = {}
 
     def join(self, channel: SimChannel) -> None:
-        """A head listens there."""
+        """Make the channel reachable by address."""
         self._channels[channel.address] = channel
 
     def head(self, peer: Peer) -> HeadProcess | None:
-        """The process of a peer, whether it lives or not."""
+        """Return the process of a peer, alive or not; None if unknown."""
         channel = self._channels.get(peer.name)
         return None if channel is None else channel.head
 
     def send(self, head: HeadProcess, peer: Peer, arrived: Arrived) -> None:
-        """A message of ``head`` to ``peer``."""
+        """Send a message of ``head`` to ``peer``, subject to cuts, losses and repetitions."""
         cluster, channel = self.cluster, self._channels.get(peer.name)
         if cluster.logs and arrived.body:
             cluster.note(head.name, "~>", peer.name, r.decode(arrived.body))
         if channel is None:
             return
         rng, other = cluster.rng, channel.head
+        # Each fault counts only once a message is affected.
         if self.cut.get(frozenset((head.name, other.name)), 0.0) > cluster.now:
             cluster.happened("room messages cut")
             return
@@ -64,13 +68,13 @@ class RoomNetwork:
 
 
 class SimChannel:
-    """A ``RoomChannel`` of a simulated head."""
+    """A ``RoomChannel`` of a simulated engine."""
 
     bad = 0
     sockets: Sequence[Any] = ()
 
     def __init__(self, network: RoomNetwork, head: HeadProcess, cache: Cache) -> None:
-        """``cache``: what its rooms move."""
+        """Open a channel for transfers of ``cache``."""
         self.address = f"sim://{head.name}" if cache == "kv" else f"sim://{head.name}/{cache}"
         self.came: deque[Arrived] = deque()
         self._network, self.head = network, head
@@ -92,7 +96,7 @@ class SimChannel:
 
 
 class SimPeers:
-    """The ``Peers`` of a simulated head."""
+    """The ``Peers`` of a simulated engine."""
 
     sockets: Sequence[Any] = ()
 
@@ -116,7 +120,7 @@ class SimPeers:
                 self.end(peer)
 
     def end(self, peer: Peer) -> None:
-        """The process of ``peer`` has ended, which this head notices."""
+        """Announce the end of the process of ``peer``. The engine notices soon."""
         self._network.cluster.after(0.0, 0.03, self._head, self._noticed, peer)
 
     def _noticed(self, peer: Peer) -> None:

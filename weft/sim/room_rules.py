@@ -1,4 +1,4 @@
-"""What must hold of the memory that rooms write to and read from, as the cluster knows it."""
+"""Rules for the memory that transfers write and read, from the knowledge of the cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RoomRules:
-    """Rules for the cache of one rank's process, and rooms of caches of sequences."""
+    """Rules for KV transfers, in the cache of one rank's process."""
 
     cache: Cache = "kv"
 
@@ -23,7 +23,7 @@ class RoomRules:
         self._cluster, self._replica, self._process = cluster, replica, process
 
     def _head(self) -> HeadProcess | None:
-        """The head for which this process works, if it is one of its ranks."""
+        """Return the engine that the process works for; None if the process is no rank of a live group."""
         group, process = self._replica.group, self._process
         if group is None or group.closed:
             return None
@@ -33,9 +33,10 @@ class RoomRules:
         return head if mine else None
 
     def check_write(self, key: RoomKey, blocks: set[int]) -> None:
-        """Raises Violation unless ``blocks`` are on hold for the room: nobody else has them."""
+        """Raise Violation unless ``blocks`` are pinned for the transfer, so no other sequence has the
+        blocks."""
         head = self._head()
-        if head is None:  # nobody uses this memory before all rooms are stopped
+        if head is None:  # the memory is unused until all transfers are stopped
             return
         held = head.engine.held_for(self.cache, key)
         wrong = f"{head.name}: a write of {key} lands in blocks {sorted(blocks)}"
@@ -44,9 +45,9 @@ class RoomRules:
         require(blocks <= held, f"{wrong}, and on hold for it are {sorted(held)}")
 
     def check_read(self, key: RoomKey) -> None:
-        """Raises Violation unless the sender of the room, whose memory is read now, keeps it for that."""
+        """Raise Violation unless the sender of the transfer still pins the memory that is read now."""
         sender, head = self._cluster.rooms.heads.get(key.incarnation), self._head()
-        if sender is None or not sender.alive or head is None:  # no head lets the room land
+        if sender is None or not sender.alive or head is None:  # no engine will use the received data
             return
         held = sender.engine.held_for(self.cache, key)
         require(
@@ -54,7 +55,7 @@ class RoomRules:
         )
 
     def check_corrupt(self, key: RoomKey) -> None:
-        """Digests were wrong. Raises Violation unless bytes were changed on the way."""
+        """Handle wrong digests: raise Violation unless bytes were changed on the way."""
         cluster = self._cluster
         if key in cluster.rooms.wires.flipped:
             cluster.happened("bytes changed")
@@ -64,5 +65,5 @@ class RoomRules:
         require(gone, f"digests of {key} were wrong, and nobody had changed a byte of it")
 
     def room_news(self) -> None:
-        """The transfers have told something."""
+        """Notify the process of news of the transfers."""
         self._process.room_news()

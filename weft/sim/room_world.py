@@ -1,4 +1,4 @@
-"""What a simulated cluster has beside its instances where prefill and decode have groups of their own."""
+"""Roles of instances in a simulated cluster, and everything between instances of different roles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.sim.head import HeadProcess
 
 PAIRED = 0.3
-"""Share of schedules that have roles."""
+"""Share of schedules with roles."""
 PAIRS: tuple[tuple[Role, ...], ...] = (
     ("prefill", "decode"),
     ("prefill", "decode"),
@@ -34,31 +34,32 @@ PAIRS: tuple[tuple[Role, ...], ...] = (
 
 
 class RoomWorld:
-    """Groups with roles and their transfers, of one schedule. Drawn from the seed by itself, so schedules
-    without roles do not depend on it.
+    """Roles and transfers of one schedule.
+
+    Uses a random generator of its own, so schedules without roles do not depend on it.
     """
 
     def __init__(self, cluster: Cluster, heads: int) -> None:
-        """``heads``: how many there are where they have no roles."""
+        """Draw the roles. ``heads`` is the number of instances in a cluster without roles."""
         self._cluster = cluster
         rng = random.Random(f"rooms of {cluster.seed}")
         roles: list[Role] = ["unified"] * heads
         self.paired = rng.random() < PAIRED
-        """Whether prefill and decode have groups of their own, or images."""
+        """True if prefill and decode, or images, have groups of their own."""
         if self.paired:
             roles = list(rng.choice(PAIRS))
         self.images = ImageWorld(cluster.seed)
         roles = self.images.roles(roles, self.paired)
         self.roles = {f"head{number}": role for number, role in enumerate(roles)}
-        """Of each instance."""
+        """Instance -> role."""
         self.local_prefill = not self.paired or rng.random() < 0.7
-        """See ``Fleet``."""
+        """True if decode instances may prefill. See ``Fleet``."""
         self.watermark = rng.choice((0.0, 0.05, 0.3))
-        """See ``TransferSection.decode_watermark``."""
+        """Free share of the cache kept by decode groups. See ``TransferSection.decode_watermark``."""
         self.mode: Literal["push", "pull"] = "pull" if cluster.seed % 4 == 3 else "push"
         """See ``TransferSection.transfer_mode``."""
         self.heads: dict[int, HeadProcess] = {}
-        """All processes of heads that ever were, by incarnation."""
+        """Incarnation -> engine process, for all processes of the schedule."""
         kind: Literal["shm", "tcp"] = rng.choice(("shm", "shm", "tcp"))
         sees = kind == "shm" or rng.random() < 0.5
         delay = rng.choice((0.005, 0.05, 0.2))
@@ -68,15 +69,15 @@ class RoomWorld:
         self.network = RoomNetwork(cluster, loss, repeat, rng.choice((0.002, 0.02, 0.1)), sees)
 
     def moves(self, name: str) -> bool:
-        """Whether ranks of an instance have a part in transfers."""
+        """Return True if ranks of the instance take part in transfers."""
         return self.roles[name] != "unified" or self.images.there
 
     def caches(self, name: str) -> KVConfig:
-        """The caches of an instance."""
+        """Return the cache settings of an instance."""
         return self.images.caches(self._cluster.kv, self.roles[name])
 
     def make_sides(self, replica: Replica, process: RankProcess | HeadProcess) -> Sides:
-        """The caches and the transfers of a rank, which is a process of its own or the head's."""
+        """Return the caches and transfers of a rank: a rank process, or the engine's own rank."""
         cluster, images = self._cluster, self.images
         number = process.rank - replica.ranks[0] if isinstance(process, RankProcess) else 0
         kv, role = self.caches(replica.name), self.roles[replica.name]
@@ -92,12 +93,12 @@ class RoomWorld:
         return Sides(own, seen)
 
     def can_serve(self, retired: set[str]) -> bool:
-        """Whether instances that are not ``retired`` can do all of a request."""
+        """Return True if instances outside ``retired`` can do all work of a request."""
         left = {role for name, role in self.roles.items() if name not in retired}
         return "unified" in left or ("decode" in left and (self.local_prefill or "prefill" in left))
 
     def tally(self, head: HeadProcess) -> None:
-        """Counts what came of the rooms of a head that decodes."""
+        """Count the outcomes of an engine's transfers."""
         stats = head.engine.stats()
         transfers, images = stats.transfers, stats.embedding_transfers
         if images is not None and head.engine.transfer.role != "encode":

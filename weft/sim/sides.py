@@ -1,4 +1,4 @@
-"""All memory of a simulated rank that other groups read or write: its caches of sequences, its embeddings."""
+"""All memory of a simulated rank open to other groups: the KV cache and the embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHES: tuple[f.Cache, ...] = ("kv", "embeddings")
 
 
 class Sides(NamedTuple):
-    """The memory of one rank's process; None where its group moves nothing of that kind."""
+    """The memory of one rank's process; None for memory without transfers."""
 
     kv: RankSide | None
     embeddings: EmbeddingSide | None
@@ -26,47 +26,47 @@ class Sides(NamedTuple):
         return self.kv if cache == "kv" else self.embeddings
 
     def endpoint(self, cache: f.Cache) -> Endpoint | None:
-        """Where it takes bytes."""
+        """Return the address of the memory for transfers of ``cache``; None without transfers."""
         side = self.of(cache)
         return None if side is None else side.endpoint
 
     def reset(self) -> None:
-        """An epoch begins: all slots are empty."""
+        """Empty all slots, because an epoch begins."""
         for side in (self.kv, self.embeddings):
             if side is not None:
                 side.reset()
 
     def run(self, plan: StepPlan) -> None:
-        """Carries a step out. Raises Violation where it reads what is not its own."""
+        """Run a step. Raise Violation if the step reads foreign content."""
         if self.embeddings is not None:
             self.embeddings.run(plan)
         if self.kv is not None:
             self.kv.run(plan)
 
     def close(self) -> None:
-        """The process has ended."""
+        """Close the transfers of an ended process."""
         for side in (self.kv, self.embeddings):
             if side is not None:
                 side.close()
 
 
 class Words:
-    """What a rank hears and says of rooms of both kinds, as ``weft.engine.worker`` passes it on."""
+    """The transfer frames of a rank, for both caches, handled as in ``weft.engine.worker``."""
 
     def __init__(self, rank: int) -> None:
         self._of = {cache: WorkerRooms(rank, cache) for cache in CACHES}
 
     def joined(self, sides: Sides | None) -> None:
-        """The rank works for another head."""
+        """Prepare for the messages of another engine."""
         for cache, rooms in self._of.items():
             rooms.joined(None if sides is None else sides.of(cache))
 
     def take(self, frame: f.RoomToRank, sides: Sides) -> None:
-        """Carries out ``frame``, which its head sent."""
+        """Carry out ``frame``, which the engine sent."""
         self._of[frame.cache].take(frame, sides.of(frame.cache))
 
     def said(self, sides: Sides) -> Iterator[f.RoomToHead]:
-        """What its head is to hear."""
+        """Yield the reports for the engine."""
         for cache, rooms in self._of.items():
             if (side := sides.of(cache)) is not None:
                 yield from rooms.said(side.take())

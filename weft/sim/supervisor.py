@@ -1,8 +1,8 @@
-"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its
-budget lasts, and tells fronts through a registry what there is.
+"""The supervisor of a simulated cluster: owns the engine processes, and restarts dead ones within a budget.
 
-A front that gives an instance up says so, and others may still work with the same process: where the
-supervisor finds it well, that front alone gets another link to it.
+A registry announces all processes to API servers. An API server that gives an instance up notifies the
+supervisor, although other API servers may still use the same process. The supervisor then ends the process
+for all.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class Supervisor:
-    """The supervisor of a simulated cluster. It never dies."""
+    """The supervisor of a simulated cluster, which never dies."""
 
     def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int) -> None:
-        """``restarts``: of all heads together."""
+        """Create the supervisor. ``restarts`` is the budget of all engines together."""
         self._cluster = cluster
         self._domains = instances
         self._budget = RestartBudget(restarts, 600.0)
         self.heads: dict[str, HeadProcess] = {}
         """The present process of each instance, alive or not."""
         self.retired: set[str] = set()
-        """Instances that get no process any more."""
+        """Instances without any further process."""
         self.restarts = 0
         self.drains = 0
-        """Instances that were told to take nothing new."""
+        """Number of instances ordered to drain."""
         self._started = 0
         self._upgrading: set[str] = set()
 
     def start(self, instance: str, version: int) -> None:
-        """Starts a process and tells the fronts, unless its domain was retired before the time had come."""
+        """Start a process and announce it, unless the instance was retired in the meantime."""
         cluster = self._cluster
         if instance in self.retired:
             return
@@ -52,7 +52,7 @@ class Supervisor:
             self.tell(front, front.started, head)
 
     def introduce(self, front: FrontProcess) -> None:
-        """``front`` has just begun: it hears of all there is."""
+        """Announce all present processes to ``front``, which has just begun."""
         for head in self.heads.values():
             self.tell(front, front.started, head)
             if head.instance in self.retired:
@@ -61,29 +61,30 @@ class Supervisor:
                 self.tell(front, front.ended, head)
 
     def tell(self, front: FrontProcess, what: Callable[..., object], *arguments: object) -> None:
-        """An entry of the registry, which reaches a front in order, some time."""
+        """Send an entry of the registry to ``front``. Entries arrive in order, after a random delay."""
         cluster = self._cluster
         front.registry_at = max(front.registry_at, cluster.now + 0.001 + cluster.rng.random() * 0.03)
         cluster.at(front.registry_at, front, what, *arguments)
 
     def ended(self, head: HeadProcess) -> None:
-        """A process has ended, as the supervisor notices now."""
+        """Notice the end of a process."""
         if not self._present(head):
             return
-        if self._cluster.rng.random() < 0.7:  # else the fronts see what follows before they see that
+        if self._cluster.rng.random() < 0.7:  # else API servers see the consequences before the end
             for front in self._cluster.fronts:
                 self.tell(front, front.ended, head)
         self._again(head, "its process ended")
 
     def replace(self, front: FrontProcess, head: HeadProcess) -> None:
-        """``front`` has given ``head`` up."""
+        """Handle a report of ``front``, which has given ``head`` up."""
         if not self._present(head):
-            return  # there is another one already, of which the front has heard or will hear
+            return  # a successor exists, and ``front`` knows or will know
         self._cluster.end_head(head)
         self._again(head, "a front gave it up")
 
     def drain(self, instance: str) -> bool:
-        """A rolling upgrade: the process finishes what it has, and another one takes its place."""
+        """Begin a rolling upgrade: drain the process, then start another one. Return False if not possible
+        now."""
         head = self.heads[instance]
         if not (head.alive and head.ready) or instance in self._upgrading or head.protocol.draining:
             return False
@@ -95,27 +96,29 @@ class Supervisor:
         return True
 
     def drained(self, head: HeadProcess) -> None:
-        """Nothing is left to do for a process that was told to take nothing new."""
+        """End a drained process without work."""
         self._cluster.count("upgraded")
         head.close_rooms()
         self._cluster.end_head(head, lingers=True, dismiss=True)
 
     def others(self, head: HeadProcess) -> list[HeadProcess]:
-        """The other living heads of its domain."""
+        """Return the other live engines of the expert-parallel group."""
         domain = self._domains[head.instance]
         names = [name for name, other in self._domains.items() if domain and other == domain]
         return [self.heads[n] for n in names if self.heads[n] is not head and self.heads[n].alive]
 
     def _present(self, head: HeadProcess) -> bool:
-        """Whether nothing was done yet about the end of ``head``."""
+        """Return True if nothing was done yet about the end of ``head``."""
         return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
 
     def _again(self, head: HeadProcess, why: str) -> None:
         cluster = self._cluster
         instance = head.instance
+        # From now on other reports about the same process change nothing.
         head.replaced = True
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)
+        # Upgrades do not use up the restart budget.
         if not upgrade and not self._budget.grant(cluster.now):
             self._retire(instance, why)
             return
@@ -124,10 +127,12 @@ class Supervisor:
         cluster.at(cluster.now + cluster.rng.random() * 0.05, None, self.start, instance, version)
 
     def _retire(self, instance: str, why: str) -> None:
-        """No more restarts: of a domain, all end."""
+        """Retire an instance, with the whole expert-parallel group. An operator may revive the group
+        later."""
         cluster = self._cluster
         domain = self._domains[instance]
         names = [n for n, other in self._domains.items() if n == instance or (domain and other == domain)]
+        # With one member of an expert-parallel group all members are retired.
         for name in names:
             if name in self.retired:
                 continue
@@ -143,7 +148,7 @@ class Supervisor:
             cluster.at(cluster.now + cluster.rng.uniform(0.3, 3.0), None, self._revive, names)
 
     def _revive(self, names: list[str]) -> None:
-        """An operator has a retired group started again, with a new budget."""
+        """Let an operator restart a retired group, with a new budget."""
         cluster = self._cluster
         cluster.pending_faults -= 1
         if not cluster.rooms.can_serve(self.retired):

@@ -1,4 +1,4 @@
-"""Virtual time: events in order, and the one source of chance of a schedule."""
+"""Virtual time: events in order, and the one source of randomness of a schedule."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from weft.common.errors import WeftError
 
 
 class Process(Protocol):
-    """Whatever events happen to."""
+    """A receiver of events."""
 
     @property
     def alive(self) -> bool: ...
 
     @property
     def stalled_until(self) -> float:
-        """It stands still until then; what comes meanwhile waits."""
+        """Time until which the process stands still; events wait until then."""
 
 
 class Owner(Process, Protocol):
-    """The simulated head of a group, as the group calls it."""
+    """The simulated engine process, as called by the group."""
 
     name: str
 
     def group_runs(self) -> None:
-        """An epoch runs, and all slots are empty."""
+        """Begin to work in a new epoch, with empty slots."""
 
     def group_lost(self) -> None:
-        """The epoch is lost, and so are the steps in flight."""
+        """Drop the epoch, with all steps in flight."""
 
     def group_failed(self, error: WeftError) -> None:
-        """There will be no other epoch."""
+        """Handle the end of the group: no other epoch follows."""
 
     def step_counts(self) -> None:
-        """The step that was waited for counts."""
+        """Handle the completion of the awaited step."""
 
     def room_news(self) -> None:
-        """There is something to hear of rooms."""
+        """Schedule a look at news of transfers."""
 
 
 class TimelineClock:
-    """``Clock`` of a timeline."""
+    """The ``Clock`` of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -54,34 +54,35 @@ class TimelineClock:
 
 
 class Timeline:
-    """Events by virtual time in seconds. Everything random comes from one seed."""
+    """Events by virtual time in seconds. All randomness comes from one seed."""
 
     def __init__(self, seed: int, log: Callable[[float, str], None] | None = None) -> None:
-        """``log``: gets (virtual seconds, what happened) of every event."""
+        """Create an empty timeline. ``log`` receives (virtual seconds, text) for every event."""
         self.rng = random.Random(seed)
         self.now = 0.0
         self.clock = TimelineClock(self)
         self.events = 0
-        """How many have happened."""
+        """Number of events so far."""
         self.counts: Counter[str] = Counter()
-        """What happened, by name."""
+        """Counts of occurrences, by name."""
         self._log = log
         self._heap: list[tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
 
     def at(self, time: float, process: Process | None, what: Callable[..., object], *arguments: Any) -> None:
-        """``what`` happens at ``time`` to ``process``, if that lives then, or later if it stands still."""
+        """Schedule ``what`` at ``time``: skipped if ``process`` is dead by then, later if ``process`` stands
+        still."""
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, process, what, arguments))
 
     def after(
         self, least: float, most: float, process: Process | None, what: Callable[..., object], *arguments: Any
     ) -> None:
-        """``at`` in so many seconds, between ``least`` and ``most``."""
+        """Schedule ``what`` after a random delay between ``least`` and ``most`` seconds."""
         self.at(self.now + least + (most - least) * self.rng.random(), process, what, *arguments)
 
     def advance(self) -> None:
-        """Lets the earliest event happen, or wait if its process stands still."""
+        """Run the earliest event. Postpone the event if the process stands still."""
         time, _, process, what, arguments = heapq.heappop(self._heap)
         if time > self.now:
             self.now = time
@@ -97,14 +98,14 @@ class Timeline:
 
     @property
     def logs(self) -> bool:
-        """Whether anybody reads what is noted."""
+        """True if notes are logged."""
         return self._log is not None
 
     def note(self, source: str, arrow: str, target: str, what: object) -> None:
-        """For the log."""
+        """Log an occurrence, if a log was given."""
         if self._log is not None:
             self._log(self.now, f"{source} {arrow} {target}  {what}")
 
     def count(self, name: str, number: int = 1) -> None:
-        """Counts what happened."""
+        """Count an occurrence."""
         self.counts[name] += number

@@ -1,4 +1,4 @@
-"""How small a simulated head's engine is: whatever can go wrong can go wrong with a few blocks."""
+"""The tiny engine of a simulated cluster: a few blocks suffice for every failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_MODEL_LEN = 24
 
 
 def tiny_engine(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
-    """A tiny engine: few slots, few blocks, a short queue."""
+    """Return random settings of a tiny engine: few slots, few blocks, a short queue."""
     sequences = rng.choice((2, 3))
     section = SchedulerSection(
         max_num_seqs=sequences,

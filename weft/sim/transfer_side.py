@@ -1,4 +1,4 @@
-"""A simulated rank's memory that other groups read or write, and the real ``RankTransfer`` over it."""
+"""A simulated rank's memory open to other groups, and the product's ``RankTransfer`` on top."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, RoomKey
 
 
 class TransferSide:
-    """The memory of one rank's process, for one kind of rooms. Subclasses say what is in the memory."""
+    """The memory of one rank's process for one cache. Subclasses define the content of the memory."""
 
     def __init__(
         self,
@@ -31,12 +31,15 @@ class TransferSide:
         rules: RoomRules,
         memory: np.ndarray,
     ) -> None:
-        """``rank``: in its group. ``rules``: what must hold here; they are told when there is something to
-        ``take``, too. ``memory``: the one region of ``dims``."""
+        """Create the side and open the transport.
+
+        ``rank`` is the rank's number in its group. ``rules`` check writes and reads, and are notified of
+        news. ``memory`` is the one region of ``dims``.
+        """
         self._wires, self._process, self._rules = wires, process, rules
         self._said: list[RankReport | RankStopped] = []
         self._commands: deque[Callable[[], None]] = deque()
-        """That the thread of the transfers has not taken in."""
+        """Commands not yet read by the transfer thread."""
         self._wrong: list[Violation] = []
         self._awake = False
         self._due: float | None = None
@@ -47,18 +50,18 @@ class TransferSide:
         self._transfer = RankTransfer(rank, dims, transport, self._tell, start=False, clock=clock)
 
     def take(self) -> list[RankReport | RankStopped]:
-        """What the transfers have told."""
+        """Return and clear the reports of the transfers."""
         said = self._said[:]
         self._said.clear()
         return said
 
     @property
     def descriptor(self) -> int:
-        """There is none on virtual time."""
+        """Always -1: there is no descriptor on virtual time."""
         return -1
 
     def close(self) -> None:
-        """The process has ended."""
+        """Close the transport of an ended process."""
         self._wires.close(self.endpoint.address)
 
     def _wake(self) -> None:
@@ -67,8 +70,7 @@ class TransferSide:
             self._wires.timeline.after(0.0, 0.002, self._process, self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """The thread of the transfers takes commands in, then copies for a while; what it is told meanwhile
-        waits."""
+        """Let the transfer thread read commands, then copy for a while. News waits meanwhile."""
         while self._commands:
             self._commands.popleft()()
         self._wires.timeline.after(0.0, self._wires.copying, self._process, self._turn)
@@ -77,8 +79,10 @@ class TransferSide:
         self._awake = False
         transfer = self._transfer
         transfer.turn(0.0)
+        # One turn sends a bounded amount; continue until nothing is left to send.
         while transfer.pushes.behind() is not None:
             transfer.turn(0.0)
+        # Raised here, because the transfer itself would swallow the exception.
         if self._wrong:
             raise self._wrong[0]
         if self._said:
@@ -94,7 +98,7 @@ class TransferSide:
         self._commands.append(command)
         self._wake()
 
-    # ---- what the loop of the rank asks of its transfers: see ``runner.exports.Transfer``
+    # ---- the transfer interface of a rank's loop: see ``runner.exports.Transfer``
 
     @property
     def dims(self) -> GroupDims:
@@ -127,10 +131,10 @@ class TransferSide:
     def failure(self) -> Exception | None:
         return self._transfer.failure
 
-    # ---- what must hold. Transfers take what is raised in them for a failure of the room.
+    # ---- checks. Transfers would treat an exception as a failed transfer, so violations are collected.
 
     def _blocks(self, begin: int, end: int) -> Iterable[int]:
-        """Those whose memory bytes ``begin`` .. end - 1 of the region are."""
+        """Return the blocks that contain bytes ``begin`` .. end - 1 of the region."""
         raise NotImplementedError
 
     def _check_write(self, incoming: Incoming) -> None:

@@ -1,4 +1,4 @@
-"""Transfers between simulated groups: rooms as schedulers see them, and a wire that only takes time."""
+"""Transfers between simulated groups: the scheduler's view of a transfer, and a wire that only takes time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from weft.types.messages import TokenEvent
 
 
 class Wire(NamedTuple):
-    """What lies between two groups."""
+    """The connection between two groups."""
 
     position_bytes: float
-    """Of the cache of one position, all layers."""
+    """Bytes of the cache of one position, all layers."""
     bandwidth: float
-    """Bytes a second, of each sending group."""
+    """Bytes per second, of each sending group."""
     latency: float = 1e-3
-    """Seconds of a message between two heads."""
+    """Seconds of a message between two engines."""
 
 
 class Part(Protocol):
-    """What a scheduler does with rooms."""
+    """The transfer interface of a scheduler."""
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
 
@@ -34,42 +34,42 @@ class Part(Protocol):
 
 
 class Receives(Protocol):
-    """A group, as its rooms know it."""
+    """A group, as seen by a transfer."""
 
     link_free_at: float
-    """When all that has left it is on its way."""
+    """Time at which the link has sent everything queued so far."""
 
     def part(self, cache: Cache) -> Part | None:
-        """What of its scheduler has a part in rooms of ``cache``."""
+        """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
 
     def heard(self, events: list[TokenEvent]) -> None:
-        """Its scheduler has heard of a room, and told ``events``."""
+        """Deliver ``events``, which the scheduler returned for a transfer."""
 
 
 @dataclass(slots=True)
 class _Room:
-    """A transfer, as both ends and the wire know it."""
+    """A transfer, as known to both ends and the wire."""
 
     sender: Receives
     receiver: Receives | None = None
     offered: bool = False
     length: int = 0
     start: int = 0
-    """Positions before it are there already."""
+    """Positions before ``start`` are already at the receiver."""
     bound: bool = False
     waiting: list[tuple[int, int]] = field(default_factory=list)
-    """Positions that are computed, and whose receiver has no blocks yet."""
+    """Ranges of computed positions, held back until the receiver has blocks."""
     arrives: float = 0.0
-    """When the latest of what has left arrives."""
+    """Arrival time of the latest data sent."""
     finished: bool = False
-    """Whether everything has left, or need not."""
+    """True if everything has been sent or is not needed."""
     first: r.FirstToken | None = None
     computed: float = 0.0
-    """When it was finished."""
+    """Time at which ``finished`` was set."""
 
 
 class TransferRooms:
-    """All rooms of a deployment."""
+    """All transfers of one cache in a deployment."""
 
     def __init__(
         self,
@@ -79,10 +79,12 @@ class TransferRooms:
         dims: r.GroupDims,
         cache: Cache = "kv",
     ) -> None:
-        """``groups``: by the name that tickets have; it may grow. ``dims``: the same for all of them.
-        ``cache``: what rooms move."""
+        """Create the transfers. ``groups`` maps a peer name to a group, and may grow.
+
+        ``dims`` apply to all groups. ``cache`` is the cache that the transfers move.
+        """
         self.exposed: list[float] = []
-        """Seconds from the first token until all of the cache had arrived, of each that was done."""
+        """Seconds from the first token until arrival of the whole cache, for each finished transfer."""
         self._timeline = timeline
         self._wire = wire
         self._groups = groups
@@ -91,12 +93,13 @@ class TransferRooms:
         self._open: dict[r.RoomKey, _Room] = {}
 
     def open(self, ticket: r.RoomTicket, group: Receives) -> None:
-        """``group`` has a part in the room of ``ticket``."""
+        """Record ``group`` as the sender or the receiver in ``ticket``."""
         if ticket.sends:
             self._room(ticket.key, group)
         else:
             room = self._room(ticket.key, self._groups[ticket.peer.name])
             room.receiver = group
+            # The sender's offer may come before the receiver's Submit.
             if room.offered:
                 self._offer(room, ticket.key)
 
@@ -104,7 +107,7 @@ class TransferRooms:
         return self._open.setdefault(key, _Room(sender))
 
     def serve(self, group: Receives) -> None:
-        """Carries out what the scheduler of ``group`` asks of its rooms."""
+        """Carry out the transfer actions requested by the scheduler of ``group``."""
         part = group.part(self._cache)
         for request in () if part is None else part.room_requests():
             room = self._open.get(request.key)
@@ -119,6 +122,7 @@ class TransferRooms:
             case r.ReserveRoom(key, start):
                 room.bound, room.start = True, start
                 self._said(room.sender, r.RoomBound(key, start))
+                # Chunks computed before the receiver had blocks leave now, in order.
                 for first, end in room.waiting:
                     self._leave(room, first, end)
                 room.waiting.clear()
@@ -137,7 +141,7 @@ class TransferRooms:
             self._said(room.receiver, r.RoomWanted(key, offer))
 
     def send(self, key: r.RoomKey, start: int, end: int) -> None:
-        """Positions ``start`` .. end - 1 are computed."""
+        """Send positions ``start`` .. end - 1, which are computed now."""
         room = self._open.get(key)
         if room is None:
             return
@@ -147,8 +151,10 @@ class TransferRooms:
             room.waiting.append((start, end))
 
     def _leave(self, room: _Room, start: int, end: int) -> None:
+        # Positions before `room.start` are already in the receiver's prefix cache.
         positions = max(end - max(start, room.start), 0)
         begins = max(self._timeline.now, room.sender.link_free_at)
+        # One link per sender: data queues behind earlier data.
         room.sender.link_free_at = begins + positions * self._wire.position_bytes / self._wire.bandwidth
         room.arrives = room.sender.link_free_at + self._wire.latency
 
@@ -166,7 +172,7 @@ class TransferRooms:
         self._said(room.sender, r.RoomLanded(key))
 
     def _fail(self, room: _Room, key: r.RoomKey, error: ErrorInfo | None) -> None:
-        """With no ``error`` the sequence ended at its first token."""
+        """End a failed transfer. Without ``error`` the sequence ended at its first token."""
         del self._open[key]
         why = error or not_needed()
         for group in (room.sender, room.receiver):
@@ -175,7 +181,7 @@ class TransferRooms:
                 self._said(group, r.RoomFreed(key))
 
     def _said(self, group: Receives, event: r.RoomEvent) -> None:
-        """The other head says so: ``group`` hears of it after a while."""
+        """Deliver ``event`` of the other engine to ``group``, after the latency."""
         self._timeline.at(self._timeline.now + self._wire.latency, None, self._happened, group, event)
 
     def _happened(self, group: Receives, event: r.RoomEvent) -> None:

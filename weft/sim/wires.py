@@ -1,11 +1,12 @@
-"""How bytes get from ranks of one group to ranks of another on virtual time: a ``Transport`` with memory in
-numpy, in which what is under way takes its time, overtakes what was sent before, and may be damaged.
+"""Transport of bytes between ranks on virtual time: a ``Transport`` over numpy memory.
 
-    shm    the receiver copies from the sender's memory when it takes the write in, whatever is there by then
-    tcp    the bytes leave the sender some time after ``write``, unless the room is cancelled before
+Data under way takes time, may overtake earlier data, and may be damaged.
 
-Both copy themselves: the only writer of a rank's memory is that rank. A peer whose process ends answers no
-more, which the other end notices.
+    shm    the receiver copies from the sender's memory when reading the write: the present content counts
+    tcp    the bytes leave the sender some time after ``write``, unless the transfer is cancelled before
+
+In both modes each rank alone writes to its memory. A peer with an ended process no longer answers; the other
+end notices.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
     import torch
 
 SLOW = 0.05
-"""Share of writes that take long."""
+"""Share of slow writes."""
 
 
 class Carried(NamedTuple):
-    """A write on its way, beside what ``Incoming`` says."""
+    """A write under way, in addition to the fields of ``Incoming``."""
 
     writer: SimTransport
     peer: str
-    """By which the writer knows the receiver."""
+    """The writer's name for the receiver."""
     parts: tuple[Part, ...]
     digests: np.ndarray
     payload: list[np.ndarray]
-    """The bytes of each part, where they have left the writer; () where the receiver reads them."""
+    """The bytes of each part, once sent by the writer; [] if the receiver reads the writer's memory."""
 
 
 class Wires:
@@ -50,40 +51,42 @@ class Wires:
     def __init__(
         self, timeline: Timeline, kind: Literal["shm", "tcp"], delay: float, write_bytes: int, window: int
     ) -> None:
-        """``delay``: seconds that a write takes at most; some take ten times as long."""
+        """Create the wires. ``delay``: maximum seconds of most writes; some writes take ten times as long."""
         self.timeline, self.kind, self.delay = timeline, kind, delay
         self.write_bytes, self.window_bytes = write_bytes, window
         self.copying = delay
-        """Seconds that a rank copies at a time, at most."""
+        """Maximum seconds of one round of copying."""
         self.flips = 0
-        """Writes to come of which a bit changes on the way."""
+        """Number of future writes with a flipped bit."""
         self.flipped: set[RoomKey] = set()
-        """Rooms of which one did."""
+        """Transfers with a flipped bit."""
         self._transports: dict[str, SimTransport] = {}
         self._started = 0
 
     def open(
         self, process: Process, rank: int, wake: Callable[[], None], check: Callable[[Incoming], None]
     ) -> SimTransport:
-        """The transport of ``rank`` of a group, in ``process``. ``wake``: something has come. ``check``: what
-        must hold whenever bytes are written."""
+        """Open the transport of ``rank`` in ``process``.
+
+        ``wake`` is called when something arrives. ``check`` is called before every write of bytes.
+        """
         self._started += 1
         address = f"wire{self._started}"
         made = self._transports[address] = SimTransport(self, address, process, rank, wake, check)
         return made
 
     def transport(self, address: str) -> SimTransport | None:
-        """Unless it was closed, or its process has ended."""
+        """Return the transport at ``address``; None if closed, or if the process has ended."""
         found = self._transports.get(address)
         return found if found is not None and found.process.alive else None
 
     def late(self) -> float:
-        """Seconds that something takes."""
+        """Return a random delay in seconds."""
         rng = self.timeline.rng
         return self.delay * rng.random() * (10.0 if rng.random() < SLOW else 1.0)
 
     def close(self, address: str) -> None:
-        """The transport is no more; who writes to it notices."""
+        """Remove the transport. Ranks with unanswered writes notice soon. Idempotent."""
         if self._transports.pop(address, None) is None:
             return
         for other in self._transports.values():
@@ -92,7 +95,7 @@ class Wires:
 
 
 class SimTransport:
-    """See ``base.Transport``."""
+    """A transport on virtual time. See ``base.Transport``."""
 
     fence: FenceBy = "copy"
 
@@ -110,16 +113,16 @@ class SimTransport:
         self.write_bytes, self.window_bytes = wires.write_bytes, wires.window_bytes
         self.endpoint = Endpoint(wires.kind, address, 0)
         self.regions: list[np.ndarray] = []
-        """uint8, as ``group_layout`` numbers them."""
+        """Regions of memory, uint8, numbered as in ``group_layout``."""
         self._wires, self._wake, self._check = wires, wake, check
         self._came: list[Incoming | Written] = []
         self._peers: dict[str, tuple[str, int]] = {}
         self._cancelled: set[RoomKey] = set()
         self._under_way: dict[tuple[RoomKey, str, int], str] = {}
-        """Writes that were not answered -> the address that they went to."""
+        """Unanswered write -> address of the receiver."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
-        """The memory here is ``regions``."""
+        """Register the memory. Not used here: ``TransferSide`` sets ``regions``."""
         raise NotImplementedError
 
     def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
@@ -137,13 +140,14 @@ class SimTransport:
         self._under_way[write.key, write.peer, write.number] = address
         carried = Carried(self, write.peer, write.parts, write.digests, [])
         wires = self._wires
+        # In shared memory the receiver copies, so nothing has to leave the sender first.
         if wires.kind == "shm":
             self._post(write, carried)
         else:
             wires.timeline.at(wires.timeline.now + wires.late(), self.process, self._leave, write, carried)
 
     def _leave(self, write: Write, carried: Carried) -> None:
-        """The bytes leave this process, if they still may."""
+        """Send the bytes, unless the transfer was cancelled meanwhile."""
         if write.key not in self._cancelled:
             payload = [_read(self.regions[part.source], part) for part in carried.parts]
             self._post(write, carried._replace(payload=payload))
@@ -151,6 +155,7 @@ class SimTransport:
     def _post(self, write: Write, carried: Carried) -> None:
         timeline = self._wires.timeline
         target = self._wires.transport(self._peers[write.peer][0])
+        # The peer is gone: the writer notices a broken connection soon.
         if target is None:
             timeline.after(0.0, 0.05, self.process, self.broke, self._peers[write.peer][0])
             return
@@ -160,18 +165,18 @@ class SimTransport:
         timeline.at(timeline.now + self._wires.late(), target.process, target.arrived, came)
 
     def arrived(self, what: Incoming | Written) -> None:
-        """Something is here to be polled."""
+        """Receive something for the next ``poll``."""
         if isinstance(what, Written) and not self._under_way.pop((what.key, what.peer, what.number), None):
             return  # the connection broke before
         self._came.append(what)
         self._wake()
 
     def writes_to(self, address: str) -> bool:
-        """Whether a write to it was not answered."""
+        """Return True if a write to ``address`` is unanswered."""
         return address in self._under_way.values()
 
     def broke(self, address: str) -> None:
-        """A connection broke: none of the writes over it will be answered."""
+        """Fail all unanswered writes to ``address``, because the connection broke."""
         lost = Unavailable("the connection to a rank of the other group broke").info()
         for (key, peer, number), to in list(self._under_way.items()):
             if to == address:
@@ -186,6 +191,7 @@ class SimTransport:
         carried: Carried = incoming.content
         wires, seed, done = self._wires, ranks_seed(incoming.key, carried.writer.rank, self.rank), 0
         corrupt = False
+        # Copy each part, perhaps flip a bit, then compare the digests of the written bytes.
         for number, part in enumerate(carried.parts):
             region = self.regions[part.target]
             bytes_of = carried.payload
@@ -238,7 +244,7 @@ def _write(region: np.ndarray, part: Part, data: np.ndarray) -> None:
 
 
 def _digest(region: np.ndarray, part: Part, offsets: np.ndarray, seed: int) -> np.ndarray:
-    """Of the spans of ``part``, which lie at ``offsets`` of ``region``."""
+    """Return the digests of the spans of ``part``, which lie at ``offsets`` of ``region``."""
     lengths = part.spans[:, 2]
     seeds = span_seeds(seed, part.target, part.spans[:, 1], lengths)
     return digest_spans(region, np.stack([offsets, lengths], axis=1), seeds)

@@ -1,7 +1,7 @@
-"""Who arrives when, wanting what: Poisson arrivals, bursts, traces, and sequences that decode all along.
+"""Workloads: Poisson arrivals, bursts, traces, and background sequences that decode all the time.
 
-A workload is a list of ``Arrival`` in order of time. Everything random comes from seeded generators, so a
-seed names a workload.
+A workload is a list of ``Arrival`` in order of time. All randomness comes from seeded generators, so a seed
+names a workload.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ MAX_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of one sequence."""
+    """One request with one sequence."""
 
     at: float
     """Seconds from the start."""
     prompt: int
-    """Tokens."""
+    """Number of prompt tokens."""
     output: int
-    """Tokens; the sequence makes exactly as many, unless the run is cut off."""
+    """Number of output tokens. The sequence produces exactly as many, unless the run is cut off."""
     again: int = 0
-    """Tokens of the one that takes its place when it ends: more than 0 makes it a background sequence, whose
-    inter-token times are what the requests disturb. It goes before requests when admitted."""
+    """Output tokens of the successor, which starts when the sequence ends.
+
+    More than 0 makes the sequence a background sequence: requests disturb the inter-token times. Background
+    sequences are admitted before requests.
+    """
     images: int = 0
-    """Beside its prompt, whose tokens do not count theirs."""
+    """Number of images. Image tokens are not included in ``prompt``."""
 
     @property
     def background(self) -> bool:
@@ -49,7 +52,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, label: str) -> Lengths:
-        """``512`` or ``100-2000``. Raises ConfigError calling it ``label``."""
+        """Parse ``512`` or ``100-2000``. Raise ConfigError with the name ``label``."""
         parts = text.split("-")
         if len(parts) <= 2 and all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             low, high = int(parts[0]), int(parts[-1])
@@ -65,14 +68,14 @@ class Lengths:
 
 
 def burst(count: int, prompt: Lengths, output: Lengths, rng: random.Random, at: float = 0.0) -> list[Arrival]:
-    """``count`` requests at once, at second ``at``."""
+    """Return ``count`` requests at second ``at``."""
     return [Arrival(at, prompt.draw(rng), output.draw(rng)) for _ in range(count)]
 
 
 def poisson(
     count: int, rate: float, prompt: Lengths, output: Lengths, rng: random.Random, at: float = 0.0
 ) -> list[Arrival]:
-    """``count`` requests from second ``at`` on, ``rate`` (> 0) a second on average, independent."""
+    """Return ``count`` independent requests from second ``at`` on, on average ``rate`` (> 0) per second."""
     found = []
     for _ in range(count):
         at += rng.expovariate(rate)
@@ -81,9 +84,9 @@ def poisson(
 
 
 def background(count: int, prompt: int, output: int, rng: random.Random) -> list[Arrival]:
-    """``count`` sequences that decode all along: whenever one ends, another takes its place at once.
+    """Return ``count`` sequences that decode all the time: each end starts a successor at once.
 
-    Each makes ``output`` tokens; the first ones 1 to ``output``, so that they do not end together.
+    Each sequence produces ``output`` tokens. The initial ones produce 1 to ``output``, so the ends spread.
     """
     return [Arrival(0.0, prompt, rng.randint(1, output), output) for _ in range(count)]
 
@@ -95,9 +98,9 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
-    """Arrivals of a JSONL file: ``{"at": 0.5, "prompt_tokens": 300, "output_tokens": 40}`` a line.
+    """Read arrivals from a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens": 40}``.
 
-    Lines need not be in order of time. Raises ConfigError naming the line that is wrong.
+    Lines need not be in order of time. Raise ConfigError with the number of the wrong line.
     """
     name = Path(path).name
     try:
@@ -127,12 +130,12 @@ def _parse(line: str, number: int, name: str) -> Arrival:
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """By time; those at the same time in the order given."""
+    """Return the arrivals in order of time; ties keep the given order."""
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
 class Prompts:
-    """Makes prompts of random ids; the first ``shared`` ids are the same in all of them."""
+    """Makes prompts of random ids. The first ``shared`` ids are the same in all prompts."""
 
     def __init__(self, vocabulary: int, shared: int, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -140,7 +143,7 @@ class Prompts:
         self._common = self._draw(shared)
 
     def make(self, length: int) -> np.ndarray:
-        """int32 [length]."""
+        """Return a prompt, int32 [length]."""
         return np.concatenate([self._common[:length], self._draw(max(length - len(self._common), 0))])
 
     def _draw(self, count: int) -> np.ndarray:
