@@ -229,15 +229,13 @@ class DecodeGraphs:
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         self._on_host = self._slots.numpy() if device.type == "cpu" else None
-        """Host view of ``_slots``, on a CPU only. The host may write ``_slots`` because the previous step is
-        complete."""
+        """Host view of ``_slots``, on a CPU: the host may write, because the previous step is complete."""
         tokens = most * options.most_each
         self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        # A captured end advances every row. Filler rows have no sequence to advance, so only exact captures
-        # have ends.
+        # An end advances every row, but padding rows have no sequence: only exact captures have ends.
         self._end = end if options.exact else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._wrong = torch.zeros(most, dtype=torch.bool, device=device)

@@ -117,8 +117,7 @@ class Runner:
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(rooms)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
         self._failed = False
-        """True from the start of a forward or sample until success, so True after a failure. ``reset`` clears
-        the flag."""
+        """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
