@@ -202,9 +202,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
     device = segment.starts.device
     n = pieces[0].count
     rows = _column([piece.row for piece in pieces], device)
-    p = segment.starts[rows] + _column(
-        [piece.offset for piece in pieces], device
-    )  # [B]: position of the first query
+    p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: first position
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
     entries = groups = None
     seen = []
