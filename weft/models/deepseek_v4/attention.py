@@ -183,8 +183,9 @@ class SparseAttention(Layer):
         """Write all entries of the step, of both segments, before any attention.
 
         Later entries of a prefill row may exist before its earlier tokens attend. Earlier tokens do not see
-        the later entries, because visibility depends on positions only. The cache must hold more than one
-        window: a ring of exactly the window's size would lose entries.
+        the later entries, because visibility depends on positions only. So writing before attention gives
+        the same result as writing after attention. (A ring buffer of the window's size could not write
+        first: new entries would overwrite visible entries.)
         """
         entry = rotate_pairs_(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
         entries = [entry, sources] if self.compressor is not None else [entry]

@@ -4,18 +4,18 @@
 //   out[m, n] = round(scale[n] * sum_k x[m, k] * w[n, k] + bias[n])            linear
 //   out[m, n] = round(activation(gate sum of n) * up sum of n)                 gated: w is [2 n, K], gate rows first
 //
-// BLOCKING. Rows are taken in chunks of like size whose x fits a part of the L2 cache; for each chunk, every block is
-// used by all tiles of the chunk before the next block is touched:
+// BLOCKING. Rows are processed in chunks of similar size; the x of a chunk fits a part of the L2 cache. For each chunk,
+// all tiles of the chunk use a block before the next block is touched:
 //
 //   for chunk of rows:  for block of columns:  for tile of rows in chunk:  all of K
 //
-// With AMX, of a large K (`run_deep`):
+// With AMX and a large K (`run_deep`):
 //
 //   for some blocks:  for chunk of rows:  for part of K:  for block:  for tile of rows in chunk:  the part
 //
-// Within a captured step products are left behind (crew.h).
+// Within a captured step, products are left to the crew as jobs (crew.h).
 //
-// INVARIANCE. A block's sums don't depend on the rows it is computed for (gemm_block.h), so neither blocking nor
+// INVARIANCE. The sums of a block do not depend on the rows of the call (gemm_block.h). So neither blocking nor
 // division over threads changes a bit.
 #include "brgemm.h"
 #include "gemm_block.h"
@@ -54,7 +54,7 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   }
 }
 
-// How blocks are cut where threads take parts as they come: one large part for each, then small ones of what is left.
+// Cuts blocks into parts that threads take one by one: first one large part per thread, then small parts of the rest.
 struct Shares {
   int64_t blocks, large, each, small;
 
@@ -69,13 +69,13 @@ struct Shares {
   }
 };
 
-// Some of a product's parts, by number.
+// Numbered parts of a product.
 struct Loop {
   int64_t parts;
   Crew::Part part;
 };
 
-// A product as a loop for a crew, which owns what the parts share.
+// A product as a loop for a crew. The loop owns data shared by its parts.
 template <class F>
 Loop loop_of(Product<typename F::X> product, Crew& crew) {
   const int64_t blocks = product.layout.blocks(), bytes = blocks * block_bytes<F>(product.coding, product.layout.inputs);
@@ -88,7 +88,7 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
     product.x_sums = sums.get();
   }
   std::shared_ptr<uint8_t[]> rounded;
-  if (product.coding.rounds_rows()) {  // once for all parts
+  if (product.coding.rounds_rows()) {  // rounded once for all parts
     const Rounding rounding = rounding_of(product, 0, product.rows);
     rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.bytes()));
     crew.later(1, [product, rounding, rounded](int64_t) {
@@ -104,8 +104,8 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
           }};
 }
 
-// Divides rows and blocks over the threads so that the largest part is smallest. Few rows in a crew become one more of
-// `loops`, or are left behind.
+// Divide rows and blocks over the threads so that the largest part is smallest. In a crew, a product of few rows is
+// added to `loops`, or left as a job.
 template <class F>
 void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
   const int64_t threads = team();
@@ -114,7 +114,7 @@ void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
     Loop loop = loop_of<F>(product, *crew);
     return loops ? loops->push_back(std::move(loop)) : crew->later(loop.parts, std::move(loop.part));
   }
-  int64_t across = 1, along = 1, best = INT64_MAX;  // parts of the rows, of the blocks
+  int64_t across = 1, along = 1, best = INT64_MAX;  // number of parts of the rows, and of the blocks
   for (int64_t parts = 1; parts <= std::min(threads, row_tiles); ++parts) {
     const int64_t others = std::min(threads / parts, blocks);
     const int64_t largest = divide_up(row_tiles, parts) * divide_up(blocks, others);
@@ -130,7 +130,7 @@ void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
   });
 }
 
-// Loops side by side, left behind as one.
+// Leave several loops as one job.
 void leave(std::vector<Loop> loops) {
   Crew* crew = Crew::current();
   if (!crew || loops.empty()) return;
@@ -191,7 +191,7 @@ void run_any(const Layout& layout, const Tensor& x, const Tensor& packed, const 
     run_as<Int8F32, F32, float>(layout, x, packed, bias, scales, activation, coding, out, loops);
 }
 
-// Rows and scales (or factors) of the right sizes; what the products of both entries have in common.
+// Check the sizes of bias and scales (or factors), and run the product; shared by both entries.
 Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
   check_rows(x, layout.rows, bias, scales);
@@ -208,8 +208,8 @@ void check_x(const Tensor& x) {
 
 }  // namespace
 
-// x [M, K]; packed by `pack` or `pack_int8` from [rows, K]; bias [rows] in x's dtype; scales float32 [rows]
-// for int8; activation 0 for linear, else of the gated form.
+// x: [M, K]; packed: result of `pack` or `pack_int8` for [rows, K]; bias: [rows] in x's dtype; scales: float32 [rows],
+// for int8; activation: 0 for linear, else the activation of the gated form.
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& scales, int64_t activation) {
   check_x(x);
@@ -232,7 +232,7 @@ void check_coded(const Tensor& packed, const Layout& layout, const Coding& codin
 
 }  // namespace
 
-// The same of weights of few bits (coded.h), packed by `pack_coded` or `pack_ggml`; factors: float32 [rows] or none.
+// The same for weights of few bits (coded.h), packed by `pack_coded` or `pack_ggml`; factors: float32 [rows] or none.
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given) {
   check_x(x);
@@ -242,7 +242,8 @@ Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const s
   return multiply(x, packed, layout, bias, factors, activation, coding);
 }
 
-// The same of rows in several codings, one after another: for each of `packed` its rows, and four numbers of `codings`.
+// The same for rows in several codings, one after another. `rows` and four numbers of `codings` belong to each of
+// `packed`.
 Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, std::vector<int64_t> codings) {
   check_x(x);
@@ -292,7 +293,7 @@ Layout layout_of(const Tensor& weight, bool gated) {
   return {weight.size(-1), weight.size(-2), gated};
 }
 
-// Memory for `weight` packed: [blocks, steps, 32, k a step], or [matrices, blocks, ..].
+// Allocate memory for packed `weight`: [blocks, steps, 32, k per step], or [matrices, blocks, ..].
 Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, at::ScalarType type) {
   std::vector<int64_t> sizes{layout.blocks(), divide_up(layout.inputs, depth), kBlock, depth};
   if (weight.dim() == 3) sizes.insert(sizes.begin(), weight.size(0));
@@ -303,7 +304,7 @@ int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(
 
 }  // namespace
 
-// [rows, K] -> [blocks, steps, 32, k a step]; likewise each of [matrices, rows, K]
+// [rows, K] -> [blocks, steps, 32, k per step]; the same for each of [matrices, rows, K]
 Tensor pack(const Tensor& weight, bool gated) {
   check_dtype(weight, "a weight to pack");
   const Layout layout = layout_of(weight, gated);
@@ -324,8 +325,8 @@ Tensor pack(const Tensor& weight, bool gated) {
   return packed;
 }
 
-// values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k a step] for activations of bf16 or float32;
-// likewise each of [matrices, rows, K]
+// values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k per step] for bf16 or float32 activations; the
+// same for each of [matrices, rows, K]
 Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
   TORCH_CHECK(values.scalar_type() == at::kChar, "values to pack must be int8");
   const Layout layout = layout_of(values, gated);
@@ -349,7 +350,7 @@ Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
   return packed;
 }
 
-// Rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
+// Return rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
 Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs) {
   check_dtype(packed, "the table");
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
@@ -379,7 +380,7 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
   return out;
 }
 
-// Whether bf16 sums come from AMX (amx.h, or ATen's brgemm) from now on; returns what was. For tests and measurements.
+// Select AMX (amx.h, or ATen's brgemm) for bf16 sums; returns the previous setting. For tests and measurements.
 bool set_brgemm(bool value) {
   TORCH_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
   return std::exchange(use_brgemm, value);

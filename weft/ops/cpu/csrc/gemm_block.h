@@ -1,13 +1,14 @@
-// One block of 32 packed columns against some rows: what linear layers and experts share.
+// One block of 32 packed columns against some rows: shared by linear layers and experts.
 //
-// LAYOUT. Blocks of 32 columns (gemm_tile.h), one after another, so that a row of x streams the matrix from
-// memory once. In a gated matrix a block is 16 gate columns and the 16 up columns of the same outputs:
+// LAYOUT. Blocks of 32 columns (gemm_tile.h), one after another, so that a row of x streams the matrix from memory
+// once. A block of a gated matrix contains 16 gate columns and the 16 up columns of the same outputs:
 //
 //   plain   block b, column c: row 32 b + c            gated   c < 16: row 16 b + c     c >= 16: row n + 16 b + c - 16
 //
-// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h). On a CPU with AMX, bf16 sums come from its tiles
-// instead (amx.h), on the same layout: the same for every number of rows as well (tests check both). ATen's brgemm
-// (oneDNN), with all of K in one call, is their place holder where the kernel doesn't give the registers.
+// INVARIANCE. The sums of a tile do not depend on its number of rows (gemm_tile.h). On a CPU with AMX, bf16 sums come
+// from AMX tiles instead (amx.h), with the same layout, and also do not depend on the number of rows (tests check
+// both). If the kernel does not permit AMX registers, ATen's brgemm (oneDNN) replaces the AMX tiles, with all of K in
+// one call.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -24,31 +25,31 @@
 
 namespace weft {
 
-// Whether bf16 sums come from AMX, and from ATen's brgemm where the kernel keeps AMX from us.
+// True if bf16 sums come from AMX, or from ATen's brgemm where the kernel does not permit AMX to this code.
 inline bool use_brgemm = WEFT_AMX;
 
 namespace {
 
-constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
+constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // bytes of x per chunk
 constexpr int64_t kBrgemmRows = 32;
-constexpr int64_t kMadeDepth = 64;   // k that are made bf16's steps at a time
-constexpr int64_t kDeep = 4096;      // k, of which products by AMX of more take kDeepPart at a time, for kDeepRows rows
-constexpr int64_t kDeepPart = 2048, kDeepRows = 256, kDeepBlocks = 64;  // whose sums of so many rows take 2 MB
-constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
+constexpr int64_t kMadeDepth = 64;   // k converted to steps of bf16 at once
+constexpr int64_t kDeep = 4096;      // AMX products of more k take kDeepPart k at a time, for kDeepRows rows
+constexpr int64_t kDeepPart = 2048, kDeepRows = 256, kDeepBlocks = 64;  // their sums take 2 MB
+constexpr int64_t kCodedRows = 384;  // rows with sums in memory at once
 
-// Rows at a time of `rows`: parts of like size, at most `most`, so that none of few rows is left, for which every weight
-// is read (and unpacked).
+// Rows per part of `rows`: parts of similar size, at most `most`. Similar sizes avoid a small last part, for which
+// every weight would be read (and unpacked) again.
 inline int64_t like_parts(int64_t rows, int64_t most) {
   return std::max<int64_t>(1, divide_up(rows, divide_up(std::max<int64_t>(1, rows), most)));
 }
 
-// The same of rows of x, which stay in the cache. For AMX whole pairs of tiles, so the last part may have few rows.
+// The same for rows of x, which stay in the cache. AMX takes whole pairs of tiles, so the last part may be small.
 inline int64_t chunk_of(int64_t rows, int64_t row_bytes) {
   const int64_t part = like_parts(rows, std::max<int64_t>(kRows, kChunkBytes / std::max<int64_t>(1, row_bytes)));
   return WEFT_AMX ? divide_up(part, kBrgemmRows) * kBrgemmRows : part;
 }
 
-// Memory of this thread until its next call. Begins a line of the cache: registers of 64 bytes do not cross one.
+// Memory of this thread, valid until the next call. Aligned to 64 bytes: no 64-byte register crosses a cache line.
 inline uint8_t* memory_of(int64_t bytes) {
   static thread_local std::vector<uint8_t> memory;
   if (memory.size() < size_t(bytes) + 64) memory.resize(size_t(bytes) + 64);
@@ -58,14 +59,14 @@ inline uint8_t* memory_of(int64_t bytes) {
 // --- layout ---------------------------------------------------------------------------------------------------
 
 struct Layout {
-  int64_t inputs, rows;  // of the weight: [rows, inputs]
+  int64_t inputs, rows;  // shape of the weight: [rows, inputs]
   bool gated;
 
   int64_t outputs() const { return gated ? rows / 2 : rows; }
-  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs a block
+  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs per block
   int64_t blocks() const { return divide_up(outputs(), width()); }
 
-  // The row of the weight that is column `column` of a block, or -1.
+  // Row of the weight in column `column` of a block; -1 beyond the outputs.
   int64_t row(int64_t block, int column) const {
     const int64_t output = block * width() + column % width();
     if (output >= outputs()) return -1;
@@ -86,15 +87,15 @@ struct Product {
   Activation activation;
   Out* out;
   int64_t out_stride;
-  float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
-  Coding coding = {};                // of weights of few bits; `scales` are then the rows' factors
-  const float* x_sums = nullptr;     // [rows, groups] where the coding has minimums: `for_rows`
-  const bf16* x_tiles = nullptr;     // for AMX, rows from `tiled` on: `for_rows`
+  float limit = 0.0f, alpha = 1.0f;  // parameters of the activation (gemm_tile.h)
+  Coding coding = {};                // of weights of few bits; `scales` then contains the factors of rows
+  const float* x_sums = nullptr;     // [rows, groups] if the coding has minimums; set by `for_rows`
+  const bf16* x_tiles = nullptr;     // rows as AMX tiles, from row `tiled` on; set by `for_rows`
   int64_t tiled = 0;
-  ByteRows bytes = {};  // where the coding rounds rows: `for_rows`
+  ByteRows bytes = {};  // rows in 8 bits, if the coding rounds rows; set by `for_rows`
 };
 
-// Bytes of a block of weights in F's format, or coded.
+// Bytes of a block of weights in format F, or of a coded block.
 template <class F>
 int64_t block_bytes(const Coding& coding, int64_t inputs) {
   return coding ? coding.offset(inputs) : divide_up(inputs, F::depth) * F::bytes;
@@ -117,8 +118,8 @@ void prepare(const Product<X, Out>& product, int64_t block, Finish& finish) {
   }
 }
 
-// What each tile of a block asks for of the block after it, `next`. The tiles share it: memory is read while they
-// compute. A block of one tile is read as fast as memory gives it, and asks for nothing.
+// Distributes the prefetch of the block `next` over the tiles of the present block, so that memory is read during the
+// computation. A block with a single tile is limited by memory anyway and prefetches nothing.
 template <class F>
 struct NextBlock {
   NextBlock(const uint8_t* next, int64_t inputs, int64_t tiles) : at(next) {
@@ -140,13 +141,13 @@ struct NextBlock {
   int64_t every = 1, share = 0;
 };
 
-// Rows [begin, end) against one block, by our own tiles. `next`: the block that comes after it, or null.
+// Rows [begin, end) against one block, with the tiles of gemm_tile.h. `next`: the following block, or null.
 template <class F, class Out>
 void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                int64_t end, int64_t column, const uint8_t* next = nullptr) {
   NextBlock<F> ahead(next, product.layout.inputs, divide_up(end - begin, tile_rows<F>));
   for (int64_t row = begin; row < end;) {
-    // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
+    // Tiles of similar size: 32 rows are 11 + 11 + 10, not 14 + 14 + 4
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, tile_rows<F>));
     tiles<F, Out>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
                             product.out + row * product.out_stride + column, product.out_stride, ahead.take(w));
@@ -154,12 +155,12 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
   }
 }
 
-// With AMX: the scales of a block's groups where they multiply sums. `at` is null where they multiply the numbers
-// instead: groups that tiles of 32 k do not divide, scales of two levels (both rounded to bf16), and bytes (exact).
+// With AMX: scales of a block's groups that multiply sums. `at` is null where scales multiply the numbers instead: for
+// groups not divisible by tiles of 32 k, for scales of two levels (both rounded to bf16), and for bytes (exact).
 struct SumScales {
   const uint8_t* at = nullptr;
-  int64_t bytes = 0;    // from one group to the next
-  int64_t steps = 0;    // of tiles, in a group
+  int64_t bytes = 0;    // distance between groups
+  int64_t steps = 0;    // tile steps per group
   bool halves = false;  // float16; float32 otherwise
 
   static SumScales of(const Coding& coding, const uint8_t* w, int64_t inputs) {
@@ -169,7 +170,7 @@ struct SumScales {
   }
 };
 
-// Called by every thread that has computed blocks, before it does anything else.
+// Every thread that has computed blocks must call this function before any other work.
 inline void release_sums() {
 #if WEFT_AMX
   amx::release();
@@ -179,7 +180,7 @@ inline void release_sums() {
 
 #if WEFT_AMX
 
-// Rows of x as tiles, [tiles of 16 rows][steps of 32 k][16][32], and zeros where there is no row or no k.
+// Rows of x as tiles, [tiles of 16 rows][steps of 32 k][16][32], with zeros for missing rows and missing k.
 inline const bf16* tiles_of_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
   static thread_local std::vector<__m512i> memory;
   const int64_t steps = divide_up(inputs, amx::kTileDepth), all = divide_up(rows, amx::kTileRows) * amx::kTileRows;
@@ -196,7 +197,7 @@ inline const bf16* tiles_of_rows(const bf16* x, int64_t x_stride, int64_t rows, 
   return reinterpret_cast<const bf16*>(memory.data());
 }
 
-// A block's steps of bf16 as the tiles read them: in memory, and of what is absent of the last 32 k zeros.
+// Steps of bf16 of a block in memory, as read by the tiles. Missing k of the last 32 k are zero.
 class Stored {
  public:
   Stored(const uint8_t* w, int64_t inputs) : w_(w), whole_(inputs / amx::kTileDepth) {
@@ -205,7 +206,7 @@ class Stored {
     std::memcpy(last_, w + whole_ * kTileBytes, size_t(bytes));
     std::memset(last_ + bytes, 0, sizeof(last_) - size_t(bytes));
   }
-  // Tile steps from `step` on lie one behind another, up to `end`.
+  // Tile steps from `step` to `end` are contiguous.
   const uint8_t* at(int64_t step, int64_t& end) const {
     end = step < whole_ ? whole_ : step + 1;
     return step < whole_ ? w_ + step * kTileBytes : last_;
@@ -219,8 +220,9 @@ class Stored {
   alignas(64) uint8_t last_[kTileBytes];
 };
 
-// The same made of other steps, some k at a time, for tiles that read each once. Parts are made some ahead of the one that
-// is multiplied: they have left the store buffer when the tiles read them, and are made while these compute.
+// The same, converted from another format, a few k at a time, for tiles that read each step once. Parts are converted
+// one part ahead: the stores have left the store buffer when the tiles read the part, and the conversion overlaps the
+// products.
 template <class Make>
 class Made {
  public:
@@ -240,7 +242,7 @@ class Made {
     const int64_t begin = part * kSteps * amx::kTileDepth, end = std::min(inputs_, begin + kSteps * amx::kTileDepth);
     if (begin >= end) return;
     uint8_t* to = parts_[part % kParts];
-    amx::settle();  // the tiles have read what was there
+    amx::settle();  // the tiles have read the previous contents
     make_(begin, end, to);
     const int64_t bytes = divide_up(end - begin, Bf16::depth) * Bf16::bytes;
     std::memset(to + bytes, 0, size_t(divide_up(bytes, Stored::kTileBytes) * Stored::kTileBytes - bytes));
@@ -252,7 +254,7 @@ class Made {
   alignas(64) mutable uint8_t parts_[kParts][kSteps * Stored::kTileBytes];
 };
 
-// total += part * the scales of group `group`, of `rows` x 32.
+// total += part * scales of group `group`, for `rows` x 32.
 inline void add_scaled(const float* part, const SumScales& scales, int64_t group, int64_t rows, float* total) {
   const uint8_t* at = scales.at + group * scales.bytes;
   const auto scale = [&](int half) {
@@ -266,14 +268,14 @@ inline void add_scaled(const float* part, const SumScales& scales, int64_t group
   }
 }
 
-// Some k of a product, whose sums are kept in memory for the k behind them.
+// A range of k of a product. The sums stay in memory for the following ranges.
 struct Depth {
   bool first, last;
   float* sums;  // float32 [rows rounded up to 32, 32]
 };
 
-// Rows [begin, end) against one block by AMX. Lines of `next`, which has `next_bytes`, are asked for meanwhile, where
-// there are rows enough to compute. With `depth`, `product` is of some k alone.
+// Rows [begin, end) against one block by AMX. If there are enough rows, lines of `next` (`next_bytes` long) are
+// prefetched meanwhile. With `depth`, `product` covers only a range of k.
 template <class Out, class Weights>
 void run_amx(const Product<bf16, Out>& product, const Weights& weights, const SumScales& scales, const Finish& finish,
              int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes,
@@ -291,7 +293,7 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
     tiles = tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin, inputs), first = begin;
   amx::configure(direct ? int(end - begin) : amx::kTileRows);
   amx::settle();
-  // Of a group, of the group before it, and of all: a group's are scaled while the next one's are computed.
+  // Sums of two consecutive groups, and totals: the sums of a group are scaled while the next group is computed.
   alignas(64) float sums[2][kPair * kBlock], totals[kPair * kBlock];
   for (int64_t row = begin; row < end; row += kPair) {
     const int64_t rows = std::min(kPair, end - row);
@@ -338,7 +340,7 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
 
 #endif
 
-// By AMX; else by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
+// By AMX, else by brgemm. brgemm requires an even K: an odd last k is a separate call, padded with zeros.
 template <class Out>
 void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumScales& scales, const Finish& finish,
                 int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
@@ -375,7 +377,7 @@ inline float* floats(int64_t count) {
   return memory.data();
 }
 
-// By float32's tiles, of weights and rows that are widened for it. Every sum is the same chain as in F's own tiles.
+// By F32 tiles, with weights and rows widened in memory. Every sum is the same chain as in the tiles of F.
 template <class F, class Out>
 void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                  int64_t end, int64_t column) {
@@ -418,21 +420,21 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
 
 #endif
 
-// Making numbers of a line takes longer than the hardware reads ahead by itself.
+// Converting the numbers of a line takes longer than the hardware prefetch covers, so prefetch explicitly.
 inline void ask_ahead(const uint8_t* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + kAhead + line);
 }
 
-// Steps of bf16 of k [begin, end), made some at a time: lines are asked for that much ahead.
+// Convert k [begin, end) to steps of bf16, part by part: the prefetch distance fits one part.
 template <class Make>
 void make_all(const Make& make, int64_t begin, int64_t end, uint8_t* to) {
   for (int64_t k = begin; k < end; k += kMadeDepth, to += kMadeDepth / Bf16::depth * Bf16::bytes)
     make(k, std::min(end, k + kMadeDepth), to);
 }
 
-// A block's steps of bf16 made of what `make(begin, end, to)` reads, k [begin, end) at a time, both even but for the last
-// end. For more rows than the tiles take at a time a block is made once a chunk of rows. (Our own tiles make the numbers
-// as they go: that hides behind the products.)
+// A block with steps of bf16 from `make(begin, end, to)`, which converts k [begin, end). Both bounds are even, except
+// the last end. With more rows than one pair of tiles, the block is converted once per chunk of rows. (The tiles of
+// gemm_tile.h convert numbers on the fly, hidden behind the products.)
 template <class Out, class Make>
 void run_made(const Product<bf16, Out>& product, const Make& make, const SumScales& scales, const Finish& finish,
               int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
@@ -446,7 +448,8 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
   run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
-// Whether rows in 8 bits are multiplied by AMX. Few against nibbles are not: these would go through memory.
+// True if AMX multiplies rows in 8 bits. A few rows against nibbles do not use AMX: the nibbles would go through
+// memory.
 inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
   return WEFT_AMX && use_brgemm && amx_permitted() && (coding.numbers == Numbers::bytes || rows > kNibbleTile);
 }
@@ -457,9 +460,8 @@ Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end)
           bytes_by_amx(product.coding, end - begin)};
 }
 
-// `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX, rows
-// in 8 bits.
-// Until this thread's next call.
+// Return `product` with data about rows [begin, end) that many blocks need, unless already present: sums for minimums,
+// tiles for AMX, or rows in 8 bits. Valid until the next call of this thread.
 template <class X, class Out>
 Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   if (product.coding.rounds_rows()) {
@@ -489,7 +491,7 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   return product;
 }
 
-// What makes steps of bf16 of a block that is stored otherwise: `run_made`'s.
+// Return the converter of a block in another format to steps of bf16, for `run_made`.
 inline auto makes_codes(const Coding& coding, const uint8_t* w, int64_t inputs, bool scaled) {
   const int64_t bytes = coding.offset(inputs);
   return [&coding, w, inputs, scaled, bytes](int64_t first, int64_t last, uint8_t* to) {
@@ -509,7 +511,7 @@ auto makes_steps(const uint8_t* w) {
   };
 }
 
-// Rows that were rounded to 8 bits, against a block.
+// Rows rounded to 8 bits, against a block.
 template <class X, class Out>
 void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column, const uint8_t* next) {
@@ -584,8 +586,8 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
 
 #if WEFT_AMX
 
-// Many rows of many k against blocks [block_begin, block_end): rows and weights of all k would not stay in the second
-// cache. So all blocks take some k of kDeepRows rows, then the next k; sums wait in memory.
+// Many rows with large K against blocks [block_begin, block_end). Rows and weights of all k would not fit into the L2
+// cache. So all blocks take a range of k for kDeepRows rows, then the next range; sums wait in memory.
 template <class F>
 void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, int64_t block_begin, int64_t block_end) {
   const Layout& layout = product.layout;
@@ -614,7 +616,7 @@ void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, 
         if (sum_scales) scales = SumScales::of(coding, w + coding.offset(k), until - k);
         const Depth of{k == 0, until == inputs, kept.data() + (block - block_begin) * chunk * kBlock};
         if (of.last) prepare(product, block, finish);
-        // Of the next block the same k.
+        // The same range of k in the next block.
         const int64_t ahead = coding ? coding.offset(inputs) * k / inputs : k / F::depth * F::bytes;
         const int64_t next_bytes = coding ? bytes * (until - k) / inputs : divide_up(until - k, F::depth) * F::bytes;
         const uint8_t* const next = block + 1 < block_end ? w + bytes + ahead : nullptr;

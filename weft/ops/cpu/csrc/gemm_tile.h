@@ -1,16 +1,16 @@
 // Tiles of a matrix product: some rows of x against one block of 32 packed columns, over all of K.
 //
-// PACKED WEIGHTS. A block holds 32 output columns, one *step* of K after another:
+// PACKED WEIGHTS. A block contains 32 output columns, as a sequence of *steps* along K:
 //
 //   bf16   step = 2 k:  [column 0: k, k+1][column 1: k, k+1] .. [column 31: k, k+1]        128 bytes
 //   f32    step = 1 k:  [column 0] .. [column 31]                                          128 bytes
-//   int8   the step of its activations' dtype with one byte a weight: 64 or 32 bytes, see int8_slot
+//   int8   step for the dtype of the activations, one byte per weight: 64 or 32 bytes, see int8_slot
 //
-//   Columns beyond N are zero, and so is the second k of an odd K's last step.
+//   Columns beyond N are zero. If K is odd, the second k of the last step is zero.
 //
-// A TILE keeps rows x 32 float sums in registers. Each sum is one chain over k, in order; a tile of fewer rows
-// is the same code with fewer sums, so a row's bits don't depend on the tile it is in. int8 weights become
-// bf16 or float, exactly, and then take the same chain; their scale is applied to the sum.
+// A TILE keeps rows x 32 float sums in registers. Each sum is one chain over k, in order. A tile of fewer rows runs the
+// same code with fewer sums, so the bits of a row do not depend on the tile. int8 weights are converted exactly to bf16
+// or float and then take the same chain; the scale is applied to the sum.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ constexpr int kRows = 3;
 
 // --- registers ------------------------------------------------------------------------------------------------
 
-// 16 pairs of bf16, the first of a pair in the low half
+// 16 pairs of bf16; the first value of a pair is in the low half
 #if WEFT_AVX2
 using Pairs = vu;
 #else
@@ -75,18 +75,18 @@ inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #endif
 }
 
-// --- formats: what a step of K is -----------------------------------------------------------------------------
+// --- formats: contents of a step of K --------------------------------------------------------------------------
 
 struct Bf16 {
   using X = bf16;
   struct Step {
     Pairs w[2];
   };
-  static constexpr int depth = 2;       // k a step
-  static constexpr int64_t bytes = 128;  // of weights a step
+  static constexpr int depth = 2;       // k per step
+  static constexpr int64_t bytes = 128;  // bytes of weights per step
   static Step load(const uint8_t* w) { return {{load_as<Pairs>(w), load_as<Pairs>(w + 64)}}; }
   static Pairs x(const bf16* from) { return Pairs{} + load_as<uint32_t>(from); }
-  static Pairs x_last(const bf16* from) { return Pairs{} + uint32_t(from->x); }  // the second k is absent
+  static Pairs x_last(const bf16* from) { return Pairs{} + uint32_t(from->x); }  // the second k does not exist
   static vf dot(vf sum, Pairs x, Pairs w) { return dot_pairs(sum, x, w); }
 };
 
@@ -103,15 +103,15 @@ struct F32 {
   static vf dot(vf sum, vf x, vf w) { return fma(x, w, sum); }
 };
 
-// Where an int8 step for bf16 keeps (column, k of the pair). With a table of bytes, the low and the high bytes of
-// a step's 64 weights are looked up and interleaved within lanes of 128 bits: so a lane holds 4 pairs of the first
-// 16 columns, then 4 of the last 16. Without one, a step is four rows of 16: (half of the columns, k).
+// Index of (column, k of the pair) in an int8 step for bf16. With the table of bytes, the low and high bytes of the 64
+// weights of a step are looked up and interleaved within lanes of 128 bits. So a lane contains 4 pairs of the first 16
+// columns, then 4 pairs of the last 16 columns. Without the table, a step is four rows of 16: (half of the columns, k).
 inline int int8_slot(int column, int k) {
   if (WEFT_INT8_TABLE) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;
   return column / 16 * 32 + k * 16 + column % 16;
 }
 
-// The byte that is stored for bf16: sign and magnitude for the table, else two's complement. -127 to 127.
+// Stored byte for a bf16 product: sign and magnitude for the table, else two's complement. -127 to 127.
 inline uint8_t int8_code(int value) {
   return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value);
 }
@@ -133,7 +133,7 @@ inline vf int8_floats(const uint8_t* from) {
 }
 
 #if WEFT_INT8_TABLE
-// The low and the high byte of bf16(magnitude), which is exact, for magnitudes 0 to 127.
+// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 127.
 struct Int8Table {
   alignas(64) uint8_t low[128], high[128];
   constexpr Int8Table() : low(), high() {
@@ -175,17 +175,17 @@ struct Int8F32 : F32 {
   static Step load(const uint8_t* w) { return {{int8_floats(w), int8_floats(w + 16)}}; }
 };
 
-// --- what is done with the sums -------------------------------------------------------------------------------
+// --- use of the sums -------------------------------------------------------------------------------------------
 
 enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4, swiglu = 5 };
 
 struct Finish {
-  alignas(64) float scale[kBlock];  // 1 where there are no scales
+  alignas(64) float scale[kBlock];  // 1 without scales
   alignas(64) float bias[kBlock];
   bool scaled = false, biased = false;
-  Activation activation = Activation::none;  // of the first 16 columns, times the last 16
-  int columns = kBlock;                      // outputs of this block: at most 32, or 16 with an activation
-  float limit = 0.0f;                        // > 0: gates are at most this, and what they multiply is within +-this
+  Activation activation = Activation::none;  // applied to the first 16 columns, which then multiply the last 16
+  int columns = kBlock;                      // number of outputs of the block: at most 32, or 16 with an activation
+  float limit = 0.0f;                        // > 0: upper limit of gates, and of the magnitude of the other factor
   float alpha = 1.0f;                        // swiglu: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
@@ -221,7 +221,7 @@ inline vf gate_up(vf gate, vf up, const Finish& finish) {
   return activate(gate, finish.activation) * up;
 }
 
-// Sums that have their scales.
+// Finish sums to which scales were already applied.
 template <class X>
 inline void finish_scaled(vf first, vf second, const Finish& finish, X* out) {
   if (finish.biased) {
@@ -244,13 +244,13 @@ inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
 
 // --- a tile ---------------------------------------------------------------------------------------------------
 
-constexpr int64_t kAhead = 2048;  // bytes of weights asked for before their use; may run past their end
+constexpr int64_t kAhead = 2048;  // distance of the prefetch in bytes; may point past the end of the weights
 
-// The hardware reads ahead by itself within a page of 4 kB, and faster than when it is told line by line. What it does
-// not do is find the next pages: so one line is asked for in each, so far ahead.
+// The hardware prefetches within a page of 4 kB, and does so faster than explicit prefetches line by line. The hardware
+// does not find the next page. So the code prefetches one line of each page, two pages ahead.
 constexpr int64_t kPage = 4096, kPagesAhead = 2 * kPage;
 
-// Weights that a tile asks for while it computes on others: a line every `mask` + 1 steps. Without any, `w` itself.
+// Weights that a tile prefetches during its computation: one line every `mask` + 1 steps. Nothing to do: `at` is `w`.
 struct Ahead {
   const uint8_t* at;
   int64_t line, mask;
@@ -261,6 +261,7 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
           int64_t out_stride, Ahead ahead) {
   vf sum[rows][2];
   for (auto& row : sum) row[0] = row[1] = splat(0.0f);
+  // The chain over k: each sum adds its products in order, for any number of rows.
   const int64_t steps = inputs / F::depth;
   for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
     if (step % (kPage / F::bytes) == 0) __builtin_prefetch(w + kPagesAhead);
@@ -291,8 +292,8 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
 
 #if WEFT_AVX2
 
-// rows x 32 sums, of float32. Each quarter of a step's weights serves all rows: 12 registers of sums, 3 of x, 1 of
-// weights. Never inlined: what is done with the sums would take registers of the loop.
+// rows x 32 sums in float32. Each quarter of a step's weights serves all rows: 12 registers of sums, 3 of x, 1 of
+// weights. Never inlined: the code that uses the sums would take registers from the loop.
 template <int rows>
 __attribute__((noinline)) void float_sums(const float* x, int64_t x_stride, const float* w, int64_t inputs, float* to) {
   __m256 sum[rows][4];
@@ -309,7 +310,7 @@ __attribute__((noinline)) void float_sums(const float* x, int64_t x_stride, cons
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
       __m256 weights = _mm256_loadu_ps(w + 8 * part);
-      asm("" : "+x"(weights));  // loaded once
+      asm("" : "+x"(weights));  // keeps the load out of the loop over rows
 #pragma GCC unroll 4
       for (int row = 0; row < rows; ++row) sum[row][part] = _mm256_fmadd_ps(value[row], weights, sum[row][part]);
     }
@@ -320,7 +321,7 @@ __attribute__((noinline)) void float_sums(const float* x, int64_t x_stride, cons
     for (int part = 0; part < 4; ++part) _mm256_storeu_ps(to + row * kBlock + 8 * part, sum[row][part]);
 }
 
-// The same of weights that are widened in registers.
+// The same for weights that are widened in registers.
 template <class F, int rows>
 __attribute__((noinline)) void widened_sums(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs,
                                             float* to) {
@@ -376,12 +377,12 @@ constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequ
 #endif
 }
 
-// Rows of a tile of a format. With AVX2, weights that are widened in registers leave room for fewer: where there are
-// more rows than that, a block's weights are widened in memory (gemm_block.h), and tiles are F32's.
+// Maximum rows of a tile, by format. With AVX2, weights that are widened in registers leave room for fewer rows. For
+// more rows, the weights of a block are widened in memory (gemm_block.h), and F32 tiles run.
 template <class F>
 constexpr int tile_rows = WEFT_AVX2 && !std::is_same_v<F, F32> ? 2 : kRows;
 
-// tiles<F, Out>[rows - 1]: results are rounded to Out
+// tiles<F, Out>[rows - 1]: tile of `rows` rows; results are rounded to Out
 template <class F, class Out = typename F::X>
 constexpr auto tiles = make_tiles<F, Out>(std::make_integer_sequence<int, tile_rows<F>>{});
 
