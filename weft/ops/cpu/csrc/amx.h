@@ -1,17 +1,18 @@
-// AMX tiles: products of bf16 in float32, 16 x 16 sums by one instruction for 32 k; of bytes in 32-bit integers, for 64 k.
+// AMX tiles. One instruction adds to 16 x 16 sums: products of bf16 in float32 for 32 k, or of bytes in 32-bit integers
+// for 64 k.
 //
 //   tiles 0 .. 3   sums: rows x 16, float32           tiles 4, 5   rows of the left operand: rows x 32 k
-//   tiles 6, 7     the right operand: 16 pairs of k x 16 columns, as vdpbf16ps takes them too
+//   tiles 6, 7     the right operand: 16 pairs of k x 16 columns, in the layout of vdpbf16ps
 //
-// Compiled where the compiler's target has AMX, and used where the kernel lets this process have its registers.
+// Compiled if the compiler's target has AMX. Used if the operating system permits this process the registers.
 //
-// INVARIANCE. A sum is one chain of instructions over k, 32 at a time, in order: what an instruction adds to a sum
-// depends on that row and that column alone, and a sum that is stored and loaded again is the same number. So neither
-// the number of a tile's rows nor where the chain is cut changes a bit. What is absent of the last 32 k is zero.
+// INVARIANCE. A sum is one chain of instructions over k, 32 at a time, in order. The amount that an instruction adds to
+// a sum depends on the row and the column of the sum alone. Storing and reloading a sum does not change the sum. So
+// neither the number of rows of a tile nor cuts of the chain change a bit. Missing k of the last 32 k are zero.
 //
-// TRAPS. The registers' shape is a thread's: who has `configure`d it calls `release` before the thread may come to other
-// users of AMX (oneDNN's; it keeps in mind what it has configured). GCC's tile loads don't say that they read memory:
-// `settle` what was stored for them.
+// TRAPS. The tile shape belongs to a thread. After `configure`, call `release` before the thread runs other users of
+// AMX (oneDNN, which remembers its own configuration). GCC does not know that tile loads read memory: call `settle`
+// between stores and tile loads.
 #pragma once
 
 #include "common.h"
@@ -24,7 +25,8 @@
 
 namespace weft {
 
-// Asks the kernel for the tile registers, once a process. Threads and forked processes have what it gave.
+// Request the tile registers from the operating system, once per process. Threads and forked processes inherit the
+// permission.
 bool amx_permitted();
 
 #if WEFT_AMX
@@ -32,10 +34,10 @@ bool amx_permitted();
 namespace amx {
 
 constexpr int kTileRows = 16;
-constexpr int kTileDepth = 32;                             // k of a tile
-constexpr int kTileSize = kTileRows * kTileDepth;          // elements
+constexpr int kTileDepth = 32;                             // k per tile
+constexpr int kTileSize = kTileRows * kTileDepth;          // elements per tile
 
-inline thread_local int configured = 0;  // rows of this thread's tiles 0 .. 5; 0: it has no shape
+inline thread_local int configured = 0;  // rows of this thread's tiles 0 .. 5; 0: no shape is configured
 
 inline void configure(int rows) {
   if (configured == rows) return;
@@ -56,8 +58,8 @@ inline void release() {
 
 inline void settle() { asm volatile("" ::: "memory"); }
 
-// Two operands in memory: of the left one, where its first tile is, bytes between a tile's rows, between tiles 32 k apart
-// and between tiles 16 rows apart; of the right one, bytes between pairs of k (tiles 16 columns apart lie 64 bytes apart).
+// Two operands in memory. Left: address of the first tile; bytes between rows of a tile, between tiles 32 k apart, and
+// between tiles 16 rows apart. Right: address; bytes between pairs of k (tiles 16 columns apart are 64 bytes apart).
 struct Left {
   const void* at;
   int64_t row, deep, down;
@@ -75,7 +77,7 @@ inline __attribute__((always_inline)) void clear() {
   if constexpr (R == 2 && C == 2) _tile_zero(3);
 }
 
-// Sums from `from` or to `to`, whose rows are `row` floats apart.
+// Load sums from `from`, or store sums to `to`. Rows are `row` floats apart.
 template <int R, int C>
 inline __attribute__((always_inline)) void take(const float* from, int64_t row) {
   _tile_loadd(0, from, row * 4);
@@ -91,10 +93,10 @@ inline __attribute__((always_inline)) void put(float* to, int64_t row) {
   if constexpr (R == 2 && C == 2) _tile_stored(3, to + 16 * row + 16, row * 4);
 }
 
-// What is multiplied: bf16, 32 k a tile, or 64 k of bytes, those of the left operand with a sign, or both.
+// Operand types: bf16 (32 k per tile), or bytes (64 k per tile) with a signed left operand, or both operands signed.
 enum class Kind { bf16, bytes, signed_bytes };
 
-// The next k, of R x C tiles of sums. (Instructions take tiles as literals, and so are macros of the compiler's.)
+// Add the next k to R x C tiles of sums. (Instructions take tile numbers as literals, so a macro is needed.)
 #define WEFT_AMX_PRODUCTS(multiply)                  \
   multiply(0, 4, 6);                                 \
   if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair); \

@@ -1,4 +1,4 @@
-// Whether ATen's brgemm takes bf16 on this CPU: with AMX, or AVX-512 where oneDNN's micro-kernels serve it.
+// True if ATen's brgemm takes bf16 on this CPU: with AMX, or with AVX-512 where oneDNN has micro-kernels.
 #pragma once
 
 namespace weft {

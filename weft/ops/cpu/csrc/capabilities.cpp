@@ -1,4 +1,4 @@
-// What this build was compiled for, and what of ATen's this CPU can run: weft_cpu::capabilities() -> str[].
+// Features of this build, and features of ATen on this CPU: weft_cpu::capabilities() -> str[].
 #include "amx.h"
 #include "brgemm.h"
 #include "operators.h"
@@ -30,7 +30,7 @@ bool brgemm_works() {
   try {
     at::native::cpublas::brgemm(1, 32, 2, 2, 32, 32, false, x, weights, sums);
     at::native::cpublas::brgemm_release();
-  } catch (const std::exception&) {  // c10::Error, or oneDNN's: it has no kernel for AVX-512 without bf16
+  } catch (const std::exception&) {  // c10::Error, or an error of oneDNN: no kernel for AVX-512 without bf16
     return false;
   }
   return true;

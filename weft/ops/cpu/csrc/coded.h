@@ -1,27 +1,27 @@
-// Weights of few bits, kept so: what a block of 32 packed columns is made of, and its sums (coded.cpp).
+// Weights of few bits in coded form: layout of a block of 32 packed columns, and sums against a block (coded.cpp).
 //
 //   w[n, k] = ((number(code) - zero of its group) * scale of its group - minimum of its group) * factor of its row
 //
-//   block      groups of K, one after another; the last may have fewer k
+//   block      groups of K, one after another; the last group may have fewer k
 //   group      scales of 32 columns (float32, float16, or bytes: E4M3, E8M0), zero points of 32 columns (bytes), steps
 //   step       2 k of 32 columns: 32 bytes of 4-bit codes, 48 bytes of 6-bit codes, 64 bytes of 8-bit codes
 //
-//   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
-//   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of what is in the low
-//              and the high half of byte i, and likewise of byte 16 + i
+//   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high half
+//   6 bits     first the low four bits, as for 4 bits; then byte i has, from its lowest bits on, the high two bits of
+//              the codes in the low and the high half of byte i, and then of byte 16 + i
 //   8 bits     `eight_slot`
 //
-// Against rows that are rounded to 8 bits (`rounds_rows`) blocks are what rounded.h says.
+// Blocks for rows rounded to 8 bits (`rounds_rows`) have another layout, see rounded.h.
 //
-// Of scales in two levels (GGML's K-quants) groups have signed bytes, with minimums two of them, and in front of 256 k
-// there is a float16 for each column that multiplies its scales, and one that multiplies its minimums. With minimums
-// integers are as stored, without a zero point, and what is subtracted is the minimum times the sum of a group's x,
-// which callers make once for all blocks (`input_sums`).
+// Scales in two levels (GGML's K-quants): groups have signed bytes, one per column, or two with minimums. In front of
+// each 256 k, a float16 per column multiplies the scales, and another float16 multiplies the minimums. With minimums,
+// integers are used as stored, without a zero point. The subtracted amount is the minimum times the sum of x over the
+// group. Callers compute these sums once for all blocks (`input_sums`).
 //
-// INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16); groups are
-// added up in order, each times its scale. Neither depends on how many rows there are: where codes are unpacked in
-// memory for some numbers of rows and in registers for others, both give the same chain. With AMX scales multiply the
-// numbers in some codings, for all numbers of rows (`SumScales`, gemm_block.h).
+// INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16). Groups are
+// added in order, each times its scale. Neither depends on the number of rows. Codes are unpacked in memory for some
+// row counts, and in registers for others, with the same chain. With AMX, scales multiply the numbers in some codings,
+// for all row counts (`SumScales`, gemm_block.h).
 #pragma once
 
 #include "common.h"
@@ -35,13 +35,13 @@ enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
 struct Coding {
-  Numbers numbers = Numbers::none;  // none: the weights are plain
+  Numbers numbers = Numbers::none;  // none: plain weights
   Scales scales = Scales::floats;
   Zeros zeros = Zeros::middle;
-  int64_t group = 0;  // k a group; even
+  int64_t group = 0;  // k per group; even
 
-  static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, as rounded.h has them
-  static constexpr int64_t kSpan = 256;  // k that have the upper of two levels in common
+  static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes per 64 k, see rounded.h
+  static constexpr int64_t kSpan = 256;  // k that share the upper of two levels
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
@@ -49,17 +49,17 @@ struct Coding {
   bool minimums() const { return zeros == Zeros::minimums; }
   int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
   int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
-  int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes, for kSpan k
+  int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes per kSpan k
   int64_t step() const { return four() ? 32 : numbers == Numbers::int6 ? 48 : 64; }
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
-  // Bytes from a block's beginning to that of `k`, which begins a group or is the end.
+  // Bytes from the start of a block to `k`, which must be the start of a group or the end.
   int64_t offset(int64_t k) const {
     if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? kBytes64 : kNibbles64);
     return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
   }
-  // To the head of the group at `k`: behind the upper level that may begin there.
+  // Bytes to the head of the group at `k`: behind an upper level that starts at `k`.
   int64_t head_at(int64_t k) const { return offset(k) + (k % kSpan == 0 ? upper() : 0); }
-  // To the upper level of `k`.
+  // Bytes to the upper level for `k`.
   int64_t upper_at(int64_t k) const { return offset(k / kSpan * kSpan); }
 
   static Coding of(const std::vector<int64_t>& given) {
@@ -75,7 +75,7 @@ struct Coding {
   }
 };
 
-// Rows that are multiplied; `sums`: of each group of x, where there are minimums (`input_sums`).
+// Rows of x. `sums`: sum of each group of x, if the coding has minimums (`input_sums`).
 template <class X>
 struct Rows {
   const X* x;
@@ -86,19 +86,19 @@ struct Rows {
   Rows from(int64_t row) const { return {x + row * x_stride, x_stride, sums + row * sums_stride, sums_stride}; }
 };
 
-// sums[row, column] of `rows` rows against the block at `w`, float32 [rows, 32]; without bias and the rows' factors.
+// Write sums[row, column] of `rows` rows against the block at `w`: float32 [rows, 32], without bias and row factors.
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums);
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows, float* sums);
 
-// The sum of each group of x, float32 [rows, groups]: each in one order.
+// Write the sum of each group of x, float32 [rows, groups], each in one fixed order.
 void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums);
 void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_stride, int64_t rows, float* sums);
 
-// Column `column` of the block at `w`: its `inputs` numbers, without the row's factor.
+// Write the `inputs` numbers of column `column` of the block at `w`, without the factor of the row.
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to);
 
-// k [begin, end) of the block at `w` in bf16 as `pack` lays it out, for AMX: the numbers, or scaled and rounded. `begin` is
-// even.
+// Convert k [begin, end) of the block at `w` to bf16 in the layout of `pack`, for AMX: plain numbers, or scaled and
+// rounded. `begin` must be even.
 void coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs, int64_t begin, int64_t end, bool scaled,
                    uint8_t* to);
 

@@ -1,11 +1,11 @@
-// What every file of the CPU extension includes.
+// Common header of the CPU extension.
 //
 // Rules of the extension:
-//   * A row's bits depend on that row alone: not on the number of rows, of threads, or on how work is divided.
-//     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
-//     products and sums by itself (-ffp-contract=off): where a fused form is meant, it is written.
+//   * The bits of a row depend on the row alone: not on the number of rows or threads, nor on the division of work. So
+//     each output element has one fixed sequence of floating-point operations. The compiler must not fuse products and
+//     sums (-ffp-contract=off); intended fused operations are explicit.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
-//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below them trust their arguments.
+//   * Entries check shapes and dtypes with TORCH_CHECK; kernels below trust their arguments.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -39,7 +39,7 @@ namespace weft {
 using at::Tensor;
 using bf16 = at::BFloat16;
 
-// `at::empty`, whose header takes the compiler as long as all of these together.
+// `at::empty`. The header of `at::empty` takes as long to compile as all headers above together.
 Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 inline float bits_to_float(uint32_t bits) {
@@ -57,7 +57,7 @@ inline uint32_t float_to_bits(float value) {
 inline float widen(bf16 value) { return bits_to_float(uint32_t(value.x) << 16); }
 inline float widen(float value) { return value; }
 
-// To nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN.
 inline uint16_t round_bf16(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;

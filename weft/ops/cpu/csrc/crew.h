@@ -1,21 +1,21 @@
-// Threads of a captured step, and how often threads wait for each other.
+// Threads of a captured step, and counts of the times that threads wait for each other.
 //
-// Outside a program an operation's loop is a parallel region: all threads begin together and end together, and nobody
-// computes while the next operation is being called. Within a program (program.cpp) there is one region for the whole
-// step, a *crew*: its leader makes the calls and leaves their loops behind as *jobs*, which all threads walk through in
-// order, the leader too when it has nothing left to call. So calls cost little while there is something to compute, and
-// a thread that comes late finds the others at work.
+// Outside a program, the loop of an operation is a parallel region: all threads begin together and end together, and no
+// thread computes while the next operation is called. Within a program (program.cpp), one region covers the whole step.
+// The threads of the region are a *crew*. The leader makes the calls and leaves their loops as *jobs*. All threads
+// process the jobs in order, including the leader when no call is left. So calls cost little while jobs are waiting,
+// and a late thread joins the present job.
 //
-//   job      a loop of some parts; threads take the next one that is left. It begins when the job before it has ended.
-//   tail     a loop of one part belongs to the job before it: the thread that ends the last part runs it.
-//   later    leaves a loop behind. It owns what it captures, and the memory it names lives until it has ended: Program
-//            keeps what calls are given and give back, `keep` holds the rest.
-//   spread   a loop whose end is waited for.
+//   job      a loop of parts; each thread takes the next free part. A job begins after the previous job has ended.
+//   tail     a loop of one part is attached to the previous job: the thread that ends the last part runs the tail.
+//   later    leaves a loop as a job. The loop owns its captures. Memory named by the loop must live until the job has
+//            ended: Program keeps arguments and results of calls, `keep` holds other tensors.
+//   spread   runs a loop and waits for its end.
 //
-// What is called while jobs are left behind may not read what they make: such operations `drain` first. A program does
-// so for all but views and the operations that leave loops behind.
+// An operation called while jobs are pending must not read the results of these jobs; such an operation calls `drain`
+// first. A program drains before every operation, except views and operations that leave jobs.
 //
-// INVARIANCE. What a part computes depends on the part alone, and loops are cut so that no row's bits depend on the cut.
+// INVARIANCE. The result of a part depends on the part alone, and no row's bits depend on the cut of a loop.
 #pragma once
 
 #include <algorithm>
@@ -29,10 +29,10 @@
 
 namespace weft {
 
-// Where threads of this process met, and what they waited there: since the numbers were asked for last.
+// Number and duration of waits of this process's threads since the last query.
 struct Waits {
-  std::atomic<int64_t> meetings{0};     // beginnings and ends of regions, barriers in them, ends of jobs
-  std::atomic<int64_t> nanoseconds{0};  // of all threads, added up
+  std::atomic<int64_t> meetings{0};     // starts and ends of regions, barriers in regions, ends of jobs
+  std::atomic<int64_t> nanoseconds{0};  // sum over all threads
   void add(int64_t met, int64_t ns) {
     meetings.fetch_add(met, std::memory_order_relaxed);
     nanoseconds.fetch_add(ns, std::memory_order_relaxed);
@@ -40,17 +40,17 @@ struct Waits {
 };
 extern Waits waits;
 extern bool use_crews;
-extern int64_t alone_bytes;  // of weights, which one thread of a crew reads sooner than others come
+extern int64_t alone_bytes;  // bytes of weights that a single thread of a crew reads before other threads would arrive
 
 int64_t now_ns();
 
-// A number that grows, and that threads wait for: awake for some microseconds, then asleep.
+// A growing number that threads wait for: spinning for some microseconds, then asleep.
 class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void reset() { value_.store(0); }
   void open(uint32_t value);
-  void wait(uint32_t old);  // until it is not `old`
+  void wait(uint32_t old);  // returns when the value differs from `old`
 
  private:
   alignas(64) std::atomic<uint32_t> value_{0};
@@ -61,23 +61,24 @@ class Crew {
  public:
   using Part = std::function<void(int64_t)>;
 
-  // The crew that this thread leads, while it makes calls; null elsewhere, so in parts of jobs.
+  // Crew led by this thread while the thread makes calls; null elsewhere, also in parts of jobs.
   static Crew* current();
 
-  // Runs `calls` in a region of `threads`. Throws what it has thrown, or a job, when nobody is in a job any more.
+  // Run `calls` in a region of `threads`. Rethrows an exception of `calls` or of a job, after all threads have left the
+  // jobs.
   static void lead(int threads, const std::function<void(Crew&)>& calls);
 
   int threads() const { return threads_; }
-  // Whether this region should end and another one begin: there is no room for the jobs of many calls.
+  // True if the region should end and another region begin, because the jobs of many calls would not fit.
   bool full() const { return made_ + kSpare > kJobs; }
-  // How many jobs there are, and how many of these have ended.
+  // Number of jobs made, and of jobs ended.
   uint32_t made() const { return made_; }
   uint32_t ended() const { return ended_.value(); }
 
   void later(int64_t parts, Part part);
-  // Takes part in the first job that this thread has not seen the end of, if there is one.
+  // Take part in the first job whose end this thread has not seen, if any.
   void advance();
-  // The same for all jobs. Throws what one has thrown.
+  // Take part in all jobs until every job has ended. Rethrows an exception of a job.
   void drain();
   void keep(const Tensor& tensor) { kept_.push_back(tensor); }
 
@@ -105,19 +106,19 @@ class Crew {
   std::vector<Tensor> kept_;
   int threads_ = 1;
   int64_t began_ = 0;
-  uint32_t made_ = 0, at_ = 0;  // the leader's: jobs made, jobs whose end it has seen
-  Gate shown_, ended_;          // jobs that may begin (and kClosed: there will be no more); jobs that have ended
+  uint32_t made_ = 0, at_ = 0;  // of the leader: jobs made; jobs whose end the leader has seen
+  Gate shown_, ended_;          // jobs that may begin (and kClosed: no further jobs); jobs that have ended
   std::atomic<bool> failed_{false};
-  std::exception_ptr failure_;  // written by who set `failed_`, read when all jobs have ended
+  std::exception_ptr failure_;  // written by the thread that set `failed_`; read after all jobs have ended
 };
 
-// Threads for a loop of this thread's.
+// Number of threads for a loop of this thread.
 inline int team() {
   if (const Crew* crew = Crew::current()) return crew->threads();
   return at::in_parallel_region() ? 1 : at::get_num_threads();
 }
 
-// f(begin, end) for parts of 0 .. n - 1 of at least `grain`, which are waited for.
+// Run f(begin, end) for parts of 0 .. n - 1 of at least `grain`, and wait for the end.
 template <class F>
 void spread(int64_t n, int64_t grain, const F& f) {
   if (n <= 0) return;
@@ -141,7 +142,7 @@ void spread(int64_t n, int64_t grain, const F& f) {
   waits.add(2, waited.load() + now_ns() - ended);
 }
 
-// The same, left behind where there is a crew: f owns what it captures.
+// The same as a job if there is a crew: f owns its captures.
 template <class F>
 void spread_later(int64_t n, int64_t grain, const F& f) {
   Crew* crew = Crew::current();
@@ -150,7 +151,7 @@ void spread_later(int64_t n, int64_t grain, const F& f) {
   crew->later(parts, [=](int64_t part) { f(n * part / parts, n * (part + 1) / parts); });
 }
 
-// x with its elements in order. A copy is kept for what is left behind.
+// Return x with elements in order. In a crew, a copy is kept alive for the jobs.
 inline Tensor in_order(const Tensor& x, bool is) {
   if (is) return x;
   Crew* crew = Crew::current();

@@ -1,5 +1,6 @@
-// Schemas of the operators that operators.h and moe.h declare: `torch.ops.weft_cpu`. In one file, as what torch needs
-// for them takes the compiler longer than most kernels. (Program is described in program.cpp, which needs it anyway.)
+// Schemas of the operators declared in operators.h and moe.h: `torch.ops.weft_cpu`. All schemas are in one file,
+// because the torch header takes longer to compile than most kernels. (Program is described in program.cpp, which needs
+// the header anyway.)
 #include "moe.h"
 #include "operators.h"
 
@@ -99,7 +100,7 @@ void describe_products(torch::Library& m) {
 
 using Optional = std::optional<Tensor>;
 
-// Weights of a routed block, as Python holds them.
+// Weights of a routed block, as an object for Python.
 struct MoeWeights : torch::CustomClassHolder {
   template <class... Given>
   explicit MoeWeights(Given... given) : moe(make_moe(std::move(given)...)) {}

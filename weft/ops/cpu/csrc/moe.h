@@ -1,4 +1,4 @@
-// The operators of moe.cpp, and the weights of a routed block for them.
+// Operators of moe.cpp, and the weights of a routed block for these operators.
 #pragma once
 
 #include "common.h"
@@ -12,10 +12,12 @@ namespace weft {
 
 class Moe;
 
-// Weights as packed by `pack` and `pack_int8`; the router's rows are the experts and, with a gated shared expert, its
-// gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring,
-// renormalize, groups, top groups, top2, experts whose matrices are here. numbers: scale, limit, alpha. codings: four
-// numbers (Coding::of) for each of gate_up, down and the shared expert's, zeros where a matrix is not coded.
+// Weights are packed by `pack` and `pack_int8`. Rows of the router are the experts and, with a gated shared expert, the
+// gate of the shared expert.
+// sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring, renormalize,
+//   groups, top groups, top2, number of experts with local matrices.
+// numbers: scale, limit, alpha.
+// codings: four numbers (Coding::of) for each of gate_up, down and the shared expert; zeros for uncoded matrices.
 std::shared_ptr<const Moe> make_moe(
     Tensor router, std::optional<Tensor> router_bias, std::optional<Tensor> correction, std::optional<Tensor> table,
     Tensor gate_up, std::optional<Tensor> gate_up_scales, std::optional<Tensor> gate_up_bias, Tensor down,
@@ -24,7 +26,7 @@ std::shared_ptr<const Moe> make_moe(
     std::optional<Tensor> shared_down_scales, std::vector<int64_t> sizes, std::vector<double> numbers,
     std::vector<int64_t> codings);
 
-int64_t nbytes(const Moe& moe);  // of all its weights
+int64_t nbytes(const Moe& moe);  // bytes of all weights
 
 Tensor moe(const Tensor& given, const std::optional<Tensor>& ids, const Moe& moe);
 std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const std::optional<Tensor>& ids, const Moe& moe);

@@ -1,8 +1,9 @@
-// The operators of `torch.ops.weft_cpu`, by the file that has each; its schema is in library.cpp, its meaning at its
-// definition.
+// Operators of `torch.ops.weft_cpu`, grouped by defining file. Schemas are in library.cpp, documentation at the
+// definitions.
 //
-// Nothing but library.cpp and program.cpp includes torch/library.h, which takes the compiler as long as many a kernel.
-// A new operator: define it outside of unnamed namespaces, declare it here, and give library.cpp its schema.
+// Only library.cpp and program.cpp include torch/library.h, which takes as long to compile as several kernels. To add
+// an operator: define the operator outside of unnamed namespaces, declare the operator here, and add a schema to
+// library.cpp.
 #pragma once
 
 #include "common.h"

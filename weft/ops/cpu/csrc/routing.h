@@ -1,6 +1,6 @@
-// Which experts a token goes to, and with what weights: weft/ops/routing.py says what is computed.
+// Choice of experts and weights for a token; the rule is defined in weft/ops/routing.py.
 //
-// A token is routed alone, by one sequence of operations, from its float32 logits.
+// Each token is routed independently, by one sequence of operations on its float32 logits.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace vec;
 
-constexpr int64_t kMostChosen = 64;  // experts, or groups, that one token may choose
+constexpr int64_t kMostChosen = 64;  // maximum number of experts, or groups, chosen by a token
 
 enum class Scoring : int { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
 
@@ -22,13 +22,13 @@ struct Rule {
   int64_t experts, top_k;
   Scoring scoring;
   bool renormalize;
-  int64_t groups, top_groups;  // groups 1: none
-  bool top2;                   // a group counts by the sum of its best two, else by its best
+  int64_t groups, top_groups;  // groups 1: no groups
+  bool top2;                   // a group counts by the sum of its two best experts, else by its best expert
   float scale;
-  const float* correction;  // [experts] or null: added for the choice alone
+  const float* correction;  // [experts] or null: added to scores for the choice only
 };
 
-// The best of what is shown to it, best first; the first shown of equals. NaN counts as infinite.
+// Keeps the best values shown so far, best first; among equal values, the first one shown wins. NaN counts as infinite.
 struct Best {
   int64_t most, count = 0;
   float values[kMostChosen];
@@ -54,7 +54,7 @@ inline float softplus_root(float x) {
   return std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));
 }
 
-// Scores of all experts; from and to have `n` elements.
+// Compute the scores of all experts. from, to: [n].
 inline void score(const float* from, int64_t n, Scoring scoring, float* to) {
   if (scoring == Scoring::sqrtsoftplus) {
     for (int64_t i = 0; i < n; ++i) to[i] = softplus_root(from[i]);
@@ -78,7 +78,7 @@ inline void score(const float* from, int64_t n, Scoring scoring, float* to) {
   over_lanes(n, [&](int64_t i, int lanes) { store_n(to + i, load_n(to + i, lanes) * inverse, lanes); });
 }
 
-// The groups whose experts may be chosen, in `open` [groups].
+// Write which groups may supply experts into `open` [groups].
 inline void open_groups(const Rule& rule, const float* choice, uint8_t* open) {
   const int64_t size = rule.experts / rule.groups;
   Best best(rule.top_groups);
@@ -91,13 +91,13 @@ inline void open_groups(const Rule& rule, const float* choice, uint8_t* open) {
   for (int64_t i = 0; i < best.count; ++i) open[best.ids[i]] = 1;
 }
 
-// logits [experts] -> ids, weights [top_k]. fixed: ids that are given [top_k], or null. scratch: 2 * experts
-// floats and `groups` bytes.
+// logits [experts] -> ids, weights [top_k]. fixed: given ids [top_k], or null. scratch: 2 * experts floats and `groups`
+// bytes.
 inline void route_token(const Rule& rule, const float* logits, const int64_t* fixed, int32_t* ids, float* weights,
                         float* scratch) {
   const int64_t n = rule.experts, k = rule.top_k;
   const bool by_logit = rule.scoring == Scoring::softmax && !rule.correction && !(rule.groups > 1 && rule.top2);
-  const bool of_chosen = rule.scoring == Scoring::softmax && rule.renormalize;  // a softmax over these alone
+  const bool of_chosen = rule.scoring == Scoring::softmax && rule.renormalize;  // softmax over the chosen experts only
   float *scores = scratch, *corrected = scratch + n;
   if (!by_logit || !of_chosen) score(logits, n, rule.scoring, scores);
   if (fixed) {

@@ -1,7 +1,7 @@
-// Rows of elements, each computed alone: norms, and division over threads.
+// Independent rows of elements: norms, and division of rows over threads.
 //
-// A row's sum of squares is 16 partial sums, one a lane, added by the fixed tree of `reduce_add`. Sizes need not
-// be multiples of 16; absent lanes are 0.
+// The sum of squares of a row consists of 16 partial sums, one per lane, added by the fixed tree of `reduce_add`. Sizes
+// need not be multiples of 16; missing lanes are 0.
 #pragma once
 
 #include "crew.h"
@@ -14,7 +14,7 @@ namespace {
 
 using namespace vec;
 
-// Elements below which waking other threads costs more than it gains.
+// Number of elements below which waking other threads costs more than it gains.
 constexpr int64_t kGrain = 1 << 15;
 
 template <class F>
@@ -24,7 +24,7 @@ void over_rows(int64_t rows, int64_t width, F f) {
   spread(rows, grain, f);
 }
 
-// The same, left behind where there is a crew: f owns what it captures.
+// The same as a job if there is a crew: f owns its captures.
 template <class F>
 void over_rows_later(int64_t rows, int64_t width, F f) {
   spread_later(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), f);
@@ -48,7 +48,7 @@ inline void put(T* p, vf x, int n) {
 
 inline float inverse_rms(float squares, int64_t n, float eps) { return 1.0f / std::sqrt(squares / float(n) + eps); }
 
-// x (+ delta) -> stream, its norm -> normed. stream may be x.
+// Write x (+ delta) to stream, and the norm to normed. stream may be x.
 template <class T, class W>
 void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n, T* stream, T* normed) {
   vf squares = splat(0.0f);
@@ -56,7 +56,7 @@ void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n,
     vf y = take(x + i, lanes);
     if (delta) {
       put(stream + i, y + take(delta + i, lanes), lanes);
-      y = take(stream + i, lanes);  // rounded
+      y = take(stream + i, lanes);  // the rounded value
     }
     squares = fma(y, y, squares);
   });

@@ -1,16 +1,16 @@
-// Memory that the ranks of one host share, and the one thing they do in it: meet.
+// Memory shared by the ranks of one host, with a single operation: a meeting of all ranks.
 //
-//   word       2 * (arrivals of all ranks since the beginning, modulo 2^31) + aborted. Round n is complete when
-//              it has counted n * size arrivals: no rank arrives for round n + 1 before that.
-//   seats      by rank: the round that it arrived for, last
-//   slots      two a rank, used in turn: a note of what the round is about, and `bytes` of data
+//   word       2 * (arrivals of all ranks since the start, modulo 2^31) + aborted. Round n is complete when the word
+//              has counted n * size arrivals: no rank arrives for round n + 1 earlier.
+//   seats      per rank: the last round for which the rank has arrived
+//   slots      two per rank, used alternately: a note about the round, and `bytes` of data
 //
-// A rank writes its slot of round n, arrives, waits until the round is complete, and reads all slots of round n. The
-// slot is written again for round n + 2, after round n + 1 was complete: its arrivals come after all reads of round n.
+// In round n a rank writes its slot, arrives, waits until the round is complete, and reads all slots of round n. The
+// slot is written again for round n + 2, after round n + 1 was complete. The arrivals of round n + 1 come after all
+// reads of round n, so no read is disturbed.
 //
-// Who waits spins briefly (patience.h), then sleeps on `word` (a futex), which the last arrival and an abort change.
-// Sleep ends now and then to look for peers whose process has ended and for the deadline. After an abort nothing works
-// any more.
+// A waiting rank spins briefly (patience.h), then sleeps on `word` (a futex). The last arrival and an abort change
+// `word`. The sleep ends regularly to check for dead peers and for the deadline. After an abort all operations fail.
 #pragma once
 
 #include "common.h"
@@ -36,9 +36,9 @@ namespace weft {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMostRanks = 64;
-constexpr int64_t kLookMs = 50;  // between two looks for peers that have ended
+constexpr int64_t kLookMs = 50;  // milliseconds between two checks for dead peers
 
-// What a rank says of its part of a collective. `begin` is of an exchange: bytes, where what is for each rank begins.
+// Description of a rank's part of a collective. `begin`, for an exchange: byte offset of the data for each rank.
 struct Note {
   uint32_t kind;
   uint32_t dtype;
@@ -58,7 +58,7 @@ inline void pause() {
 
 class Segment {
  public:
-  // `pids`: of each rank's process, in a namespace that all share. `spin`: of waiting without sleep.
+  // `pids`: process of each rank, in a namespace shared by all. `spin`: duration of a wait without sleep.
   Segment(int fd, int rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin)
       : rank(rank), size(int(pids.size())), bytes(bytes), timeout_(timeout), patience_(seconds(spin)) {
     TORCH_CHECK(size > 1 && size <= kMostRanks && rank >= 0 && rank < size, "a segment is for 2 to ", kMostRanks,
@@ -88,20 +88,20 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Begins a collective, of one round or more. Throws where the group has ended.
+  // Begin a collective of one or more rounds. Throws if the group has ended.
   void begin() {
     until_ = Clock::now() + seconds(timeout_);
     TORCH_CHECK(!(head_->word.load(std::memory_order_acquire) & kAborted), kAbortedText);
   }
 
-  // This rank's slot of the round that comes next; another rank's, of the round that is complete.
+  // Slot of this rank for the next round; slot of another rank for the completed round.
   Note& note() { return *at(rank, round_ + 1); }
   char* data() { return reinterpret_cast<char*>(at(rank, round_ + 1)) + kNoteBytes; }
   const Note& note(int peer) const { return *at(peer, round_); }
   const char* data(int peer) const { return reinterpret_cast<const char*>(at(peer, round_)) + kNoteBytes; }
 
-  // Ends writing, and waits for all ranks. Throws, and ends the group, when one is gone or the time is over. A round
-  // that all have arrived for is complete, also when one of them has ended the group since.
+  // End the writes and wait for all ranks. Throws, and ends the group, if a rank is gone or after the deadline. A round
+  // with all arrivals is complete, even if a rank has ended the group since.
   void meet() {
     ++round_;
     const uint32_t complete = round_ * 2 * uint32_t(size);
@@ -115,7 +115,7 @@ class Segment {
     TORCH_CHECK(reached(head_->word.load(std::memory_order_acquire), complete), kAbortedText);
   }
 
-  // From any thread: the group has ended, here and everywhere.
+  // End the group, for all ranks. Callable from any thread.
   void abort() {
     head_->word.fetch_or(kAborted);
     wake();
@@ -168,7 +168,7 @@ class Segment {
     head_->sleepers.fetch_sub(1);
   }
 
-  // Whether the round, or the group, ended before `until`.
+  // Return true if the round, or the group, has ended before `until`.
   bool spin(uint32_t complete, Clock::time_point until) const {
     do {
       for (int turn = 0; turn < 32; ++turn) {

@@ -1,12 +1,12 @@
-// Vectors of 16 floats: AVX-512 where the build has it, or pairs of AVX2's (vector_avx2.h), else the compiler's
-// portable vectors.
+// Vectors of 16 floats: AVX-512 if available in the build, or pairs of AVX2 vectors (vector_avx2.h), else portable
+// vectors of the compiler.
 //
-// Every function computes each lane by one fixed sequence of operations, and the sums over lanes
-// (`reduce_add`) have one fixed tree. So a kernel written with these is invariant if its own order is.
-// `fma` is one rounding but for portable vectors, where it is two: bits differ between builds, never within one.
+// Every function computes each lane by one fixed sequence of operations, and sums over lanes (`reduce_add`) have one
+// fixed tree. So a kernel on these functions is invariant if its own order is. `fma` rounds once, except for portable
+// vectors, where `fma` rounds twice: bits differ between builds, never within a build.
 #pragma once
 
-// GCC 12 takes the undefined operands inside its own intrinsics for mistakes of their callers.
+// GCC 12 reports undefined operands inside its own intrinsics as errors of the callers.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
@@ -30,7 +30,7 @@ using vf = __m512;
 inline vf splat(float x) { return _mm512_set1_ps(x); }
 inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
-// The first n lanes; the others are 0 when loaded and kept in memory when stored.
+// The first n lanes. A load sets the other lanes to 0; a store leaves memory of the other lanes unchanged.
 inline vf load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
 inline void store_n(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
 
@@ -57,22 +57,22 @@ inline void store_n(bf16* p, vf x, int n) {
 }
 
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
-inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }  // likewise
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b if either operand is NaN
+inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }  // b if either operand is NaN
 inline vf vsqrt(vf x) { return _mm512_sqrt_ps(x); }
 inline vf vabs(vf x) { return _mm512_abs_ps(x); }
-// a where the lane's bit is set, else b
+// a where the bit of the lane is set, else b
 inline vf select(uint32_t mask, vf a, vf b) { return _mm512_mask_blend_ps(__mmask16(mask), b, a); }
 inline uint32_t less(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline uint32_t equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
-// The lanes whose word is `low` or more.
+// Lanes with a word of at least `low`.
 inline uint32_t at_least(const uint32_t* p, uint32_t low) {
   return _mm512_cmpge_epu32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(int32_t(low)));
 }
 inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }  // x - floor(x); 0 for infinities
-inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for what exp2v asks
+inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for the arguments of exp2v
 
 #elif !WEFT_AVX2
 
@@ -159,12 +159,12 @@ inline vf scale2(vf x, vf n) {
 
 #endif
 
-// Lane r is row r's, of `count` rows at most kLanes; what the other lanes are nobody knows. Bits of a row are those of
-// `reduce_add` or `reduce_max` of it, whatever the others are.
+// Lane r contains the result of row r, for `count` rows, at most kLanes; other lanes are undefined. The bits of a row
+// equal those of `reduce_add` or `reduce_max` of the row, whatever the other rows contain.
 #if WEFT_AVX512
 template <class Op>
 inline vf across_rows(const float (*rows)[kLanes], Op op) {
-  vf fours[4];  // of rows j, 4 + j, 8 + j, 12 + j: a group of 4 lanes each
+  vf fours[4];  // rows j, 4 + j, 8 + j, 12 + j: a group of 4 lanes each
   for (int j = 0; j < 4; ++j) {
     const vf a = load(rows[j]), b = load(rows[4 + j]), c = load(rows[8 + j]), d = load(rows[12 + j]);
     const vf ab = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

@@ -1,12 +1,12 @@
-// Memory for packed weights: in pages of 2 MB, where the system gives some.
+// Memory for packed weights, in pages of 2 MB where the system supplies such pages.
 //
-// A decode step reads every weight once. In pages of 4 kB that is a miss of the address cache every 4 kB, which under
-// a hypervisor is a walk through two sets of tables: 10 to 15% of the time of a product of one row.
+// A decode step reads every weight once. With pages of 4 kB every page is a TLB miss, and under a hypervisor each miss
+// walks two sets of page tables: 10 to 15% of the time of a product of one row.
 //
-//   region    2 MB aligned; tensors one behind another, as small ones would not fill a page by themselves
+//   region    aligned to 2 MB; tensors one behind another, because small tensors would not fill a page
 //
-// A region is given back with the last tensor in it, and the place of the last tensor in it is taken again when that one
-// is dropped: what is packed to be copied takes no more than one of it. What no tensor lies in takes no memory.
+// A region is unmapped with its last tensor. The place of the newest tensor is reused after the tensor is dropped, so
+// temporary packed copies share one place. Places without a tensor take no memory.
 #pragma once
 
 #include "common.h"
@@ -29,14 +29,14 @@ class WeightRegion {
     all_ = at, mapped_ = bytes + kPage, bytes_ = bytes;
     first_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + kPage - 1) / kPage * kPage);
 #if defined(MADV_HUGEPAGE)
-    madvise(first_, bytes, MADV_HUGEPAGE);  // a kernel without them refuses, and small pages do
+    madvise(first_, bytes, MADV_HUGEPAGE);  // a kernel without huge pages refuses; small pages work too
 #endif
   }
   ~WeightRegion() { munmap(all_, mapped_); }
   WeightRegion(const WeightRegion&) = delete;
   WeightRegion& operator=(const WeightRegion&) = delete;
 
-  // `bytes` of it that nobody else has, or null.
+  // Return `bytes` of unused memory of the region, or null.
   void* take(size_t bytes) {
     const size_t rounded = rounded_up(bytes);
     if (rounded > bytes_ - used_) return nullptr;
@@ -44,7 +44,7 @@ class WeightRegion {
     return first_ + used_ - rounded;
   }
 
-  // Nobody has the `bytes` at `at` any more.
+  // Return the `bytes` at `at` to the region.
   void give(void* at, size_t bytes) {
     if (static_cast<uint8_t*>(at) + rounded_up(bytes) == first_ + used_) used_ -= rounded_up(bytes);
   }
@@ -61,7 +61,7 @@ class WeightRegion {
   size_t mapped_, bytes_, used_ = 0;
 };
 
-// As `empty_tensor` on the CPU. From any thread.
+// Like `empty_tensor` on the CPU. Thread-safe.
 inline Tensor empty_weights(at::IntArrayRef sizes, const at::TensorOptions& options) {
   static std::mutex mutex;
   static std::weak_ptr<WeightRegion> newest;
