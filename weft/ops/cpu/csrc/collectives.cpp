@@ -1,16 +1,17 @@
-// Collectives of ranks on one host, in memory that they share (segment.h).
+// Collectives of ranks on one host, in shared memory (segment.h).
 //
-//   gather      every rank's x, in order of ranks; x has one shape on all of them
-//   exchange    rows: sends[r] of x to rank r, receives[r] from it
-//   sum         of every rank's x, in order of ranks: in float32 or wider, rounded once
+//   gather      x of every rank, in rank order; x has the same shape on all ranks
+//   exchange    rows: sends[r] rows of x to rank r, receives[r] rows from rank r
+//   sum         sum of x over all ranks, in rank order: in float32 or wider, rounded once
 //
-// What is larger than a slot goes in several rounds. Every round, all ranks say what they are in: when that
-// differs, the group ends with an error on each of them. Rings are known by numbers (an object costs Python ten times
-// as much to pass); `ring_close` frees the memory when the last call in it has ended. Calls of one rank come one after
-// the other, from any thread; `abort` may come at any time, and what waits throws.
+// Data larger than a slot takes several rounds. In every round, all ranks describe their collective. If the
+// descriptions differ, the group ends with an error on every rank. Rings are identified by numbers (passing an object
+// from Python takes ten times as long). `ring_close` frees the memory after the last call in the ring has ended. Calls
+// of one rank run one after another, from any thread. `abort` may come at any time; waiting calls then throw.
 //
-// What fails in a collective, and every call after an abort, is a DistError, whoever made the call: a program that
-// replays it (program.cpp) lets it pass. `ring_times` says when a thread's collectives ran, where nobody else can.
+// A failure in a collective, and every call after an abort, is a DistError for every caller, so a program that replays
+// the collective (program.cpp) passes the error on. `ring_times` returns the times of a thread's collectives, also for
+// replayed programs, where the caller cannot measure.
 #include "operators.h"
 #include "segment.h"
 
@@ -23,9 +24,9 @@ namespace {
 
 enum Kind : uint32_t { kGather = 1, kExchange, kSum };
 
-constexpr int64_t kBlock = 512;  // elements that are summed at a time: their wide sums stay in cache
+constexpr int64_t kBlock = 512;  // elements summed at once: their wide sums stay in the cache
 
-// A large sum: each rank sums a part of it. A small one: all ranks sum all of it, in one round.
+// Large sums: each rank sums a part. Small sums: every rank sums everything, in one round.
 constexpr int64_t kOneRound = 1 << 16;
 
 template <class T>
@@ -77,7 +78,7 @@ Adder adder(at::ScalarType dtype) {
   }
 }
 
-// When the collectives of a thread began and ended, while it keeps that: seconds of the clock that Python calls monotonic.
+// Start and end of a thread's collectives, while recording is on: seconds of Python's monotonic clock.
 struct Times {
   bool kept = false;
   std::vector<double> seconds;
@@ -138,7 +139,7 @@ class Ring {
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
     guarded([&] {
-      int64_t longest = 1;  // bytes that any rank sends, known after the first round
+      int64_t longest = 1;  // most bytes sent by any rank, known after the first round
       for (int64_t begin = 0; begin < longest; begin += shared_.bytes) {
         announce(kExchange, x, ends[size]);
         std::copy(ends.begin(), ends.end(), shared_.note().begin);
@@ -181,14 +182,15 @@ class Ring {
  private:
   static int64_t bytes_of(const Tensor& x) { return x.numel() * int64_t(x.element_size()); }
 
-  // Every rank's data of this round, `offset` bytes in.
+  // Data of every rank in this round, from byte `offset` on.
   std::vector<const char*> parts(int64_t offset) const {
     std::vector<const char*> made(shared_.size);
     for (int peer = 0; peer < shared_.size; ++peer) made[peer] = shared_.data(peer) + offset;
     return made;
   }
 
-  // `count` elements are in every slot: sums this rank's share of them, and takes the others' sums in another round.
+  // Every slot contains `count` elements. Sum this rank's share, and receive the sums of the other ranks in another
+  // round.
   void sum_shares(Adder add, int64_t count, int64_t item, const Tensor& x, int64_t total, char* to) {
     const int64_t share = (count + shared_.size - 1) / shared_.size;
     const auto first = [&](int64_t rank) { return std::min(rank * share, count); };
@@ -202,7 +204,8 @@ class Ring {
     }
   }
 
-  // What of `expected` bytes for this rank is in the round that begins `begin` bytes into the peer's rows.
+  // Copy data for this rank from the round that starts at byte `begin` of the peer's rows. `expected`: bytes over all
+  // rounds.
   void take(int peer, const Tensor& x, int64_t begin, int64_t expected, char* to) {
     const Note& note = shared_.note(peer);
     agree(peer, kExchange, x, note.bytes);
@@ -225,7 +228,7 @@ class Ring {
                 bytes);
   }
 
-  // After any error nobody knows what is in the slots: the group ends.
+  // After any error the contents of the slots are unknown, so the group ends.
   template <class Work>
   void guarded(const Work& work) {
     const std::lock_guard<std::mutex> alone(alone_);
@@ -248,7 +251,7 @@ class Ring {
 };
 
 std::mutex rings_lock;
-std::map<int64_t, std::shared_ptr<Ring>> rings;  // numbers are not used again
+std::map<int64_t, std::shared_ptr<Ring>> rings;  // numbers are never reused
 int64_t rings_made = 0;
 
 std::shared_ptr<Ring> find(int64_t number) {
@@ -270,7 +273,7 @@ int64_t ring_open(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t b
 void ring_abort(int64_t number) { find(number)->abort(); }
 
 void ring_close(int64_t number) {
-  std::shared_ptr<Ring> last;  // is unmapped after the lock is let go
+  std::shared_ptr<Ring> last;  // unmapped after the lock is released
   const std::lock_guard<std::mutex> held(rings_lock);
   const auto found = rings.find(number);
   if (found == rings.end()) return;
@@ -278,7 +281,8 @@ void ring_close(int64_t number) {
   rings.erase(found);
 }
 
-// float64 [collectives, 2]: when each of this thread began and ended since the last call. `keep`: from now on.
+// Return float64 [collectives, 2]: start and end of each collective of this thread since the last call. `keep`: record
+// from now on.
 Tensor ring_times(bool keep) {
   Tensor made = empty_tensor({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
   std::copy(times.seconds.begin(), times.seconds.end(), made.mutable_data_ptr<double>());

@@ -1,11 +1,11 @@
-// Entries of groups of positions (DeepSeek-V4, section 2.3), each written by the token that completes its group.
+// Entries of groups of positions (DeepSeek-V4, section 2.3). The token that completes a group writes the entry.
 //
-//   source   of each position, for each group that it has a part in, the latest last: [kv | gate], n elements each
-//   group    channel by channel the sum over its sources of softmax(gate + bias) * kv; then vector by vector
-//            normalized, its last elements rotated as the group's first position, neighbours as pairs
+//   source   of a position, per group that contains the position, the latest group last: [kv | gate], n elements each
+//   group    per channel, the sum over its sources of softmax(gate + bias) * kv; then normalized vector by vector, with
+//            the last elements rotated as the group's first position, neighbours as pairs
 //
-// Nobody on the host looks which groups are complete: positions say it, in here. An entry's bits follow from its
-// sources alone, added oldest first.
+// The host does not know which groups are complete: positions are read here. The bits of an entry depend on its sources
+// alone, added oldest first.
 
 #include "operators.h"
 #include "rows.h"
@@ -15,7 +15,7 @@
 namespace weft {
 namespace {
 
-// A group that is complete: its sources are positions `first` .. of `row`, of which those below 0 are none.
+// A complete group: sources are positions `first` .. of `row`; positions below 0 do not exist.
 struct Complete {
   int64_t row, token, first;
 };
@@ -44,7 +44,7 @@ struct Pool {
   const float* bias;  // [overlap * ratio, size]
   int64_t ratio, overlap, size;
 
-  // The group's `size` elements.
+  // Compute the `size` elements of a group.
   void run(const Complete& group, float* to) const {
     const int64_t count = overlap * ratio, begin = std::max<int64_t>(0, -group.first);
     std::vector<const T*>& lines = scratch();
@@ -72,7 +72,7 @@ struct Pool {
   }
 };
 
-// The last 2 * half elements of x, neighbours as pairs.
+// Rotate the last 2 * half elements of x, neighbours as pairs.
 inline void rotate(float* x, int64_t size, const float* cos, const float* sin, int64_t half) {
   float* at = x + size - 2 * half;
   for (int64_t i = 0; i < half; ++i) {
@@ -84,9 +84,10 @@ inline void rotate(float* x, int64_t size, const float* cos, const float* sin, i
 
 }  // namespace
 
-// sources [blocks, block, overlap * 2 n]; groups [.., n], written; writes int64 [T]: a group's entry goes to that of
-// its last token, divided by ratio. cos, sin float [T, half]: of the first position of the group that a token would
-// complete. bias float [overlap * ratio, n]; norms: float weights of each vector, n elements together.
+// sources: [blocks, block, overlap * 2 n]; groups: [.., n], written; writes: int64 [T], the entry of a group goes to
+// the write of its last token, divided by ratio. cos, sin: float [T, half], of the first position of the group that
+// each token would complete. bias: float [overlap * ratio, n]; norms: float weights of each vector, n elements
+// together.
 void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
                      const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
                      const Tensor& bias, at::TensorList norms, int64_t ratio, int64_t overlap, double eps) {

@@ -24,7 +24,7 @@ int64_t now_ns() {
 
 namespace {
 
-constexpr int64_t kAwake = 15'000;  // ns that a thread waits awake, as docs/adr/0007 has it for regions
+constexpr int64_t kAwake = 15'000;  // spinning time in ns; docs/adr/0007 chooses the same time for regions
 
 thread_local Crew* led = nullptr;
 
@@ -38,8 +38,8 @@ inline void breathe() {
 
 }  // namespace
 
-// A thread that goes to sleep is counted before it looks at the number for the last time, and the number is there
-// before its sleepers are looked at: so one of the two sees the other.
+// A thread is counted as a sleeper before its last look at the number. `open` stores the number before looking at the
+// sleepers. So at least one side sees the other, and no wake-up is lost.
 void Gate::open(uint32_t value) {
   value_.store(value);
   if (sleepers_.load()) syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
@@ -58,11 +58,11 @@ void Gate::wait(uint32_t old) {
   sleepers_.fetch_sub(1);
 }
 
-// What one thread has waited in a region.
+// Waiting time of one thread in a region.
 struct Crew::Waited {
   int64_t meetings = 0, ns = 0;
   ~Waited() { waits.add(meetings, ns); }
-  // Until the gate's number is not `old`.
+  // Wait until the number of the gate differs from `old`.
   void at(Gate& gate, uint32_t old) {
     const int64_t began = now_ns();
     gate.wait(old);
@@ -118,7 +118,7 @@ void Crew::show(uint32_t jobs) {
   if (shown_.value() != jobs) shown_.open(jobs);
 }
 
-// The job made last is shown when another one follows, or when it is waited for: until then it may get tails.
+// The newest job is shown when another job follows, or when a thread waits for the job: until then tails may be added.
 void Crew::later(int64_t parts, Part part) {
   if (parts <= 0) return;
   if (made_ == kJobs) {
@@ -136,7 +136,7 @@ void Crew::later(int64_t parts, Part part) {
 }
 
 void Crew::call(const Part& part, int64_t number) noexcept {
-  if (failed_.load(std::memory_order_acquire)) return;  // what jobs made before may not be there
+  if (failed_.load(std::memory_order_acquire)) return;  // results of earlier jobs may be missing
   try {
     part(number);
   } catch (...) {
@@ -144,7 +144,7 @@ void Crew::call(const Part& part, int64_t number) noexcept {
   }
 }
 
-// Takes parts of a job that is shown, and returns when it has ended.
+// Run parts of a shown job. Returns when the job has ended.
 void Crew::walk(uint32_t number, Waited& waited) {
   Job& job = jobs_[number];
   int64_t did = 0;
@@ -179,7 +179,7 @@ void Crew::advance() {
   if (at_ == made_) return;
   show(made_);
   Waited waited;
-  led = nullptr;  // a part makes no jobs
+  led = nullptr;  // a part must not make jobs
   walk(at_++, waited);
   led = this;
 }
@@ -190,20 +190,20 @@ void Crew::drain() {
   if (failed_.load()) std::rethrow_exception(failure_);
 }
 
-// Ends the jobs and lets the others go.
+// End the jobs and release the other threads.
 void Crew::finish() {
   try {
     drain();
-  } catch (...) {  // thrown before
+  } catch (...) {  // already thrown to the caller
   }
   shown_.open(made_ | kClosed);
 }
 
-// {meetings, nanoseconds waited} since the call before.
+// Return {meetings, nanoseconds waited} since the last call.
 std::vector<int64_t> take_waits() { return {waits.meetings.exchange(0), waits.nanoseconds.exchange(0)}; }
 
-// Whether programs run with a crew from now on, and the bytes of a product that one thread computes. Returns what was of
-// the first. For tests and measurements.
+// Select crews for programs, and the bytes of a product computed by a single thread. Returns the previous selection of
+// crews. For tests and measurements.
 bool set_crews(bool value, int64_t alone) {
   alone_bytes = alone;
   return std::exchange(use_crews, value);

@@ -1,12 +1,12 @@
-// A recorded sequence of operator calls, run without Python: what a decode step of few rows spends most on.
+// A recorded sequence of operator calls, run without Python: calls from Python dominate the time of small decode steps.
 //
-//   registers  values that calls made; a register is emptied by the last call that reads it
-//   call       operator, arguments (constants and registers, in the order of its schema), registers for its results
+//   registers  results of calls; the last call that reads a register empties the register
+//   call       operator, arguments (constants and registers, in schema order), registers for its results
 //
-// Built by weft/runner/programs.py, which writes it down as numbers (`Code` says which): a call across the boundary
-// to Python takes as long as a small operator, and a program has a thousand arguments. A program is one thread's:
-// `run` may not be called by two at a time. If a call throws, the registers are emptied and the exception passes;
-// the program can run again.
+// weft/runner/programs.py builds a program and encodes the program as numbers (`Code`). A call across the boundary to
+// Python takes as long as a small operator, and a program has a thousand arguments. A program belongs to one thread:
+// `run` must not be called concurrently. If a call throws, all registers are emptied and the exception propagates; the
+// program can run again.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -32,20 +32,20 @@ struct Argument {
   int64_t source = kConstant;       // a register, kConstant or kList
   c10::IValue value;                // of a constant
   std::vector<Argument> entries;    // of a list
-  bool optional_entries = false;    // whether the list is one of optional tensors
+  bool optional_entries = false;    // true for a list of optional tensors
 };
 
 struct Call {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
-  std::vector<int64_t> results;  // a register for each, or -1
-  bool list;                     // whether they come as one list of tensors
-  std::vector<int64_t> dead;     // registers that nobody reads after this call
-  bool reads = true;             // whether it reads, when it is called, what calls before have made
+  std::vector<int64_t> results;  // one register per result, or -1
+  bool list;                     // true if the results come as one list of tensors
+  std::vector<int64_t> dead;     // registers without readers after this call
+  bool reads = true;             // true if the call reads results of earlier calls at call time
 };
 
-// Kinds of arguments, each with the numbers that follow it. Where a number is a place, it is one in the lists of
-// values that come with the code.
+// Kinds of arguments. Each kind is followed by the listed numbers. A place is an index into a list of values that comes
+// with the code.
 enum Code : int64_t {
   kNone = 0,
   kTensor = 1,  // place
@@ -54,11 +54,11 @@ enum Code : int64_t {
   kFloat = 4,   // place
   kBool = 5,    // value
   kString = 6,  // place
-  kInts = 7,    // how many, values
-  kType = 8,    // place of a tensor of that type
-  kDevice = 9,  // place of a tensor there
+  kInts = 7,    // count, values
+  kType = 8,    // place of a tensor with the type
+  kDevice = 9,  // place of a tensor on the device
   kObject = 10,  // place
-  kTensors = 11,  // whether they are optional, how many, arguments
+  kTensors = 11,  // 1 for optional tensors, count, arguments
 };
 
 struct Values {
@@ -69,7 +69,8 @@ struct Values {
 
 constexpr int64_t kHeldBytes = 1 << 20;
 
-// Whether an operation reads what it is given, or leaves that to a loop (crew.h). The first make views, or memory.
+// True if an operation reads its arguments at call time. False for views, for allocations, and for operations that
+// leave the reads to a job (crew.h).
 bool reads_memory(const c10::OperatorHandle& op) {
   static const std::set<std::string> later = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
       "aten::_unsafe_view", "weft_cpu::linear", "weft_cpu::linear_coded", "weft_cpu::linear_parts", "weft_cpu::rms_norm",
@@ -83,7 +84,7 @@ bool reads_memory(const c10::OperatorHandle& op) {
          schema.name() == "aten::to";
 }
 
-// Products that ATen divides over threads, which it does not do in a region.
+// Products that ATen divides over threads. ATen does not divide within a parallel region, so no crew is used.
 bool is_heavy(const c10::OperatorHandle& op) {
   static const std::set<std::string> heavy = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm",
       "aten::mv", "aten::addmv", "aten::_scaled_mm", "aten::_int_mm", "aten::convolution", "aten::linear",
@@ -93,12 +94,11 @@ bool is_heavy(const c10::OperatorHandle& op) {
 
 class Program : public torch::CustomClassHolder {
  public:
-  // An object of ours, for kObject: before `load`, in the order of their places.
+  // Add an object for kObject. Call before `load`, in the order of places.
   void object(c10::IValue value) { objects_.push_back(std::move(value)); }
 
-  // operators: "name.overload" of each that is called. code: for each call its operator's place there, how many
-  // arguments and those, how many results and the register of each (-1: nobody's), how many registers nobody reads
-  // after it and those.
+  // operators: "name.overload" of each called operator. code: per call, the place of its operator, argument count and
+  // arguments, result count and a register per result (-1: unused), count and list of registers without later readers.
   void load(std::vector<std::string> operators, std::vector<int64_t> code, std::vector<Tensor> tensors,
             std::vector<double> floats, std::vector<std::string> strings) {
     const Values values{std::move(tensors), std::move(floats), std::move(strings)};
@@ -221,12 +221,12 @@ class Program : public torch::CustomClassHolder {
     return made;
   }
 
-  // The same where calls leave loops behind: what nobody reads any more is held until these have ended.
+  // The same in a crew: values without further readers are kept until the jobs that may use the values have ended.
   void run_call(const Call& call, Crew& crew) {
     if (call.reads) crew.drain();
     make(call);
     const uint32_t jobs = crew.made();
-    for (size_t i = 0; i < std::min(call.results.size(), stack_.size()); ++i)  // none of what returns nothing
+    for (size_t i = 0; i < std::min(call.results.size(), stack_.size()); ++i)  // a call may return nothing
       if (call.results[i] < 0) hold(std::move(stack_[i]), jobs);
     for (int64_t number : call.dead) hold(std::move(registers_[number]), jobs), registers_[number] = c10::IValue();
     while (!held_.empty()) {
@@ -243,7 +243,7 @@ class Program : public torch::CustomClassHolder {
 
   struct Held {
     c10::IValue value;
-    uint32_t jobs;  // that may use it
+    uint32_t jobs;  // number of jobs that may use the value
     int64_t bytes;
   };
 
@@ -254,7 +254,7 @@ class Program : public torch::CustomClassHolder {
     held_bytes_ += bytes;
   }
 
-  // The tensors of the list on the stack, instead of it.
+  // Replace the list of tensors on the stack by its tensors.
   void spread(const Call& call) {
     const c10::List<Tensor> made = stack_.at(0).toTensorList();
     TORCH_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(),
@@ -280,7 +280,7 @@ class Program : public torch::CustomClassHolder {
 
   std::vector<Call> calls_;
   std::vector<c10::IValue> objects_;
-  std::span<const int64_t> code_;  // what is left of it, in `load`
+  std::span<const int64_t> code_;  // rest of the code, during `load`
   std::vector<c10::IValue> registers_;
   torch::jit::Stack stack_;
   bool crewed_ = true;
