@@ -1,6 +1,6 @@
-// Attention over tiles of keys: packing, engines, states, and the worker that takes a piece over its tiles.
+// Attention over tiles of keys: packing, engines, states, and the worker that processes the tiles of a piece.
 //
-//   piece    up to kRows rows of one sequence that share keys and values; a row is a (query, head) pair
+//   piece    up to kRows rows of one sequence with common keys and values; a row is a (query, head) pair
 //
 //              keys      0        64       128      192      256   ...    absolute positions
 //                        |--tile--|--tile--|--tile--|--tile--|--
@@ -11,35 +11,36 @@
 //   p+1 h1 /             |########|########|####----|        |
 //   p+2 h0 ...
 //
-//   tile     K and V of 64 keys are packed once a piece (K transposed, both with neighbours in K's reduction
-//            side by side), then each row block does   scores = Q K^T,   online softmax,   O = O * alpha + P V
-//   split    its own maximum, sum and O; splits are merged in order into the row's state
+//   tile     K and V of 64 keys are packed once per piece (K transposed, both with neighbours in K's reduction
+//            side by side). Then each row block computes   scores = Q K^T,   online softmax,   O = O * alpha + P V
+//   split    has its own maximum, sum and O; splits are merged in order into the state of the row
 //
 // Invariants.
-//   * A row's bits depend on its own query and the keys and values it sees: each element is one sequence of
-//     operations over absolute tiles and splits, whatever row block it is computed in (`gemm` keeps one order
-//     over its reduction for every number of rows). A tile that a row sees nothing of leaves its state as it
-//     was, up to the sign of zero and numbers below 2^-126, and `finish` writes both as +0.
-//   * A long row may be divided among threads at splits, or its keys come in several calls of `run` that each
-//     begin at a split (`Piece::carry`): the merges are the same sequence either way.
-//   * Masked keys never enter: positions that no query of the piece sees are packed as zeros, and where a piece's
-//     values that only some queries see are not finite, each query gets a tile of its own (`exact_tile`).
-//   * Two merged empty states give 0 and -inf.
+//   * The bits of a row depend on its own query and on the visible keys and values. Each element is one sequence of
+//     operations over absolute tiles and splits, in any row block (`gemm` keeps one order over its reduction for every
+//     number of rows). A tile without visible keys leaves the state of a row unchanged, up to the sign of zero and
+//     numbers below 2^-126; `finish` writes both as +0.
+//   * A long row may be divided among threads at splits, or its keys may come in several calls of `run` that each begin
+//     at a split (`Piece::carry`): the merges are the same sequence in each case.
+//   * Masked keys never enter. Positions invisible to all queries of a piece are packed as zeros. If values visible to
+//     only some queries are not finite, each query gets a separate tile (`exact_tile`).
+//   * Merging two empty states gives 0 and -inf.
 //
-// Engines: Amx (tiles, amx.h), DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen's,
-// where the kernel keeps AMX from us). They differ in bits; one engine serves all calls of a process.
+// Engines: Amx (tiles, amx.h), DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen,
+// where the operating system does not permit AMX to this code). The engines differ in bits; one engine serves all calls
+// of a process.
 //
-// A SCENE says what is attended to. It has
+// A SCENE describes the operands of the attention. A scene has
 //
-//   T                        of lines and outputs
-//   key, rest, value         elements of a key's two parts, which may lie apart (rest may be 0), and of a value;
+//   T                        dtype of lines and outputs
+//   key, rest, value         elements of the two parts of a key, which may be apart (rest may be 0), and of a value;
 //                            multiples of 16
-//   group, window, scale     rows of a query in a piece; keys that a query sees, 0 for all; of scores, times log2(e)
-//   pack_q<E>(piece, to)     the piece's rows, [rows, key + rest]
+//   group, window, scale     rows per query in a piece; number of visible keys, 0 for all; score scale, times log2(e)
+//   pack_q<E>(piece, to)     writes the rows of the piece, [rows, key + rest]
 //   point(lines, piece, tile, low, high)
-//                            where the keys and values of positions low .. high of a tile are, others `kZeros`
-//   copied                   elements of memory that `point` wants for each key of a tile, `Lines::copies`; 0 for none
-//   out(piece, row)          where `value` elements of a row go
+//                            sets the addresses of keys and values for positions low .. high of a tile; others `kZeros`
+//   copied                   elements of memory per key of a tile for `point`, `Lines::copies`; 0 for none
+//   out(piece, row)          returns the address of `value` output elements of a row
 #pragma once
 
 #include "amx.h"
@@ -62,16 +63,16 @@ constexpr int kTile = 64;
 constexpr int kSplit = 512;
 constexpr int kRows = 192;
 constexpr int kMaxDim = 1024;
-constexpr int kFetchRows = 32;  // pieces of more rows compute long enough on a tile to need no prefetch
-constexpr int kStep = 12;  // rows whose softmax is computed together; at most kLanes
-// Keys * rows of 128 elements (key and value) below which waking other threads costs more than it gains.
+constexpr int kFetchRows = 32;  // pieces of more rows compute long enough on a tile, so need no prefetch
+constexpr int kStep = 12;  // rows of one softmax computation; at most kLanes
+// Keys * rows of 128 elements (key and value), below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 13;
 
 alignas(64) const uint32_t kZeros[kMaxDim] = {};
 
 // ---- packing ----
 
-// Columns of 16 rows of 16 words: to[c * kTile + r] = rows[r][c], for the first `columns`.
+// Transpose 16 rows of 16 words: to[c * kTile + r] = rows[r][c], for the first `columns` columns.
 #if WEFT_AVX512
 inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
   const __mmask16 mask = __mmask16((1u << columns) - 1);
@@ -87,7 +88,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
     a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
     a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
   }
-  // a[4 g + c] holds, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
+  // a[4 g + c] contains, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
   for (int c = 0; c < 4; ++c) {
     b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);        // lane groups 0, 2
     b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);    // 1, 3
@@ -110,7 +111,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
   }
 }
 #elif WEFT_AVX2
-// Columns of 8 rows of 8 words.
+// Transpose 8 rows of 8 words.
 inline void transpose_8(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
   __m256 a[8], b[8];
   for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));
@@ -124,7 +125,7 @@ inline void transpose_8(const uint32_t* const* rows, int64_t offset, uint32_t* t
     a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44);
     a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xee);
   }
-  // a[4 g + c] holds, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
+  // a[4 g + c] contains, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
   for (int c = 0; c < 4; ++c) {
     float* at = reinterpret_cast<float*>(to + c * kTile);
     _mm256_storeu_ps(at, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
@@ -148,7 +149,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
 
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// kTile rows of `words` words -> [words, kTile]. Memory is asked for the same part of the rows in `ahead`, if any.
+// Transpose kTile rows of `words` words -> [words, kTile]. Prefetches the same part of the rows in `ahead`, if any.
 inline void transpose(const uint32_t* const* rows, const uint32_t* const* ahead, int words, uint32_t* to) {
   for (int r = 0; r < kTile; r += 16)
     for (int c = 0; c < words; c += 16) {
@@ -158,7 +159,7 @@ inline void transpose(const uint32_t* const* rows, const uint32_t* const* ahead,
     }
 }
 
-// Rows a and b of dim elements -> dim pairs (a's element in the low half).
+// Interleave rows a and b of dim elements -> dim pairs (the element of a in the low half).
 inline void interleave(const uint16_t* a, const uint16_t* b, int dim, uint16_t* to) {
   int d = 0;
 #if WEFT_AVX512
@@ -177,7 +178,7 @@ inline void interleave(const uint16_t* a, const uint16_t* b, int dim, uint16_t* 
   }
 }
 
-// Keeps x in a register: without it the compiler loads a line again for every row.
+// Keep x in a register: otherwise the compiler loads a line again for every row.
 inline void hold(vf& x) {
 #if WEFT_AVX512
   asm("" : "+v"(x));
@@ -188,10 +189,10 @@ inline void hold(vf& x) {
 
 // ---- engines ----
 //
-// `elem` is what packed operands hold. gemm: C[m, n] = A[m, k] B[k, n], or C[i] * alpha[i] + that, where B's
-// rows come in groups of elements that share a word, and row strides of A are in elements.
+// `elem` is the element type of packed operands. gemm: C[m, n] = A[m, k] B[k, n], or C[i] * alpha[i] + A B. Rows of B
+// come in groups of elements that share a word. Row strides of A are in elements.
 
-// C = (C * alpha) + A B for R rows and 16 N columns, all accumulators in registers.
+// C = (C * alpha) + A B for R rows and 16 N columns, with all accumulators in registers.
 template <class E, int R, int N>
 inline void micro(int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c,
                   int64_t ldc, const float* alpha) {
@@ -236,8 +237,8 @@ inline void micro_rows(int rows, int words, const uint32_t* a, int64_t lda, cons
 
 template <class E>
 struct Registers {
-  // Rows of a block, whose softmax is computed together, and of the register tile; blocks begin at multiples of
-  // kAligned rows.
+  // Rows of a block (one softmax computation), and rows of the register tile. Blocks begin at multiples of kAligned
+  // rows.
   static constexpr int kBlock = WEFT_AVX512 ? 12 : 6, kTileRows = 6, kAligned = 1;
 
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
@@ -259,7 +260,7 @@ struct Registers {
   static void tile(int m, int n, int words, const uint32_t* left, int64_t lda, const uint32_t* right, float* c,
                    const float* alpha) {
     int at = 0;
-    // What 16 registers of 8 floats hold: 12 of sums. One row has 64 columns, so that its sums are 8 chains.
+    // 16 registers of 8 floats have room for 12 registers of sums. A single row takes 64 columns: 8 independent chains.
     if (WEFT_AVX2 && m > 1) {
       for (; at + 32 <= n && m <= 3; at += 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
       for (; at < n; at += 16) micro_rows<E, 1>(m, words, left, lda, right + at, n, c + at, n, alpha);
@@ -272,7 +273,7 @@ struct Registers {
   }
 };
 
-// bf16 operands in pairs, as VDPBF16PS and AMX take them.
+// bf16 operands in pairs, in the layout of VDPBF16PS and AMX.
 struct PackBf16 {
   using elem = bf16;
   static constexpr int kWide = 2;
@@ -308,17 +309,17 @@ struct DotBf16 : PackBf16, Registers<DotBf16> {
 };
 #endif
 
-// ATen's micro-kernels, which use AMX where there is one.
+// Micro-kernels of ATen, which use AMX if available.
 struct Brgemm : PackBf16 {
   static constexpr int kBlock = 96, kAligned = 16;
 
-  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  // Without `exact`, also computes (and adds to) rows of c beyond m, up to the next multiple of 16.
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
                    bool exact) {
     if (alpha)
       for (int r = 0; r < m; ++r)
         for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
-    // Few different shapes, because each is compiled at its first use.
+    // Few different shapes, because ATen compiles each shape at its first use.
     const int rows = exact ? m : m <= 4 ? 4 : (m + 15) / 16 * 16;
     at::native::cpublas::brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a),
                                 static_cast<const bf16*>(b), c);
@@ -330,7 +331,7 @@ struct Brgemm : PackBf16 {
 struct Amx : PackBf16 {
   static constexpr int kBlock = 96, kAligned = amx::kTileRows;
 
-  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  // Without `exact`, also computes (and adds to) rows of c beyond m, up to the next multiple of 16.
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
                    bool exact) {
     if (alpha)
@@ -348,7 +349,7 @@ struct Amx : PackBf16 {
   static void release() { amx::release(); }
 
  private:
-  // R tiles of `each` rows.
+  // Process R tiles of `each` rows.
   template <int R>
   static void rows(int each, int n, int k, const bf16* a, int64_t lda, const bf16* b, float* c, bool add) {
     amx::configure(each);
@@ -389,7 +390,7 @@ struct Amx : PackBf16 {
 };
 #endif
 
-// Products in float of anything that widens to it. P is still rounded to T.
+// Products in float of any type that widens to float. P is still rounded to T.
 template <class T>
 struct Wide : Registers<Wide<T>> {
   using elem = float;
@@ -426,27 +427,27 @@ inline int64_t lowest(int64_t position, int window) {
 }
 
 struct Piece {
-  int32_t row, head;          // sequence; whatever the scene calls heads
-  int32_t token, queries;     // first query in the segment
-  int64_t position;           // of the first query
-  int64_t low, high;          // keys to attend to: those that some query sees, or a part of them from a split on
-  int64_t partial = -1;       // of the first split's state, if divided
-  int64_t base = 0;           // the scene's
-  float* carry = nullptr;     // the state between parts; null where there is one
-  bool first = true, last = true;  // part of the keys
+  int32_t row, head;          // sequence; head index as defined by the scene
+  int32_t token, queries;     // first query in the segment; number of queries
+  int64_t position;           // position of the first query
+  int64_t low, high;          // range of keys: visible to some query; may start at a later split
+  int64_t partial = -1;       // index of the first split's state, if divided
+  int64_t base = 0;           // used by the scene
+  float* carry = nullptr;     // state carried between parts; null for a single part
+  bool first = true, last = true;  // true for the first and the last part of the keys
 
   int first_split() const { return int(low / kSplit); }
   int splits() const { return int((high - 1) / kSplit) + 1 - first_split(); }
   int64_t cost(int group) const { return (high - low) * (queries * group + 8); }
 };
 
-// A piece, or one split of it.
+// A piece, or one split of a piece.
 struct Item {
   int32_t piece, split;  // -1: all splits
   int64_t cost;
 };
 
-struct State {  // of kRows rows: maximum (in powers of two), sum of weights, weighted sum of values
+struct State {  // kRows rows: maximum (in powers of two), sum of weights, weighted sum of values
   float *m, *l, *o;
   static int64_t floats(int dim) { return kRows * (dim + 2); }
   static State at(float* memory) { return {memory, memory + kRows, memory + 2 * kRows}; }
@@ -459,7 +460,7 @@ struct State {  // of kRows rows: maximum (in powers of two), sum of weights, we
 
 inline vf finite_or_zero(vf m) { return select(equal(m, splat(-kInf)), splat(0.0f), m); }
 
-// Adds state `from` to `to`. Two empty states stay empty: 0 and -inf.
+// Merge state `from` into `to`. Two empty states stay empty: 0 and -inf.
 inline void merge(const State& to, const State& from, int rows, int dim) {
   alignas(64) float keep[kRows], add[kRows];
   for (int i = 0; i < rows; i += kLanes) {
@@ -496,7 +497,7 @@ class Arena {
   void* memory_;
 };
 
-// Memory of one thread, kept between calls: `at_least` bytes of it, until it is asked for again.
+// Memory of one thread, kept between calls. The result of `at_least` is valid until the next call.
 class Kept {
  public:
   char* at_least(size_t bytes) {
@@ -512,13 +513,13 @@ class Kept {
   std::unique_ptr<Arena> arena_;
 };
 
-// Where the keys and values of a tile are.
+// Addresses of the keys and values of a tile.
 template <class T>
 struct Lines {
   const Piece* piece = nullptr;
   int64_t tile = 0;
   const T *k[kTile], *rest[kTile], *v[kTile];
-  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines that the cache has in another form
+  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines stored in another form in the cache
 
   void zero(int at) { k[at] = rest[at] = v[at] = reinterpret_cast<const T*>(kZeros); }
 };
@@ -560,7 +561,7 @@ class Worker {
   }
   ~Worker() { E::release(); }
 
-  // All splits of a piece, to the output. `next`, if any, is what this thread does afterwards.
+  // Process all splits of a piece and write the output. `next`: the following piece of this thread, for prefetching.
   void whole(const Piece& piece, const Piece* next) {
     begin(piece);
     const State total = piece.carry ? State::at(piece.carry) : total_;
@@ -573,13 +574,13 @@ class Worker {
     if (piece.last) finish(piece, total);
   }
 
-  // One split of a piece, to `state`.
+  // Process one split of a piece into `state`.
   void part(const Piece& piece, int number, const State& state) {
     begin(piece);
     split(piece, piece.first_split() + number, state, nullptr);
   }
 
-  // Merges the states of all splits, in order, into the output.
+  // Merge the states of all splits, in order, and write the output.
   void join(const Piece& piece, float* states) {
     rows_ = piece.queries * s_.group;
     State total = State::at(states);
@@ -598,7 +599,7 @@ class Worker {
     s_.template pack_q<E>(piece, q_);
   }
 
-  // The tile's lines become `lines_`; those of the tile after it are looked up for `pack` to fetch.
+  // Set `lines_` to the lines of the tile. Look up the lines of the following tile, so that `pack` can prefetch.
   bool turn(const Piece& piece, int64_t tile, const Piece* next, int64_t next_tile) {
     if (ahead_.piece == &piece && ahead_.tile == tile)
       std::swap(lines_, ahead_);
@@ -614,13 +615,13 @@ class Worker {
     lines.tile = tile;
   }
 
-  // One split into `state`, which is cleared first. `next`: the piece whose tiles this thread reads next.
+  // Process one split into `state`, which is cleared first. `next`: piece of the following tiles of this thread.
   void split(const Piece& piece, int number, const State& state, const Piece* next) {
     state.clear(rows_, s_.value);
     const int64_t begin = std::max<int64_t>(int64_t(number) * kSplit, piece.low / kTile * kTile);
     const int64_t end = std::min<int64_t>(int64_t(number + 1) * kSplit, piece.high);
     const int64_t last = piece.position + piece.queries - 1;
-    // Blocks of like size: 8 rows are 4 + 4 and not 6 + 2.
+    // Blocks of similar size: 8 rows are 4 + 4, not 6 + 2.
     const int blocks = (rows_ + E::kBlock - 1) / E::kBlock;
     const int most = ((rows_ + blocks - 1) / blocks + E::kAligned - 1) / E::kAligned * E::kAligned;
     if (rows_ > kFetchRows) next = nullptr;
@@ -654,7 +655,7 @@ class Worker {
     return true;
   }
 
-  // A tile with values that are not finite, which some queries see and others do not.
+  // Process a tile with non-finite values that are visible to some queries only.
   void exact_tile(const Piece& piece, int64_t tile, const State& state) {
     for (int t = 0; t < piece.queries; ++t) {
       const int64_t position = piece.position + t;
@@ -665,7 +666,7 @@ class Worker {
     }
   }
 
-  // Rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are live, too.
+  // Process rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are in use.
   void block(const Piece& piece, int64_t tile, const State& state, int row, int count, bool exact = false) {
     const int64_t first = piece.position + row / s_.group, last = piece.position + (row + count - 1) / s_.group;
     if (tile > last || tile + kTile <= lowest(first, s_.window)) return;
@@ -678,7 +679,7 @@ class Worker {
     E::gemm(count, s_.value, kTile, p_, kTile, v_, state.o + int64_t(row) * s_.value, alpha, exact);
   }
 
-  // The keys of the tile that a row sees, as bits.
+  // Return the keys of the tile visible to a row, as bits.
   uint64_t visible(const Piece& piece, int64_t tile, int row) const {
     const int64_t position = piece.position + row / s_.group;
     const int64_t low = std::max<int64_t>(lowest(position, s_.window) - tile, 0);
@@ -687,7 +688,7 @@ class Worker {
     return (~uint64_t(0) >> (kTile - (high - low))) << low;
   }
 
-  // Scores to weights, and the state's maximum and sum; `alpha` is what the state's o must be scaled by.
+  // Turn scores into weights, update maximum and sum of the state, and write the factor `alpha` for the state's o.
   void softmax(const Piece& piece, int64_t tile, const State& state, int row, int count, bool masked, float* s,
                elem* p, float* alpha) {
     alignas(64) float base[kLanes];
@@ -746,10 +747,10 @@ class Worker {
 
 // ---- all pieces ----
 
-// For so many keys * rows of `elements` each.
+// Threads for `work` keys * rows of `elements` elements each.
 inline int threads_for(int64_t work, int64_t elements) { return work * elements < 128 * kAlone ? 1 : team(); }
 
-// All that the threads of one call share. The scene is a copy: what it refers to must live as long.
+// Data shared by the threads of one call. The scene is a copy; its referents must outlive the call.
 template <class E, class S>
 class Attending {
  public:
@@ -773,7 +774,7 @@ class Attending {
     memory_ = std::make_unique<Arena>(size_t(states * floats()) * sizeof(float));
   }
 
-  // What one thread does: pieces and parts of pieces; then, when all threads have done that, parts are joined.
+  // Work of one thread: pieces and splits of pieces. `join` runs after all threads have finished `attend`.
   void attend() {
     take(next_, int64_t(items_.size()), [&](Worker<S, E>& worker, int64_t i, int64_t after) {
       const Piece& piece = pieces_[items_[i].piece];
@@ -793,7 +794,7 @@ class Attending {
   int threads;
 
  private:
-  // Every thread takes items until none is left.
+  // Take items until no item is left.
   template <class F>
   void take(std::atomic<int64_t>& next, int64_t items, F f) {
     Worker<S, E> worker(scene_);
@@ -813,7 +814,7 @@ class Attending {
   std::atomic<int64_t> next_{0}, next_joined_{0};
 };
 
-// May be left behind.
+// In a crew, the work is left as jobs.
 template <class E, class S>
 void run_later(const S& scene, std::vector<Piece>&& pieces) {
   const auto all = std::make_shared<Attending<E, S>>(scene, std::move(pieces));
@@ -834,7 +835,7 @@ void run(const S& scene, std::vector<Piece>& pieces) {
 
 // ---- rows of a segment ----
 
-// What a segment's rows are: q_offsets int32 [R + 1], starts int64 [R], table int64 [R, W].
+// Rows of a segment: q_offsets int32 [R + 1], starts int64 [R], table int64 [R, W].
 struct Rows {
   const int32_t* offsets;
   const int64_t* starts;
@@ -849,7 +850,7 @@ struct Rows {
             table.size(1), block};
   }
 
-  // Every table entry that will be read names a block of the cache.
+  // Check that every table entry to be read names a block of the cache. Throws.
   void check(int64_t tokens, int64_t blocks, int window) const {
     TORCH_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
     for (int64_t row = 0; row < count; ++row) {
@@ -865,7 +866,7 @@ struct Rows {
     }
   }
 
-  // Pieces of at most `most` queries, in the order of their tokens; each once for every one of `heads`.
+  // Cut rows into pieces of at most `most` queries, in token order, each repeated for every one of `heads`.
   std::vector<Piece> cut(int most, int heads, int window) const {
     std::vector<Piece> pieces;
     for (int64_t row = 0; row < count; ++row) {
@@ -880,7 +881,7 @@ struct Rows {
     return pieces;
   }
 
-  // Calls f(place in the tile, block id, offset in it, count) for positions low .. high of a tile.
+  // Call f(place in the tile, block id, offset in the block, count) for positions low .. high of a tile.
   template <class F>
   void blocks(int64_t row, int64_t tile, int64_t low, int64_t high, F f) const {
     const int64_t* ids = table + row * table_width;
@@ -892,7 +893,7 @@ struct Rows {
   }
 };
 
-// Lines of a tile: zeros outside low .. high; for the rest put(place in the tile, block id, offset, count).
+// Set the lines of a tile: zeros outside low .. high; inside call put(place in the tile, block id, offset, count).
 template <class T, class F>
 inline void point_lines(const Rows& rows, Lines<T>& lines, int64_t row, int64_t tile, int64_t low, int64_t high,
                         F put) {
@@ -912,7 +913,7 @@ inline int64_t best_engine() {
   return WEFT_AVX512_BF16 ? kDot : kWideEngine;
 }
 
-// go(T(), E()) with the element type and the engine.
+// Call go(T(), E()) with the element type and the engine.
 template <class F>
 void with_engine(at::ScalarType type, int64_t engine, F go) {
   if (engine == kAuto) engine = best_engine();

@@ -3,29 +3,32 @@
 //   out[t] = round( sum_j weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t]) )        in top-k order
 //   expert(x) = down( round( activation(gate(x)) * up(x) ) )
 //
-//   slots      a token and one of its chosen experts; sorted by expert, so that an expert's are neighbours
-//   phases     1  router logits, and the gated half of the shared expert, which waits for no router
-//              2  ids and weights of each token; slots sorted
+//   slots      pairs of a token and a chosen expert, sorted by expert, so that the slots of an expert are neighbours
+//   phases     1  router logits, and the gated half of the shared expert, which does not depend on the router
+//              2  ids and weights of each token; sorting of slots
 //              3  the gated half of the experts           -> act  [slots, n]
 //              4  the other half of experts and shared    -> made [slots, hidden], float32
 //              5  combination
-// Where ranks divide the experts, a layer is made of parts of this, between which rows travel (weft/moe/parallel.py):
 //
-//   moe_route    phases 1 and 2 of tokens: their experts, weights, and the shared expert's gate
-//   moe_part     phases 3 and 4 of the experts that are here, for pairs of token and place; a place is an expert's number
-//                among those, or -1: elsewhere. Out comes each expert by itself, or their weighted sum in top-k order.
+// If ranks divide the experts, a layer consists of parts of the block, with an exchange of rows between the parts
+// (weft/moe/parallel.py):
+//
+//   moe_route    phases 1 and 2: experts, weights, and gate of the shared expert, per token
+//   moe_part     phases 3 and 4 of the local experts, for pairs of token and place. A place is the number of a local
+//                expert, or -1 for an expert of another rank. Returns the output of each expert, or their weighted sum
+//                in top-k order.
 //   moe_shared   the shared expert
-//   moe_finish   phase 5, of what all ranks' experts made
+//   moe_finish   phase 5 on the outputs of all ranks' experts
 //
-// An expert by itself is float32, not rounded: added to other ranks' zeros it gives moe_finish what phase 5 of the
-// whole block has, and so the same bits.
+// The output of a single expert is float32, not rounded. Added to zeros of other ranks, the output gives moe_finish the
+// same input as phase 5 of the whole block, and so the same bits.
 //
-//   item       some rows of one matrix by some of its blocks, of about equal cost: threads take the next one that
-//              is left. One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
+//   item       some rows of one matrix by some of its blocks, of about equal cost: each thread takes the next free
+//              item. One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
 //
-// INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations
-// on that token's values (gemm_block.h, routing.h), whatever item and thread they fall to. Sums are float32 and are
-// rounded twice: between the halves of an expert, and at the end.
+// INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations on the
+// token's values (gemm_block.h, routing.h), for any item and thread. Sums are float32 and are rounded twice: between
+// the halves of an expert, and at the end.
 #include "crew.h"
 #include "gemm_block.h"
 #include "moe.h"
@@ -41,18 +44,18 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed one part after the other
+constexpr int64_t kMadeBytes = 32 << 20;  // maximum bytes of `made`: more tokens are computed part by part
 constexpr int64_t kItemsPerThread = 8;
-constexpr int64_t kFewTokens = 16;  // not worth dividing in phases 2 and 5
-constexpr int64_t kColumns = 1024;  // of an item of phase 5
-constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines sooner than others come
+constexpr int64_t kFewTokens = 16;  // too few to divide in phases 2 and 5
+constexpr int64_t kColumns = 1024;  // columns of an item of phase 5
+constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines before other threads would arrive
 
 using Optional = std::optional<Tensor>;
 
-// Matrices of one shape, packed one after another: those of all experts, or one.
+// Matrices of one shape, packed one after another: matrices of all experts, or a single matrix.
 struct Matrix {
-  // [matrices, blocks, steps, 32, depth], or coded [matrices, blocks, bytes]; float32 [matrices, rows]: scales of int8,
-  // factors of codes; x's [matrices, rows]
+  // packed: [matrices, blocks, steps, 32, depth], or coded [matrices, blocks, bytes]. scales: float32 [matrices, rows],
+  // scales of int8 or factors of codes. bias: [matrices, rows] in the dtype of x.
   Optional packed, scales, bias;
   Layout layout{0, 0, false};
   int64_t matrices = 0;
@@ -66,10 +69,10 @@ enum class Kind : uint8_t { router, shared_up, up, down, shared_down };
 struct Item {
   Kind kind;
   int32_t expert;
-  int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens of the router and the shared expert
+  int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens for the router and the shared expert
 };
 
-// Memory that stays from call to call; a new call overwrites it.
+// Memory kept between calls; a new call overwrites the contents.
 class Scratch {
  public:
   void begin(int64_t bytes) {
@@ -189,14 +192,14 @@ class Moe {
 
 namespace {
 
-// What a pass over some tokens makes of their experts, whose places in `up` and `down` are given: [tokens, top_k].
+// Output of a pass over tokens with given experts. places: [tokens, top_k], indices into `up` and `down`, or -1.
 struct Part {
   const int64_t* places;
-  const float* scales;  // [tokens, top_k], for sums; or null
-  void* out;            // x's dtype [tokens, hidden]: sums; or float32 [tokens, top_k, hidden]
+  const float* scales;  // [tokens, top_k] to return sums, or null
+  void* out;            // sums [tokens, hidden] in x's dtype, or float32 [tokens, top_k, hidden]
 };
 
-// One call, or a part of its tokens. F: the format of the experts' weights.
+// One call, or a part of its tokens. F: format of the experts' weights.
 template <class F>
 class Pass {
   using X = typename F::X;
@@ -218,7 +221,7 @@ class Pass {
     shared_made_ = scratch.take<float>(moe.shared ? tokens * moe.hidden : 0);
   }
 
-  // Experts, weights and, with a gated shared expert, its gate, of each token.
+  // Write experts, weights and, with a gated shared expert, the gate, for each token.
   static void run_route(const std::shared_ptr<Pass>& pass, int64_t* chosen, float* weights, float* gates) {
     Pass& p = *pass;
     p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
@@ -231,7 +234,7 @@ class Pass {
     settle();
   }
 
-  // The experts that are here, of pairs chosen before.
+  // Run the local experts for given pairs of token and place.
   static void run_part(const std::shared_ptr<Pass>& pass, const Part& part) {
     Pass& p = *pass;
     for (int64_t slot = 0; slot < p.slots_; ++slot) p.chosen_[slot] = int32_t(part.places[slot]);
@@ -246,7 +249,7 @@ class Pass {
     settle();
   }
 
-  // The shared expert: float32 [tokens, hidden].
+  // Run the shared expert: float32 [tokens, hidden].
   static void run_shared(const std::shared_ptr<Pass>& pass, float* out) {
     Pass& p = *pass;
     p.shared_made_ = out;
@@ -266,7 +269,7 @@ class Pass {
            Scratch::need<float>(slots * moe.hidden) + Scratch::need<float>(moe.shared ? tokens * moe.hidden : 0);
   }
 
-  // The whole block. May be left behind.
+  // Run the whole block. In a crew, the phases are left as jobs.
   static void run(const std::shared_ptr<Pass>& pass) {
     Pass& p = *pass;
     p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
@@ -293,10 +296,11 @@ class Pass {
   }
 
  private:
-  // A loop; the next one begins when it has ended. Crews are told of `parts`, which take turns if there is more to do.
+  // A loop; the next phase begins after its end. In a crew, `parts` is the number of parts of the job, and each part
+  // takes several iterations if `count` is larger.
   struct Phase {
     int64_t parts;
-    std::function<int64_t()> count;  // of what there is to do: known when the phase before has ended
+    std::function<int64_t()> count;  // number of iterations, known after the previous phase
     std::function<void(int64_t)> run;
   };
   static int64_t one() { return 1; }
@@ -315,7 +319,7 @@ class Pass {
     if (Crew* crew = Crew::current()) crew->drain();
   }
 
-  // `many`: whether other threads are worth waking.
+  // `many`: true if the work pays for waking other threads.
   static void run_phases(const std::shared_ptr<Pass>& pass, std::vector<Phase> phases, bool many) {
     if (Crew* crew = Crew::current()) {
       for (Phase& phase : phases) {
@@ -353,7 +357,7 @@ class Pass {
 
   static int64_t tiles_of(int64_t rows) { return divide_up(rows, kRows); }
 
-  // Tiles times blocks of one item, so that there are some for each thread.
+  // Return the cost of an item, in tiles times blocks, that gives each thread several items.
   double target(double cost) const { return std::max(1.0, cost / double(threads_ * kItemsPerThread)); }
 
   void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin,
@@ -390,7 +394,7 @@ class Pass {
     }
   }
 
-  // Rows x of an item against its blocks; x and out are the item's first row.
+  // Multiply the rows of an item with the item's blocks. x and out point at the first row of the item.
   template <class Format, class Out>
   void multiply(const Matrix& matrix, const Item& item, const typename Format::X* x, int64_t x_stride,
                 Activation activation, Out* out, int64_t out_stride) const {
@@ -420,7 +424,7 @@ class Pass {
     }
   }
 
-  // x of an expert's slots, as neighbours: {first row, stride}.
+  // Return x of the slots of an expert in contiguous rows: {first row, stride}.
   std::pair<const X*, int64_t> gather(const Item& item) const {
     const int64_t rows = item.row_end - item.row_begin, hidden = moe_.hidden, k = rule_.top_k;
     if (rows == 1) return {x_ + order_[item.row_begin] / k * x_stride_, x_stride_};
@@ -434,7 +438,7 @@ class Pass {
 
   // --- the choice ---
 
-  // In bf16 where the router's weights are packed so (they are exactly those), else on x widened.
+  // In bf16 if the router's weights are packed as bf16 (a lossless packing), else in float32 on widened x.
   void route_logits(const Item& item) {
     float* out = logits_ + item.row_begin * width_;
     const X* x = x_ + item.row_begin * x_stride_;
@@ -462,7 +466,7 @@ class Pass {
     }
   }
 
-  // Slots by expert, then by token, but those of no expert here; and the items of the experts, and of the shared one.
+  // Sort local slots by expert, then by token. Add the items of the experts, and of the shared expert.
   void sort(bool with_shared) {
     const int64_t experts = moe_.up.matrices;
     std::vector<int64_t> begin(size_t(experts) + 1, 0);
@@ -497,7 +501,7 @@ class Pass {
     return 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
   }
 
-  // The weighted sum of what one token's experts here made, in top-k order; 0 where there are none.
+  // Write the weighted sum of the outputs of a token's local experts, in top-k order; 0 without local experts.
   void add_up(int64_t token, X* out) const {
     const int64_t k = rule_.top_k, hidden = moe_.hidden;
     const int32_t* place = place_ + token * k;
@@ -513,7 +517,7 @@ class Pass {
     });
   }
 
-  // What each of one token's experts made; 0 of those elsewhere.
+  // Write the output of each expert of a token; 0 for experts of other ranks.
   void lay_out(int64_t token, float* out) const {
     const int64_t k = rule_.top_k, hidden = moe_.hidden;
     for (int64_t slot = token * k; slot < (token + 1) * k; ++slot) {
@@ -549,16 +553,16 @@ class Pass {
   const int64_t* ids_;
   int64_t tokens_;
   X* out_;
-  int64_t width_;  // of a row of logits
+  int64_t width_;  // width of a row of logits
   int64_t slots_;
   int threads_;
   float *logits_, *weights_, *made_, *shared_made_;
-  int32_t *chosen_, *order_, *place_;  // order: slot at a place; place: of a slot
+  int32_t *chosen_, *order_, *place_;  // order: slot at a place; place: place of a slot
   X *act_, *shared_act_;
   std::vector<Item> first_, second_, third_;
 };
 
-// `run(pass, first token)` of parts of x's tokens that need memory within bounds.
+// Call `run(pass, first token)` for parts of x's tokens, so that the memory of a part is bounded.
 template <class F, class Run>
 void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X* out, Run run) {
   using X = typename F::X;
@@ -577,10 +581,10 @@ void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X
   }
 }
 
-// `run` as above, of x in the format of the experts' weights.
+// Call `in_parts` with the format of the experts' weights.
 template <class Run>
 void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out, Run run) {
-  const bool int8 = moe.up.int8() || moe.down.int8();  // coded matrices are no format's
+  const bool int8 = moe.up.int8() || moe.down.int8();  // coded matrices are not int8 here
   const auto as = [&]<class F>(F) {
     in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
   };
@@ -590,7 +594,7 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
     int8 ? as(Int8F32()) : as(F32());
 }
 
-// x [T, hidden] in bf16 or float32, as the weights; a row's elements are made neighbours.
+// Check x [T, hidden], bf16 or float32 as the weights. Return x with contiguous rows.
 Tensor checked(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
   const bool narrow = given.scalar_type() == at::kBFloat16;
@@ -605,7 +609,7 @@ Tensor checked(const Tensor& given, const Moe& moe) {
   return in_order(given, given.stride(1) == 1 || moe.hidden <= 1);
 }
 
-// The ids of `tokens` tokens, where a table is read with them; else nothing.
+// Check the ids of `tokens` tokens, needed if a table chooses experts. Return an undefined tensor without a table.
 Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
   if (!moe.table) return {};
   TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == tokens,
@@ -634,7 +638,7 @@ std::shared_ptr<const Moe> make_moe(Tensor router, Optional router_bias, Optiona
 
 int64_t nbytes(const Moe& moe) { return moe.nbytes(); }
 
-// x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
+// x: [T, hidden] in bf16 or float32, as the weights; ids: int64 [T], needed if a table chooses experts.
 Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   TORCH_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
               " experts are here");
@@ -646,8 +650,8 @@ Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   return out;
 }
 
-// Experts int64 [T, k] of all, their weights float32 [T, k], and float32 [T, 1] what the shared expert is multiplied
-// by; [T, 0] where it is not.
+// Return experts int64 [T, k] (global numbers), their weights float32 [T, k], and gates of the shared expert float32
+// [T, 1]; [T, 0] without a gate.
 std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids,
                                              const Moe& moe) {
   const Tensor x = checked(given, moe);
@@ -667,8 +671,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
   return {chosen, weights, gates};
 }
 
-// x [T, hidden]; places int64 [T, k] of experts here, -1: elsewhere. scales float32 [T, k]: [T, 1, hidden] in x's dtype,
-// sums; without: float32 [T, k, hidden].
+// x: [T, hidden]; places: int64 [T, k], places of local experts, or -1. With scales float32 [T, k], return sums [T, 1,
+// hidden] in x's dtype; without scales, return float32 [T, k, hidden].
 Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales,
                 const Moe& moe) {
   const Tensor x = checked(given, moe);
@@ -693,7 +697,7 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional&
   return out;
 }
 
-// The shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
+// Return the shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
 Tensor moe_shared(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(moe.shared, "moe: there is no shared expert");
   const Tensor x = checked(given, moe);
@@ -730,8 +734,8 @@ void finish(const Tensor& total, const float* scales, const float* shared, const
 
 }  // namespace
 
-// What a block's tokens get: [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
-// float32 [T, A], each expert by itself (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
+// Return the output of a block, [T, hidden] in `dtype`. total: [T, A, hidden], sums (A = 1, in `dtype`) or, with scales
+// float32 [T, A], outputs of single experts (float32); shared: float32 [T, hidden]; gates: float32 [T, 1 or 0].
 Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
                   at::ScalarType dtype) {
   TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1), "moe: total must be [T, A, hidden]");
