@@ -1,9 +1,9 @@
-// Weights of few bits: the sums of a block (coded.h).
+// Weights of few bits: sums of a block (coded.h).
 //
-// Few bf16 rows are multiplied by codes that are unpacked in registers: that hides behind reading them. For more rows
-// than a tile has, some groups at a time are unpacked in memory, once for all rows: with AVX-512 as steps of bf16, for
-// tiles that are half as high, so that what groups add up to stays in registers; with AVX2 as floats. For float32 rows
-// it is floats everywhere. AMX has its own way (gemm_block.h), for which this makes steps of bf16 (`coded_as_bf16`).
+// For a few bf16 rows, codes are unpacked in registers; unpacking hides behind the reads. For more rows than a tile
+// has, several groups at once are unpacked in memory, once for all rows. With AVX-512 the unpacked form is steps of
+// bf16, for tiles of half the height, so that totals stay in registers. With AVX2, and for float32 rows, the unpacked
+// form is floats. AMX has its own code (gemm_block.h), which uses the steps of bf16 made here (`coded_as_bf16`).
 #include "coded.h"
 
 #include "fp8.h"
@@ -12,13 +12,13 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
-constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
-constexpr int64_t kManyRows = 13;  // for which codes are unpacked in memory, with AVX-512
-constexpr int64_t kDearRows = 9;   // the same where groups cost much: of less than 32 k, or with minimums
-constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
-constexpr int kTurn = 8;           // steps at a time: the smallest groups that are common
-constexpr int64_t kLine = 64;      // of the cache
+constexpr int64_t kUnpacked = 256;  // k per pass: stay in the L1 cache
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // rows of a tile: registers for sums and for unpacking
+constexpr int64_t kManyRows = 13;  // rows from which codes are unpacked in memory, with AVX-512
+constexpr int64_t kDearRows = 9;   // the same for expensive groups: of less than 32 k, or with minimums
+constexpr int kTotalRows = 7;      // rows of a tile: registers for sums and totals
+constexpr int kTurn = 8;           // steps per turn: the size of the smallest common groups
+constexpr int64_t kLine = 64;      // bytes of a cache line
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -50,7 +50,7 @@ constexpr uint16_t e2m1_bf16(int code) {
 
 struct Tables {
   alignas(64) uint16_t integers[32], e2m1[32], sixes[64];  // of i - 16; of i & 15; of i - 32
-  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first of 0 to 15
+  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first two: of 0 to 15
   constexpr Tables() : integers(), e2m1(), sixes(), size_low(), size_high(), e2m1_low(), e2m1_high() {
     for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
     for (int i = 0; i < 32; ++i) integers[i] = small_bf16(i - 16), e2m1[i] = e2m1_bf16(i & 15);
@@ -76,7 +76,8 @@ inline Bf16::Step by_words(F f) {
 }
 #endif
 
-// Each is made at a group's beginning, of its zero points where it has some, and reads one step after another.
+// Each reader is constructed at the start of a group, with zero points if the group has any, and then reads step by
+// step.
 template <Zeros zeros>
 struct Int4 {
   static constexpr int64_t bytes = 32;
@@ -135,7 +136,7 @@ struct E2M1 {
   explicit E2M1(const uint8_t*) {}
 #if WEFT_AVX512
   Bf16::Step load(const uint8_t* w) const {
-    const __m512i table = load_as<__m512i>(kTables.e2m1);  // twice 16: the fifth bit of an index is any
+    const __m512i table = load_as<__m512i>(kTables.e2m1);  // twice 16: the fifth bit has no effect
     const __m512i both = _mm512_cvtepu8_epi16(load_as<__m256i>(w));
     return {{recast<Pairs>(_mm512_permutexvar_epi16(both, table)),
              recast<Pairs>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table))}};
@@ -166,14 +167,14 @@ struct Int6 {
     const __m256i bits = _mm256_cvtepu8_epi16(load_as<__m128i>(w + 32));
     const __m512i more = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_slli_epi16(bits, 4)), bits, 1);
     const __m512i fours = _mm512_set1_epi16(15);
-    // (fours & both) | (upper & more), each
+    // both halves: (fours & both) | (upper & more)
     const __m512i first = _mm512_ternarylogic_epi32(_mm512_and_si512(fours, both), upper, more, 0xf8);
     const __m512i second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(both, 4), upper, _mm512_srli_epi16(more, 2), 0xf8);
     return {{recast<Pairs>(_mm512_permutex2var_epi16(low, first, high)),
              recast<Pairs>(_mm512_permutex2var_epi16(low, second, high))}};
   }
 #elif WEFT_AVX2
-  // 16 codes, neighbours the two k of a column.
+  // 16 codes; neighbours are the two k of a column.
   static Half part(__m128i code) {
     const Half words = Half(_mm256_cvtepu8_epi16(code));
     const auto bits = [](Half codes) {
@@ -213,7 +214,7 @@ struct Int8 {
     const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
     const __m512i signed_high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128, whose low byte is 0
+    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128 has the low byte 0
     const __m512i high = _mm512_mask_mov_epi8(signed_high, least, _mm512_set1_epi8(char(0xc3)));
     return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
   }
@@ -270,13 +271,13 @@ auto by_numbers(const Coding& coding, F f) {
 
 // --- sums -----------------------------------------------------------------------------------------------------
 
-// A group's head, its upper level of scales, and which group it is.
+// Head of a group, its upper level of scales, and its number.
 struct Head {
   const uint8_t *at, *upper;
   int64_t number;
 };
 
-// 16 float16, exactly.
+// 16 float16, converted exactly.
 inline vf halves(const uint8_t* from) {
 #if WEFT_AVX512
   return _mm512_cvtph_ps(load_as<__m256i>(from));
@@ -303,7 +304,7 @@ inline vf scales_of(const Coding& coding, const Head& head, int half) {
       return from_codes(head.at + 16 * half);
     default: {
       const Words power = widen_codes(head.at + 16 * half);
-      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 has no exponent
+      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
     }
   }
 }
@@ -312,7 +313,7 @@ inline vf minimums_of(const Head& head, int half) {
   return int8_floats(head.at + 32 + 16 * half) * halves(head.upper + 64 + 32 * half);
 }
 
-// Some whole groups of a block, from k `begin` to `end` of `inputs`.
+// Whole groups of a block, from k `begin` to `end` of `inputs`.
 struct Range {
   const Coding& coding;
   const uint8_t* block;
@@ -333,7 +334,7 @@ struct Range {
   }
 };
 
-// What reads a group's steps, for add_groups: from codes, or from what `unpack` made.
+// Readers of a group's steps for add_groups: from codes, or from the output of `unpack`.
 template <class C>
 struct Direct {
   using F = Bf16;
@@ -353,7 +354,7 @@ struct Unpacked {
   F::Step load(int64_t step) const { return F::load(at + step * bytes); }
 };
 
-// One group's sums: a chain over its k for each row and column.
+// Compute the sums of one group: a chain over its k for each row and column.
 template <class Read, int rows>
 #if WEFT_AVX2
 __attribute__((noinline))
@@ -393,7 +394,7 @@ void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride
   for (int row = 0; row < rows; ++row) to[row][0] = sum[row][0], to[row][1] = sum[row][1];
 }
 
-// Adds a range's sums, each group's times its scales, to float32 [rows, 32].
+// Add the sums of a range, each group times its scales, to float32 [rows, 32].
 template <class Read, int rows>
 void add_groups(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, float* sums) {
   range.each([&](int64_t k, int64_t count, const Head& head) {
@@ -430,7 +431,7 @@ constexpr std::array<Adds<Read>, sizeof...(rows)> make_adds(std::integer_sequenc
 template <class Read, int most>
 constexpr auto adds = make_adds<Read>(std::make_integer_sequence<int, most>{});
 
-// All rows, in tiles of like size.
+// Process all rows, in tiles of similar size.
 template <class Read, int most>
 void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, int64_t rows, float* sums) {
   for (int64_t row = 0; row < rows;) {
@@ -442,7 +443,7 @@ void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read:
 
 // --- in memory ------------------------------------------------------------------------------------------------
 
-// The numbers of a range without their scales: steps of bf16's format, or of float32's.
+// Unpack the numbers of a range without scales: as steps of bf16, or of float32.
 template <class Form>
 void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
@@ -467,7 +468,7 @@ void unpack(const Range& range, uint8_t* made) {
   });
 }
 
-// `run(range, what was unpacked of it)` of some groups after others.
+// Call `run(range, unpacked numbers)` for consecutive ranges of groups.
 template <class Run>
 void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) {
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
@@ -481,7 +482,7 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
 
 #if WEFT_AVX512
 
-// A range in memory: steps of bf16's format, and for each group its scales (and minimums) of 32 columns.
+// A range in memory: steps of bf16, and scales (and minimums) of 32 columns per group.
 struct Whole {
   const uint8_t* steps;
   const float *scales, *minimums;
@@ -504,8 +505,8 @@ Whole unpack_whole(const Range& range) {
   return {made, scales, minimums};
 }
 
-// `add_groups` by the same sequence of operations, with the totals in registers. turns: of kTurn steps, in a group; 0:
-// some whole ones; -1: any number of steps.
+// `add_groups` with the same sequence of operations and totals in registers. turns: number of kTurn steps per group; 0:
+// any multiple of kTurn steps; -1: any number of steps.
 template <int rows, int turns>
 void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
   const int64_t group = range.coding.group;
@@ -514,7 +515,7 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
   for (int row = 0; row < rows; ++row)
     for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
   const uint8_t* w = whole.steps;
-  const int64_t first = range.begin / group;  // of all groups
+  const int64_t first = range.begin / group;  // number of the first group
   const auto add = [&](auto read, const bf16* from) __attribute__((always_inline)) {
     const auto weights = Bf16::load(w);
 #pragma GCC unroll 8
@@ -573,8 +574,8 @@ const AddWhole* wholes_of(const Coding& coding, int64_t inputs) {
   return coding.group == 2 * turn && !left ? wholes<2>.data() : wholes<0>.data();
 }
 
-// Each range is unpacked once for all rows. Meanwhile nothing is read of what comes next, so each tile asks for a part
-// of it: behind a block there is the next one, or nothing that matters.
+// Unpack each range once for all rows. Tiles do not read memory meanwhile, so each tile prefetches a part of the
+// following range. Behind the last range, the prefetch covers the next block or unused memory.
 void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums) {
   const AddWhole* of_rows = wholes_of(coding, inputs);
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
@@ -594,7 +595,7 @@ void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows
   }
 }
 
-// Where groups cost much, from fewer rows on.
+// Expensive groups pay from fewer rows on.
 bool unpacked_once(const Coding& coding, int64_t rows) {
   return rows >= (coding.group < 32 || coding.minimums() ? kDearRows : kManyRows);
 }
@@ -647,7 +648,7 @@ void sum_groups(const Coding& coding, int64_t inputs, const X* x, int64_t x_stri
     }
 }
 
-// A range's numbers in float32, scaled: [k, 32].
+// Write the scaled numbers of a range in float32: [k, 32].
 void scale_up(const Range& range, float* made) {
   unpack<F32>(range, reinterpret_cast<uint8_t*>(made));
   range.each([&](int64_t k, int64_t count, const Head& head) {
@@ -660,7 +661,7 @@ void scale_up(const Range& range, float* made) {
   });
 }
 
-// Pairs of bf16, to nearest even.
+// Pairs of bf16, rounded to nearest even.
 inline Pairs rounded_pairs(vf first, vf second) {
 #if WEFT_AVX512_BF16
   static constexpr auto kInTurns = [] {
@@ -679,7 +680,7 @@ inline Pairs rounded_pairs(vf first, vf second) {
 #endif
 }
 
-// Steps of one group.
+// Write the steps of one group.
 template <class C>
 void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
 #pragma GCC unroll 4
@@ -689,7 +690,7 @@ void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to
   }
 }
 
-// The same, scaled and rounded; `exact`: there is nothing to round.
+// Write the steps of one group, scaled and rounded; `exact`: rounding is not needed.
 template <class C, bool minimums, bool exact>
 void scaled_steps(const Coding& coding, const Head& head, const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
   vf scale[2], minimum[2];
@@ -711,7 +712,7 @@ void scaled_steps(const Coding& coding, const Head& head, const C& codes, const 
 
 #if WEFT_AVX512
 
-// E2M1 times powers of two: their exponents are added, but to 0. False where one would not fit.
+// E2M1 times powers of two, by adding exponents (except to 0). Returns false if some result would not fit.
 bool raised_steps(const Head& head, const E2M1& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
   const __m256i power = load_as<__m256i>(head.at), low = _mm256_set1_epi8(2), high = _mm256_set1_epi8(char(252));
   const __m256i within = _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_max_epu8(power, low), power),
@@ -737,7 +738,7 @@ bool raised_steps(const Head& head, const E2M1& codes, const uint8_t* from, int6
 
 #endif
 
-// Steps of one group for AMX: `coded_as_bf16`.
+// Write the steps of one group for AMX, see `coded_as_bf16`.
 template <class C>
 void make_steps(const Coding& coding, const Head& head, const uint8_t* from, int64_t steps, bool scaled, uint8_t* to) {
   const C codes(head.at + coding.scale_bytes());

@@ -1,19 +1,19 @@
-// Latent attention (DeepSeek-V2, arXiv 2405.04434): one line [latent | rotated key] a token serves all heads.
+// Latent attention (DeepSeek-V2, arXiv 2405.04434): one line [latent | rotated key] per token serves all heads.
 //
-//   latent_rope_cache   [q | latent | key] of a token: q normalized; latent normalized, key rotated -> its line
+//   latent_rope_cache   [q | latent | key] of a token: q normalized; latent normalized, key rotated -> cache line
 //
-//   absorbed   q_nope x key matrix -> a query as wide as a line; attention over the lines, whose latents are the
-//              values, too; latent result x value matrix -> out. A piece has the rows of some heads.
+//   absorbed   q_nope x key matrix -> a query as wide as a line; attention over the lines, with the latents as values;
+//              latent result x value matrix -> out. A piece has the rows of some heads.
 //
-//   expanded   keys and values of each head are made from lines, for so many positions at a time as a budget of
-//              memory allows; then attention of one head at a time. What a query has seen so far is carried from
-//              one part of its positions to the next, so the budget changes no bit.
+//   expanded   lines are expanded to keys and values of each head, for as many positions at once as a memory budget
+//              allows; then attention per head. The state of a query is carried from one part of its positions to the
+//              next, so the budget changes no bit.
 //
-//              line                      made for a head
+//              line                      expanded for a head
 //              [latent      | key  ]     [k nope | v]     key of the head: k nope and, from the line, the rotated key
 //
-// Queries come as their projection made them and are rotated where they are packed. Core attention is attend_tile.h's,
-// so a row's bits are its own within each of the two forms; the products with the matrices are gemm_block.h's.
+// Queries arrive unrotated and are rotated while packing. Core attention is attend_tile.h, so the bits of a row depend
+// on the row alone within each form. Products with the matrices are gemm_block.h.
 
 #include "attend_tile.h"
 #include "fp8.h"
@@ -27,12 +27,12 @@ namespace weft {
 namespace {
 
 constexpr int64_t kProductRows = 112;  // eight tiles
-constexpr int64_t kProductGrain = 1 << 15;  // elements of a matrix below which waking a thread costs more than it gains
+constexpr int64_t kProductGrain = 1 << 15;  // matrix elements below which waking a thread costs more than it gains
 
 template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, bf16>, Bf16, F32>;
 
-// One matrix [outputs, inputs] for each head, packed as gemm_tile.h has it: [heads, blocks, steps, 32, k a step].
+// One matrix [outputs, inputs] per head, packed as in gemm_tile.h: [heads, blocks, steps, 32, k per step].
 template <class T>
 struct HeadMatrices {
   using F = FormatOf<T>;
@@ -47,7 +47,7 @@ struct HeadMatrices {
     return {static_cast<const uint8_t*>(packed.const_data_ptr()), inputs, outputs};
   }
 
-  // out[row] = x[row] through the head's matrix, for `rows` rows.
+  // out[row] = matrix of the head * x[row], for `rows` rows.
   void multiply(int64_t head, const T* x, int64_t x_stride, int64_t rows, T* out, int64_t out_stride) const {
     const Layout layout{inputs, outputs, false};
     const int64_t block_bytes = divide_up(inputs, F::depth) * F::bytes, blocks = layout.blocks();
@@ -62,11 +62,12 @@ struct HeadMatrices {
   }
 };
 
-// f(head, first row, rows) for every head and part of the rows, on as many threads as pay. It may be left behind.
+// Call f(head, first row, rows) for every head and part of the rows, on as many threads as pay. In a crew, left as a
+// job.
 template <class F>
 void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   const int64_t parts = divide_up(rows, kProductRows);
-  const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // there may be no rows
+  const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // rows may be 0
   spread_later(heads * parts, std::max<int64_t>(1, kProductGrain / work), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / heads * kProductRows;
@@ -78,7 +79,7 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
 
 }  // namespace
 
-// x [T, heads, inputs], strided but for its last dim -> [T, heads, outputs], each head through its own matrix.
+// x: [T, heads, inputs], any strides except the last dim -> [T, heads, outputs], each head times its own matrix.
 Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
   const int64_t tokens = x.size(0), heads = x.size(1), inputs = x.size(2);
@@ -117,7 +118,7 @@ inline void take_pairs(const float* from, int n, vf& first, vf& second) {
 struct Angles {
   const float *cos, *sin;  // [tokens, half]
   int64_t half;
-  bool interleaved;  // pairs are neighbours when they come; they leave as halves
+  bool interleaved;  // pairs are neighbours in the input; the output stores pairs as two halves
 
   static Angles of(const Tensor& cos, const Tensor& sin, int64_t tokens, bool interleaved) {
     TORCH_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
@@ -141,7 +142,7 @@ struct Angles {
   }
 };
 
-// A cache of lines, or in 8 bits: codes of the latents, their scales, and the rotated keys in the model's dtype.
+// Check a cache of lines. In 8 bits: codes of latents, their scales, and rotated keys in the model's dtype.
 void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
                  at::ScalarType type, int64_t lora, int64_t rope) {
   TORCH_CHECK(scales.has_value() == rotated.has_value(), "latent: scales without keys");
@@ -160,8 +161,8 @@ void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const
 
 }  // namespace
 
-// joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]; without it nothing is
-// done to that part, and an empty tensor is returned.
+// joined: [T, first + lora + rope]. Writes the lines of the tokens. Returns the first part normalized by q_weight
+// [first]; without q_weight, the first part is ignored and the result is empty.
 Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
                          const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
                          const Tensor& writes, const std::optional<Tensor>& scales,
@@ -208,9 +209,9 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
 namespace attend {
 namespace {
 
-constexpr size_t kBudget = 16 << 20;  // bytes of queries, or of expanded keys and values, at a time
+constexpr size_t kBudget = 16 << 20;  // bytes of queries, or of expanded keys and values, at once
 
-// What both forms are given.
+// Arguments common to both forms.
 template <class Element>
 struct Given {
   using T = Element;
@@ -219,9 +220,9 @@ struct Given {
   T* out;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
-  const uint8_t* codes;  // instead of `cache`, with
-  const float* scales;   // a scale for each line, and
-  const T* rotated;      // the lines' keys
+  const uint8_t* codes;  // 8-bit cache, instead of `cache`:
+  const float* scales;   // a scale per line, and
+  const T* rotated;      // the rotated keys of the lines
   Angles angles;
   int heads, nope, rope, lora, value, window;
   float scale;  // times log2(e)
@@ -280,7 +281,8 @@ struct Absorbed {
   T* out(const Piece& piece, int row) const { return result + place(piece, row) * value; }
 };
 
-// How many pieces share a query's heads. Few sequences with much to do are divided over the threads.
+// Return the number of pieces that share the heads of a query. Few sequences with much work are divided over the
+// threads.
 template <class T>
 int head_parts(const Given<T>& given) {
   int64_t work = 0;
@@ -295,7 +297,7 @@ template <class T, class E>
 void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values) {
   const int parts = head_parts(given), group = given.heads / parts, width = given.width();
   const std::vector<Piece> all = given.rows.cut(std::max(1, kRows / group), parts, given.window);
-  const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes a token
+  const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes per token
   const int64_t most = std::max<int64_t>(1, int64_t(kBudget) / each);
   static thread_local Kept kept;
   for (size_t i = 0; i < all.size();) {
@@ -307,7 +309,7 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
       end = all[i].token + all[i].queries;
     }
     const size_t bytes = size_t((end - begin) * each);
-    if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // who use the memory that there was
+    if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // jobs may still use the old memory
     T* q = reinterpret_cast<T*>(kept.at_least(bytes));
     T* latent = q + (end - begin) * given.heads * width;
     over_heads(given.heads, end - begin, keys.inputs * keys.outputs, [=](int64_t head, int64_t first, int64_t count) {
@@ -370,7 +372,7 @@ struct Expanded {
   }
 };
 
-// Keys and values of all heads for the parts' positions.
+// Expand keys and values of all heads for the positions of the parts.
 template <class T>
 void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values,
             const std::vector<Part>& parts, int64_t total, T* made) {
@@ -379,7 +381,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
     for (int64_t at = part.begin; at < part.end; at += kProductRows)
       pieces.push_back({part.row, at, std::min(part.end, at + kProductRows), part.base + at - part.begin});
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
-  // Whole pieces where there are enough of them: a piece's lines are gathered once an item.
+  // With enough pieces, an item covers all heads, so that the lines of a piece are gathered once.
   const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
   spread(count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
@@ -401,8 +403,8 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
   });
 }
 
-// The parts of every sequence's positions, in batches of at most `most` keys. All but a sequence's first begin at
-// multiples of `most`, which is a number of splits.
+// Cut the positions of every sequence into parts, in batches of at most `most` keys. Every part except the first of a
+// sequence begins at a multiple of `most`, which is a multiple of kSplit.
 inline std::vector<std::vector<Part>> batches(const Rows& rows, int64_t most, int window) {
   std::vector<std::vector<Part>> made;
   int64_t used = most;
@@ -422,17 +424,17 @@ inline std::vector<std::vector<Part>> batches(const Rows& rows, int64_t most, in
 
 template <class T, class E>
 void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values, size_t budget) {
-  const int64_t each = int64_t(given.heads) * (given.nope + given.value) * int64_t(sizeof(T));  // bytes a key
+  const int64_t each = int64_t(given.heads) * (given.nope + given.value) * int64_t(sizeof(T));  // bytes per key
   const int64_t most = std::max<int64_t>(1, int64_t(budget) / each / kSplit) * kSplit;
   const auto parts = batches(given.rows, most, given.window);
   std::vector<Piece> all = given.rows.cut(kRows, 1, given.window);
   const int64_t floats = State::floats(given.value);
-  std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // each row's first piece
+  std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // first piece of each row
   int64_t carried = 0;
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;
   for (int64_t row = given.rows.count; row-- > 0;) from[size_t(row)] = std::min(from[size_t(row)], from[size_t(row) + 1]);
   for (Piece& piece : all) {
-    piece.partial = carried;  // until it is cut up
+    piece.partial = carried;  // index into `carry`, until the piece is cut
     const bool whole = piece.low / most == (piece.high - 1) / most;
     carried += whole ? 0 : given.heads;
     piece.first = piece.last = whole;
@@ -492,7 +494,7 @@ struct Inputs {
                 "latent: strides");
   }
 
-  // f(given, E()) with the element type and the engine.
+  // Call f(given, E()) with the element type and the engine.
   template <class F>
   void go(int64_t engine, F f) const {
     const Rows rows = Rows::of(offsets, starts, table, cache.size(1));
@@ -523,8 +525,8 @@ struct Inputs {
 
 }  // namespace
 
-// q [T, heads, nope + rope], not rotated; cos, sin [T, rope / 2]; out [T, heads, value]; cache [blocks, block, lora +
-// rope]; keys: for each head [lora, nope]; values: for each head [value, lora], both as `pack` makes them.
+// q: [T, heads, nope + rope], unrotated; cos, sin: [T, rope / 2]; out: [T, heads, value]; cache: [blocks, block, lora +
+// rope]; keys: per head [lora, nope]; values: per head [value, lora], both packed by `pack`.
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
@@ -538,7 +540,7 @@ void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
   });
 }
 
-// The same with keys: for each head [nope, lora]; budget: bytes of expanded keys and values, 0 for the usual.
+// The same with keys: per head [nope, lora]; budget: bytes of expanded keys and values, 0 for the default.
 void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,

@@ -1,20 +1,21 @@
-// Rows rounded to 8 bits against weights of 8 and of 4 bits: sums of integers, so that one kernel's are every kernel's.
+// Rows rounded to 8 bits against weights of 8 or 4 bits. Sums are integers, so every kernel computes the same sums.
 //
-//   bytes      x[m, k] is nearly step[m] * code[m, k], code -127 to 127, step = largest of the row / 127
+//   bytes      x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of the row / 127
 //              w[n, k] = factor[n] * (byte[n, k] - 128)
-//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order: it does not
+//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order, which cannot
 //              overflow
-//   nibbles    in groups of 64 k: x has a step for each, w a scale and a zero point
+//   nibbles    groups of 64 k: x has a step per group, w a scale and a zero point per group
 //              out[m, n] = sum over groups of (sum of code * nibble - zero[n] * sum of codes) * (step[m] * scale[n])
 //
-//   packed     whole 64 k of a block. A step is 4 k of 32 columns: of bytes [column 0: k .. k + 3] .. [column 31: ..], of
-//              nibbles columns 0 to 15 in the low halves and 16 to 31 in the high ones. In front of 64 k of nibbles are
-//              32 scales, float32, and 32 zero points, bytes
-//   rows       codes, zeros behind the last k, one row after another; for AMX tiles: [16 rows][64 k][row of them][64]
+//   packed     multiples of 64 k of a block. A step is 4 k of 32 columns.
+//              Bytes: [column 0: k .. k + 3] .. [column 31: ..].
+//              Nibbles: columns 0 to 15 in the low halves, columns 16 to 31 in the high halves. 64 k of nibbles are
+//              preceded by 32 scales (float32) and 32 zero points (bytes)
+//   rows       codes, with zeros behind the last k, row after row; for AMX tiles: [16 rows][64 k][row of the 16][64]
 //
-// Bytes of weights have no sign, as vpdpbusd wants one operand without; the rows' sum makes up for it. Sums are 32 bits
-// wide and exact up to 65,000 inputs: |sum of code * byte| is at most 127 * 255 an input. Of 64 k of nibbles all is exact
-// in float32 up to its scaling.
+// Weight bytes are unsigned, because vpdpbusd needs one unsigned operand; the sum of codes compensates. Sums have 32
+// bits and are exact up to 65,000 inputs: |sum of code * byte| is at most 127 * 255 per input. For 64 k of nibbles
+// everything is exact in float32 until the scaling.
 #pragma once
 
 #include "amx.h"
@@ -27,9 +28,9 @@
 namespace weft {
 namespace {
 
-constexpr int kByteDepth = 4;  // k of a step
+constexpr int kByteDepth = 4;  // k per step
 constexpr int64_t kByteStep = kBlock * kByteDepth;
-constexpr int64_t kByteInputs = 65'000;  // whose sums are exact
+constexpr int64_t kByteInputs = 65'000;  // maximum inputs for exact sums
 constexpr int64_t kByteTileRows = 16, kByteTileDepth = 64;
 constexpr int64_t kNibbleHead = kBlock * 5, kNibbleGroup = kNibbleHead + kByteTileDepth / kByteDepth * kByteStep / 2;
 
@@ -40,23 +41,23 @@ struct ByteSteps {
   static constexpr int64_t bytes = kByteStep;
 };
 
-// Rows in 8 bits, from `first` on.
+// Rows in 8 bits, from row `first` on.
 struct ByteRows {
   int8_t* codes = nullptr;
-  int64_t first = 0, depth = 0;   // depth: k of a row here, 64 divides it
-  bool tiles = false;             // for AMX
-  int64_t rows = 0;               // 16 divides it
+  int64_t first = 0, depth = 0;   // depth: k per stored row, a multiple of 64
+  bool tiles = false;             // true for the layout of AMX tiles
+  int64_t rows = 0;               // a multiple of 16
   float* steps = nullptr;         // [groups, rows]
-  int32_t* sums = nullptr;        // [groups, rows], of codes
+  int32_t* sums = nullptr;        // [groups, rows], sums of codes
 
-  // Where row `row` here has its k `k`, which 64 divides.
+  // Index of `k` (a multiple of 64) in stored row `row`.
   int64_t at(int64_t row, int64_t k) const {
     if (!tiles) return row * depth + k;
     return row / kByteTileRows * kByteTileRows * depth + k * kByteTileRows + row % kByteTileRows * kByteTileDepth;
   }
 };
 
-// The bits of the largest magnitude. As integers, so that infinities and NaN are the largest.
+// Bits of the largest magnitude, compared as integers, so that infinities and NaN are the largest.
 inline uint32_t largest_bits(const float* x, int64_t count) {
   uint32_t most = 0;
   for (int64_t k = 0; k < count; ++k) most = std::max(most, float_to_bits(x[k]) & 0x7fffffffu);
@@ -68,7 +69,7 @@ inline uint32_t largest_bits(const bf16* x, int64_t count) {
   return uint32_t(most) << 16;
 }
 
-// 64 codes of `left` numbers, zeros behind them; returns their sum. Halves round to even.
+// Write 64 codes of `left` numbers, with zeros behind the numbers; return the sum of the codes. Halves round to even.
 template <class X>
 int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
 #if WEFT_AVX512
@@ -91,8 +92,7 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
 #endif
 }
 
-// Rows of x that will be in 8 bits, of which `first` is the number of the first one. grouped: each 64 k have a step of
-// their own.
+// Description of rows of x to round to 8 bits. `first`: number of the first row. grouped: one step per 64 k.
 struct Rounding {
   int64_t first, rows, inputs;
   bool grouped, tiles;
@@ -101,7 +101,7 @@ struct Rounding {
   int64_t all() const { return divide_up(rows, kByteTileRows) * kByteTileRows; }
   int64_t groups() const { return grouped ? depth() / kByteTileDepth : 1; }
   int64_t bytes() const { return all() * (depth() + 8 * groups()) + 64; }
-  // Where they will be, in memory of so many bytes.
+  // Layout of the rounded rows in memory of `bytes()` bytes.
   ByteRows in(uint8_t* memory) const {
     int8_t* const codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
     float* const steps = reinterpret_cast<float*>(codes + all() * depth());
@@ -113,13 +113,13 @@ template <class X>
 void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memory) {
   const ByteRows made = of.in(memory);
   const int64_t groups = of.groups(), group = made.depth / groups;
-  // Tiles of 16 rows are read whole where there is more than one.
+  // With more than one tile of 16 rows, tiles are read completely.
   const int64_t filled = of.tiles && of.rows > kByteTileRows ? made.rows : of.rows;
   for (int64_t row = 0; row < filled; ++row, x += x_stride) {
     for (int64_t number = 0; number < groups; ++number) {
       const int64_t begin = number * group, end = std::min(of.inputs, begin + group);
       const float largest = row < of.rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
-      // What is not finite makes all results of a row NaN, whatever its codes are.
+      // A non-finite number makes all results of the row NaN, whatever the codes are.
       const bool finite = largest <= std::numeric_limits<float>::max();
       const float inverse = finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
       int32_t sum = 0;
@@ -138,7 +138,7 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
 
 // --- sums of a tile of rows -----------------------------------------------------------------------------------------
 
-// 16 sums += the products of 4 k: x has the 4 codes of a row, w the bytes of 16 columns.
+// 16 sums += products of 4 k: x contains the 4 codes of a row, w the bytes of 16 columns.
 #if WEFT_AVX512
 using ByteSums = __m512i;
 inline ByteSums no_sums() { return _mm512_setzero_si512(); }
@@ -202,7 +202,7 @@ inline ByteWords low_halves(ByteWords w) { return w & 0x0f0f0f0fu; }
 inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
 #endif
 
-// What a row's sums mean; codes: the sum of its codes.
+// Turn the sums of a row into outputs; codes: sum of the row's codes.
 template <class Out>
 inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float step, const Finish& finish, Out* out) {
   vf a = as_floats(first, 128 * codes), b = as_floats(second, 128 * codes);
@@ -212,7 +212,7 @@ inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float s
 
 constexpr int kByteTile = WEFT_AVX512 ? kRows : 2;
 
-// Rows of `codes`, `stride` apart, against a block.
+// Multiply rows of `codes`, `stride` apart, with a block.
 template <class Out, int rows>
 void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
                int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
@@ -257,7 +257,7 @@ struct NibbleHead {
     for (int half = 0; half < 2; ++half)
       scale[half] = load_as<vf>(at + 64 * half), zero[half] = int8_floats(at + 4 * kBlock + half * kLanes);
   }
-  // total + what the sums of one group mean. codes: the row's sum; the inner fma is exact.
+  // Return total + contribution of one group's sums. codes: sum of the row's codes; the inner fma is exact.
   vf add(vf total, ByteSums sums, int half, int32_t codes, float step) const {
     return fma(fma(splat(float(-codes)), zero[half], as_floats(sums, 0)), scale[half] * splat(step), total);
   }
@@ -265,7 +265,7 @@ struct NibbleHead {
 
 constexpr int kNibbleTile = WEFT_AVX512 ? 6 : 1;
 
-// Rows of `codes`, `stride` apart, against a block of `groups`; steps and sums: as ByteRows has them.
+// Multiply rows of `codes`, `stride` apart, with a block of `groups`. steps, sums: as in ByteRows.
 template <class Out, int rows>
 void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, int64_t next_group,
                  const uint8_t* w, int64_t groups, const Finish& finish, Out* out, int64_t out_stride) {
@@ -311,7 +311,7 @@ constexpr auto nibble_tiles = make_nibble_tiles<Out>(std::make_integer_sequence<
 
 #if WEFT_AMX
 
-// Lines of the next block, of which each step asks for some.
+// Lines of the next block; each step prefetches some lines.
 struct NextLines {
   const uint8_t *at, *end;
   int64_t each;
@@ -322,10 +322,10 @@ struct NextLines {
   }
 };
 
-constexpr int64_t kTogether = 2;  // groups of nibbles that are scaled together, while those behind them are computed
+constexpr int64_t kTogether = 2;  // groups of nibbles that are scaled together, during the products of later groups
 constexpr int64_t kBytePair = 2 * kByteTileRows, kByteTileBytes = kByteTileRows * kByteTileDepth;
 
-// Sums of 64 k and those behind them, `steps` times, of R tiles of 16 rows.
+// Sums over `steps` times 64 k, for R tiles of 16 rows.
 template <int R, amx::Kind kind>
 inline __attribute__((always_inline)) void byte_sums(amx::Left& left, amx::Right& right, int64_t steps, NextLines& next,
                                                      int32_t* to) {
@@ -344,7 +344,7 @@ inline __attribute__((always_inline)) void by_tiles(int64_t rows, F f) {
   rows > kByteTileRows ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 1>());
 }
 
-// Rows [begin, end) against a block.
+// Multiply rows [begin, end) with a block.
 template <class Out>
 void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                     int64_t out_stride, const uint8_t* following) {
@@ -369,15 +369,15 @@ void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, i
   }
 }
 
-// The same of nibbles; `made` has room for the block in bytes, less their zero points. A group's sums are scaled while
-// the next group's are computed.
+// The same for nibbles. `made` has room for the block as bytes minus zero points. Sums of a group are scaled while the
+// next group is computed.
 template <class Out>
 void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                       int64_t out_stride, const uint8_t* following, uint8_t* made) {
   const int64_t groups = x.depth / kByteTileDepth, pairs = divide_up(end - begin, kBytePair);
   const auto make = [&](int64_t group, uint8_t* to) __attribute__((always_inline)) {
     const uint8_t* from = w + group * kNibbleGroup + kNibbleHead;
-    const auto four_times = [&](int half) {  // the zero point of each column
+    const auto four_times = [&](int half) {  // zero point of each column, repeated four times
       return _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(load_as<__m128i>(from - kBlock + half * kLanes)),
                                  _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
     };
@@ -389,7 +389,7 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
       _mm512_storeu_si512(to + kByteStep / 2, _mm512_sub_epi8(high_halves(both), zero[1]));
     }
   };
-  const int64_t ready = pairs > 1 ? groups : 1;  // groups that are made first; with one pair each is made ahead of its use
+  const int64_t ready = pairs > 1 ? groups : 1;  // groups converted in advance; one pair: just before use
   for (int64_t group = 0; group < ready; ++group) make(group, made + group * 2 * kByteTileBytes);
   NextLines next(following, groups * kNibbleGroup, pairs * groups, pairs > 1);
   amx::configure(int(std::min<int64_t>(end - begin, kByteTileRows)));
@@ -398,7 +398,7 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
   alignas(64) float totals[kBytePair * kBlock];
   for (int64_t row = begin; row < end; row += kBytePair) {
     const int64_t rows = std::min(kBytePair, end - row), first = row - x.first;
-    // Adds what groups from `from` on, up to `until`, have made.
+    // Add the contributions of groups from `from` to `until`.
     const auto add = [&](int64_t from, int64_t until) __attribute__((always_inline)) {
       for (int half = 0; half < 2; ++half) {
         vf scale[kTogether];

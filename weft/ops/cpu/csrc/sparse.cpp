@@ -1,12 +1,13 @@
-// Sparse attention (DeepSeek-V3.2; DeepSeek-V4, section 2.3): each token has a list of entries of its own.
+// Sparse attention (DeepSeek-V3.2; DeepSeek-V4, section 2.3): each token has its own list of entries.
 //
-//   list of a token   [ entries of the window, oldest first | groups, lowest first: all it may see, or its choice ]
-//   sparse_attend     a piece is one token with some of its heads; to attend_tile.h the list's places 0 .. n - 1
-//                     are positions, all visible
-//   sparse_select     scores of all groups a token may see, a tile of keys at a time for several tokens; then its
-//                     `top` highest, of equals the lowest
+//   list of a token   [ entries of the window, oldest first | groups, lowest first: all visible groups, or the choice ]
+//   sparse_attend     a piece is one token with some of its heads; attend_tile.h sees places 0 .. n - 1 of the list as
+//                     positions, all visible
+//   sparse_select     scores of all groups visible to a token, a tile of keys at a time for several tokens; then the
+//                     `top` highest scores; ties go to the lowest group
 //
-// A row's bits follow from its query and its list alone, a score's from its query, its weights and one key.
+// The bits of a row depend on its query and its list alone. The bits of a score depend on its query, its weights and
+// one key.
 
 #include "attend_tile.h"
 #include "operators.h"
@@ -19,7 +20,7 @@ namespace weft {
 namespace attend {
 namespace {
 
-// A paged cache of entries as wide as `width`, of which `dim` elements from `from` on are read.
+// A paged cache of entries of `width` elements; `dim` elements from `from` on are read.
 template <class T>
 struct Entries {
   const T* data = nullptr;
@@ -41,7 +42,7 @@ struct Entries {
     return data + (id * block + entry % block) * width + from;
   }
 
-  // Every table entry from `low` on, below `high`, names a block of the cache.
+  // Check that table entries from `low` to `high` name blocks of the cache. Throws.
   void check(int64_t row, int64_t low, int64_t high) const {
     if (low >= high) return;
     TORCH_CHECK((high - 1) / block < table_width, "sparse: row ", row, " reaches entry ", high - 1, " of a table of ",
@@ -53,7 +54,7 @@ struct Entries {
   }
 };
 
-// f(row, token, position) for every token.
+// Call f(row, token, position) for every token.
 template <class F>
 void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F f) {
   TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == starts.size(0) + 1,
@@ -71,8 +72,8 @@ void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F 
 
 struct List {
   int64_t row;
-  int64_t low;     // the window's first entry
-  int64_t window;  // its entries
+  int64_t low;     // first entry of the window
+  int64_t window;  // number of entries of the window
   int64_t groups;
 };
 
@@ -83,12 +84,12 @@ struct Chosen {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   Entries<T> entries, groups;
-  const std::vector<List>& lists;  // of tokens
+  const std::vector<List>& lists;  // one list per token
   const int64_t* chosen;           // [tokens, top], or null
   int64_t top;
   int group;
   float scale;
-  const float* sinks;  // of each head, times log2(e), or null
+  const float* sinks;  // per head, times log2(e), or null
   int key, value;
   int rest = 0, copied = 0, window = 0;
 
@@ -118,7 +119,7 @@ struct Chosen {
   }
 };
 
-// How many groups a token chose; they come first, ascending, and -1 follows.
+// Return the number of groups chosen by a token. Chosen groups come first, ascending; -1 follows. Throws otherwise.
 inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
   int64_t count = 0;
   for (; count < top && chosen[count] >= 0; ++count)
@@ -129,8 +130,8 @@ inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
 
 }  // namespace
 
-// q [T, heads, dim]; out [T, heads, value]; entries [blocks, block, width >= dim] at positions, groups likewise at
-// multiples of `ratio`; chosen int64 [T, top]; sinks float [heads].
+// q: [T, heads, dim]; out: [T, heads, value]; entries: [blocks, block, width >= dim] at positions; groups: the same at
+// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads].
 void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
                    const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
@@ -174,7 +175,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
         far.check(row, picks[token * top], picks[token * top + list.groups - 1] + 1);
       lists.push_back(list);
     });
-    // Few tokens have their heads divided over the threads.
+    // With few tokens, the heads of a token are divided over the threads.
     const int64_t wanted = tokens < at::get_num_threads() ? std::min<int64_t>(at::get_num_threads(), heads / 4) : 1;
     int64_t parts = std::max<int64_t>(1, wanted);
     while (heads % parts || heads / parts > kRows) ++parts;
@@ -196,7 +197,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
     for (int64_t token = 0; token < tokens; ++token) {
       const List& list = lists[size_t(token)];
       const int64_t count = list.window + list.groups;
-      if (!count) {  // nothing to see
+      if (!count) {  // no visible entry
         std::fill_n(scene.result + token * scene.out_stride, heads * value, T(0.0f));
         continue;
       }
@@ -212,14 +213,14 @@ namespace {
 // --- the choice of groups -------------------------------------------------------------------------------------
 
 constexpr int64_t kTogether = 8;         // tokens that share a packed tile
-constexpr int64_t kTiles = 16;           // tiles of an item of work
-constexpr int64_t kScores = 4 << 20;     // scores kept at a time (of one token there may be more)
+constexpr int64_t kTiles = 16;           // tiles per item of work
+constexpr int64_t kScores = 4 << 20;     // scores kept at once (a single token may need more)
 
 struct Asked {
   int64_t row, token, limit;
 };
 
-// The scores of some tokens of a sequence for the groups of some tiles, added over heads in their order.
+// Computes the scores of some tokens of a sequence for the groups of some tiles, summed over heads in order.
 template <class T, class E>
 class Scorer {
   using elem = typename E::elem;
@@ -239,7 +240,7 @@ class Scorer {
   }
   ~Scorer() { E::release(); }
 
-  // scores[i * stride + group] of asked[i], for groups begin .. end - 1; begin is a multiple of kTile.
+  // Write scores[i * stride + group] of asked[i], for groups begin .. end - 1. begin must be a multiple of kTile.
   void score(const Asked* asked, int64_t count, int64_t begin, int64_t end, float* scores, int64_t stride) {
     for (int64_t i = 0; i < count; ++i)
       E::pack_q(q_ + asked[i].token * q_stride_, heads_ * dim_, packed_ + i * heads_ * dim_);
@@ -251,7 +252,7 @@ class Scorer {
       for (int at = 0; at < kTile; ++at)
         to[at] = tile + at < most ? keys_.at(asked[0].row, tile + at) : reinterpret_cast<const T*>(kZeros);
     };
-    const bool fetched = count * heads_ <= kFetchRows;  // with more rows a tile is computed long enough
+    const bool fetched = count * heads_ <= kFetchRows;  // with more rows, the computation on a tile hides the reads
     if (begin < end) point(begin, ahead);
     for (int64_t tile = begin; tile < end; tile += kTile) {
       std::copy_n(ahead, kTile, lines);
@@ -286,10 +287,10 @@ class Scorer {
   float *wide_, *made_;
 };
 
-// Scores as numbers that ascend as they do: -NaN, -inf .. -0, 0 .. inf, NaN. Filled up with 0 to whole vectors.
+// Scores mapped to integers of the same order: -NaN, -inf .. -0, 0 .. inf, NaN. Padded with 0 to whole vectors.
 struct Ascending {
   std::vector<uint32_t> keys;
-  uint32_t all, any;  // bits that every one, and that some one of them has
+  uint32_t all, any;  // bits common to all scores; bits of at least one score
 
   void take(const float* scores, int64_t count) {
     keys.resize(size_t((count + kLanes - 1) / kLanes * kLanes));
@@ -305,7 +306,7 @@ struct Ascending {
     any = in_any;
   }
 
-  // How many are `low` or more; 0 is never asked for.
+  // Return the number of scores of at least `low`. low must not be 0.
   int64_t reach(uint32_t low) const {
     int64_t found = 0;
     for (size_t i = 0; i < keys.size(); i += kLanes) found += std::popcount(at_least(&keys[i], low));
@@ -313,20 +314,20 @@ struct Ascending {
   }
 };
 
-// The places of the `top` highest of `count` scores, ascending; of equals the lowest places win. top <= count.
-// What the last of them is told by is found bit by bit: passes that compare and count, at most 32, whatever the scores.
+// Write the places of the `top` highest of `count` scores, ascending. Among equal scores the lowest places win. top <=
+// count. The lowest of the chosen scores is found bit by bit, in passes that compare and count: at most 32 passes.
 inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to) {
   static thread_local Ascending sorted;
   sorted.take(scores, count);
   int bit = int(std::bit_width(sorted.all ^ sorted.any));
-  uint32_t low = bit < 32 ? sorted.any >> bit << bit : 0;  // with this all begin
+  uint32_t low = bit < 32 ? sorted.any >> bit << bit : 0;  // the common leading bits
   while (bit-- > 0) {
     const uint32_t more = low | 1u << bit;
     const int64_t found = sorted.reach(more);
     if (found >= top) low = more;
     if (found == top) break;
   }
-  int64_t equals = low < ~0u ? top - sorted.reach(low + 1) : top;  // so many that are just `low`
+  int64_t equals = low < ~0u ? top - sorted.reach(low + 1) : top;  // number of places with exactly `low`
   int64_t made = 0;
   for (int64_t i = 0; made < top; i += kLanes) {
     const uint32_t reached = at_least(&sorted.keys[size_t(i)], low);
@@ -341,8 +342,8 @@ inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to
 
 }  // namespace
 
-// q [T, heads, dim]; weights float [T, heads]; cache [blocks, per block, width], whose entries end with a key of dim.
-// Returns int64 [T, top]: ascending, then -1.
+// q: [T, heads, dim]; weights: float [T, heads]; cache: [blocks, per block, width], entries end with a key of dim
+// elements. Returns int64 [T, top]: ascending, then -1.
 Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
                      const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine) {
   TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == q.sizes().slice(0, 2) &&
@@ -368,7 +369,7 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
     });
     std::vector<float> scores;
     for (size_t first = 0; first < asked.size();) {
-      // As many tokens as their scores have room; a group of them is of one sequence.
+      // As many tokens as scores fit into memory. Tokens that share a tile belong to one sequence.
       std::vector<std::pair<size_t, size_t>> shared;
       int64_t stride = 0;
       size_t end = first;
