@@ -89,8 +89,8 @@ class StepInput:
     positions: Tensor
     """int64 [T]: absolute positions, derived on the device."""
     writes: tuple[Tensor, ...]
-    """Per KV cache group, int64 [T]: slot of each token's entry in the cache, ``block id * block + offset``.
-    A compressed entry is at ``// ratio`` of the slot of its group's last token. Empty for ``state``."""
+    """Per KV cache group, int64 [T]: place of each token's entry in the cache, ``block id * block + offset``.
+    A compressed entry is at ``// ratio`` of the place of its group's last token. Empty for ``state``."""
     segments: tuple[SegmentInput, SegmentInput]
     """(prefill, decode)."""
     prepared: tuple[tuple[object, ...], ...]

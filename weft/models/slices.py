@@ -74,7 +74,7 @@ def whole_groups(
     done = 0
     for begin, end in parts:
         each = end - begin
-        # [base, base + groups * each): rows of this part in the parameter
+        # [base, base + groups * each): rows of this part in the arranged tensor
         inside_part = [
             w for w in left if len(w.source) == 1 and base <= w.source[0].start < base + groups * each
         ]

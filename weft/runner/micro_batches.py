@@ -58,8 +58,8 @@ class MicroBatchedSteps:
 
         States are [T, hidden] of all tokens if ``whole``, else [L, hidden] of the rows with logits, in plan
         order. ``buffers`` receives the two staging buffers of the step; return the buffers with ``release``.
-        ``done`` is called for a layer when the second micro-batch has passed the layer, which is always last.
-        Raises EngineDead if the plan cannot be split.
+        ``done(layer)`` is called when the second micro-batch has passed the layer: the first micro-batch
+        always passes earlier. Raises EngineDead if the plan cannot be split.
         """
         micro_batches = split(plan)
         if micro_batches is None:

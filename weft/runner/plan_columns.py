@@ -62,7 +62,8 @@ def logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return (merged rows with logits, [slot, logits row] of sampled entries and of prompt entries)."""
     both = (plan.prefill, plan.decode)
     ends = np.cumsum(np.concatenate([s.count for s in both]).astype(np.int64))
-    # [rows]: slot, rows of logits, and samples. The last tokens of a row have logits, the last logits sample.
+    # [rows]: slot, number of logits, number of samples. The last tokens of a row have logits; the last logits
+    # are sampled.
     slot = np.concatenate([s.slot for s in both])
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)

@@ -115,7 +115,7 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(rooms)))
-        self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
+        self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
         self._failed = False
         """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)

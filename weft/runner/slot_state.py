@@ -147,14 +147,14 @@ class SlotState:
         slots = op.slots.astype(np.int64)
         if slots.min() < 0 or slots.max() >= self.num_slots or len(np.unique(slots)) != len(slots):
             raise EngineDead("blocks are appended to slots outside the table, or twice to one")
-        # Every slot of one op is appended to at most once, so one scatter writes all entries.
         if not self._live[slots].all():
             raise EngineDead("blocks are appended to a slot that is free")
         table = self.tables[op.kind]
         at = self._entries[op.kind, slots]
         if at.max() >= table.shape[1]:
             raise EngineDead("the block table of a slot overflows")
-        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three
+        # No slot is named twice, so one scatter writes all entries.
+        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three columns
         table[where[0], where[1]] = where[2].int()
         self._entries[op.kind, slots] = at + 1
 

@@ -42,8 +42,8 @@ def lists_of(params: TokenParams, vocab_size: int, device: torch.device) -> List
     Ids outside the vocabulary are dropped. A bad word of one id is banned outright; a longer word bans its
     last id behind its other ids.
     """
-    # Only the last id of a word needs to be in the vocabulary: the prefix is compared with the history.
     bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab_size}
+    # Only the last id of a word needs to be in the vocabulary: the prefix is compared with the history.
     words = [word for word in params.bad if len(word) > 1 and 0 <= word[-1] < vocab_size]
     lists = Lists(
         banned=_columns([word[0] for word in params.bad if len(word) == 1], vocab_size),
