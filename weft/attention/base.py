@@ -63,8 +63,8 @@ class SegmentInput:
     its token j to copy j; a prefill row writes its last state to copy 0. A row at position 0 starts from
     zeros and ignores the copy."""
     tables: tuple[Tensor, ...]
-    """Per KV cache group, int64 [R, W]: block ids, padded with 0. Entry i covers positions i * block .. (i +
-    1) * block - 1. W is 0 for ``state``."""
+    """Per KV cache group, int64 [R, W]: block ids, padded with 0. Entry i covers the ``block`` positions from
+    i * block on. W is 0 for ``state``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +109,12 @@ class StepInput:
 class Backend(ABC):
     """One form of core attention, for one segment per call. One instance serves all layers of a model."""
 
-    # Form of the backend, as named by ``CacheSpec.form``.
+    #: Form of the backend, as named by ``CacheSpec.form``.
     form: ClassVar[str]
-    # True if the output bits of a row are independent of other rows, chunking and batch size.
+    #: True if the output bits of a row are independent of other rows, chunking and batch size.
     invariant: bool = False
-    # True if ``prepare`` and attention of one-token rows can be captured in a CUDA graph: no copies from the
-    # host, and shapes only from the host's upper bounds.
+    #: True if ``prepare`` and attention of one-token rows can be captured in a CUDA graph: no copies from the
+    #: host, and shapes only from the host's upper bounds.
     capturable: bool = False
 
     @abstractmethod

@@ -36,11 +36,11 @@ DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
 DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
 DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
 
-# Backends of each form, by name.
+#: Backends of each form, by name.
 FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
 
-# Names per form and device, in order of preference. ``auto`` takes the first backend that can serve the
-# model. FlashInfer is used only by name.
+#: Names per form and device, in order of preference. ``auto`` takes the first backend that can serve the
+#: model. FlashInfer is used only by name.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "gqa": {
         "cpu": ("cpu", "torch", "invariant"),

@@ -37,7 +37,7 @@ TILE = 128
 GATHER = 1 << 24
 """Maximum elements gathered at once (a single piece may need more)."""
 
-# Supported dtypes of models (the last: of 8-bit caches), with the integer dtype of the same width.
+#: Supported dtypes of models (the last: of 8-bit caches), with the integer dtype of the same width.
 BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,

@@ -15,7 +15,7 @@ from weft.gguf.folder import weights_of
 from weft.models.gguf_tensor import GGUFTensor, Maps
 from weft.ops.mapped import Mapped, mapped_around
 
-# Plain number types, in the naming of safetensors.
+#: Plain number types, in the naming of safetensors.
 _PLAIN = ("F64", "F32", "BF16", "F16")
 
 

@@ -44,8 +44,8 @@ __all__ = ["Model", "build_model", "load_model"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
-# Entries read between two calls of ``trim_heap``, which returns memory of temporary tensors to the system.
-# The C library would keep the memory, because the memory lies between live allocations.
+#: Entries read between two calls of ``trim_heap``, which returns memory of temporary tensors to the system.
+#: The C library would keep the memory, because the memory lies between live allocations.
 _TRIM_ENTRIES = 4 << 20
 
 

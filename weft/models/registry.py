@@ -33,7 +33,7 @@ for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
     WEIGHTS.add(_family, f"weft.models.{_family}.weights:weight_map")
 
-# Families with a subclass of ``Decoder`` as frame.
+#: Families with a subclass of ``Decoder`` as frame.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

@@ -27,8 +27,7 @@ def even(plan: StepPlan, each: int) -> bool:
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return consecutive ranges as one int64 array: ``starts[0] .. starts[0] + lengths[0] - 1, starts[1]
-    ..``."""
+    """Return ranges in one int64 array: ``lengths[0]`` numbers from ``starts[0]`` on, and so on."""
     lengths = lengths.astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0

@@ -268,5 +268,5 @@ def _name(op: torch._ops.OpOverload) -> str:
     return str(op.name())
 
 
-# Numbers of c10::MemoryFormat.
+#: Numbers of c10::MemoryFormat.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}

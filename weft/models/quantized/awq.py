@@ -12,7 +12,7 @@ from weft.models.quantized.words import even_groups, scale_groups, unpack
 
 Tensor = torch.Tensor
 
-# Output in a word of its i-th four bits.
+#: Entry i is the output, of the eight in a word, that the i-th four bits belong to.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -44,9 +44,9 @@ def read(
 ) -> tuple[str, Iterator[StoredPiece]]:
     """Return (format name, pieces of the weight in ``dtype``, a wide dtype). ``parts``: by role.
 
-    Matrices of a stack (experts) come one by one, so that only one matrix is dequantized at a time; matrices
-    without ``wanted`` are left out. A plain weight keeps its own dtype, and its format name is "". Raises
-    Lacks for a missing part, and Misfit for parts that do not fit; Misfit may come during iteration.
+    Matrices of a stack (experts) come one by one, so only one matrix is dequantized at a time. Matrix i is
+    left out unless ``wanted(i)``. A plain weight keeps its own dtype, and its format name is "". Raises Lacks
+    for a missing part, and Misfit for misfitting parts; Misfit may come during iteration.
     """
     if spec is None or _is_plain(parts):
         return "", iter([StoredPiece((), parts[PLAIN])])
@@ -62,7 +62,7 @@ def read(
     return _with_scale(parts, spec, dtype, wanted)
 
 
-# Role of a weight's values, by method.
+#: Role of a weight's values, by method.
 _VALUES = {"awq": "qweight", "gptq": "qweight", "mxfp4": "blocks"}
 
 

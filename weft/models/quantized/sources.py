@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Ending of the published name, ending of the name in the weight map, and role of the part.
+#: Ending of the published name, ending of the name in the weight map, and role of the part.
 _PARTS = (
     (".weight_scale_inv", ".weight", "scale"),
     (".weight_scale", ".weight", "scale"),
@@ -30,7 +30,7 @@ _PARTS = (
     ("_scales", "", "scales"),
     ("_scale", "", "scale"),
 )
-# Scales of activations and of the KV cache. Weft does not quantize activations, and computes cache scales.
+#: Scales of activations and of the KV cache. Weft does not quantize activations, and computes cache scales.
 _WITHOUT_EFFECT = (
     ".input_scale",
     ".input_global_scale",
