@@ -1,7 +1,7 @@
 // Paged attention with grouped queries: one form for prefill and decode rows, for any grouping of heads.
 //
-// A row of a piece is a (query, query head) pair; a piece has the rows of one KV head. How they are computed, and
-// why a row's bits are its own, is in attend_tile.h.
+// A row of a piece is a (query, query head) pair; a piece contains the rows of one KV head. attend_tile.h describes the
+// computation, and why the bits of a row do not depend on other rows.
 
 #include "attend_tile.h"
 #include "fp8.h"
@@ -25,11 +25,11 @@ struct Grouped {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
-  const uint8_t* codes;       // instead of `cache`, with
-  const float* line_scales;   // a scale for each line
+  const uint8_t* codes;       // 8-bit cache, instead of `cache`, with
+  const float* line_scales;   // a scale per line
   int heads, kv_heads, group, dim, window;
   float scale;
-  std::shared_ptr<const float[]> sinks;  // of each head, times log2(e), or null
+  std::shared_ptr<const float[]> sinks;  // per head, times log2(e), or null
   int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>
@@ -66,7 +66,7 @@ struct Grouped {
     });
   }
 
-  // What a row's softmax sums besides its keys.
+  // Return the contribution of the sink to the softmax sum of a row.
   float sink(const Piece& piece, int row, float top) const {
     return sinks ? std::exp2(sinks[int64_t(piece.head) * group + row % group] - top) : 0.0f;
   }

@@ -1,4 +1,5 @@
-// Packing weights of few bits (coded.h): from codes and scales apart, and from GGML's blocks; rows of what was packed.
+// Packing of weights of few bits (coded.h): from separate codes and scales, and from GGML blocks; rows of packed
+// weights.
 #include "gemm_block.h"
 #include "operators.h"
 #include "weights.h"
@@ -9,25 +10,25 @@
 namespace weft {
 namespace {
 
-// Integers of 8 bits without zero points are looked up in a table of bytes, where there is one, as E4M3 is.
+// Integers of 8 bits without zero points use a table of bytes if available, like E4M3.
 bool looked_up(const Coding& coding) {
   return coding.numbers == Numbers::e4m3 || (WEFT_INT8_TABLE && coding.zeros == Zeros::middle);
 }
 
-// Where a step keeps the 8 bits of (column, k of the pair).
+// Index in a step of the 8-bit code of (column, k of the pair).
 inline int eight_slot(const Coding& coding, int column, int k) {
   return looked_up(coding) ? int8_slot(column, k) : column / 16 * 32 + k * 16 + column % 16;
 }
 
-// The byte that is stored for an integer of 8 bits that is looked up: sign and magnitude, and -0 for -128.
+// Stored byte of an 8-bit integer for the table: sign and magnitude, with -0 for -128.
 inline uint8_t eight_byte(const Coding& coding, int code) {
   if (coding.numbers == Numbers::e4m3 || !looked_up(coding)) return uint8_t(code);
   return code == 0 ? 0x80 : int8_code(code - 128);
 }
 
 struct Published {
-  const uint8_t *values, *zeros, *scales;  // zeros: null where there are none
-  int64_t line, groups;                    // bytes a row of values, scales a row
+  const uint8_t *values, *zeros, *scales;  // zeros: null without zero points
+  int64_t line, groups;                    // bytes per row of values; scales per row
 
   int code(bool four, int64_t row, int64_t k) const {
     if (!four) return values[row * line + k];
@@ -45,7 +46,7 @@ int nothing(const Coding& coding) {
   return coding.numbers == Numbers::int4 ? 8 : coding.numbers == Numbers::int8 ? 128 : 0;
 }
 
-// Puts a code where the steps of its group, which were zeroed, keep that of (k, column).
+// Write a code to the place of (k, column) in the steps of its group. The steps must be zero before.
 inline void put(const Coding& coding, uint8_t* steps, int column, int64_t k, int code) {
   uint8_t* step = steps + k / 2 * coding.step();
   const int word = 2 * (column % 16) + int(k % 2), half = column / 16;
@@ -164,7 +165,7 @@ Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& ze
   return packed;
 }
 
-// Bytes of packed weights, not written.
+// Allocate bytes for packed weights, without initial values.
 Tensor weight_bytes(at::IntArrayRef sizes) { return empty_weights(sizes, at::TensorOptions().dtype(at::kByte)); }
 
 namespace {
@@ -185,7 +186,7 @@ enum class Kind : int64_t { q8_0 = 0, q4_0 = 1, q4_k = 2, q6_k = 3 };
 int64_t numbers_of(Kind kind) { return kind == Kind::q8_0 || kind == Kind::q4_0 ? 32 : 256; }
 int64_t bytes_of(Kind kind) { return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210; }
 
-constexpr int64_t kDropBytes = 1 << 20;  // of a mapped file, at a time
+constexpr int64_t kDropBytes = 1 << 20;  // bytes of a mapped file dropped at once
 
 Coding coding_of(Kind kind) {
   switch (kind) {
@@ -200,13 +201,13 @@ Coding coding_of(Kind kind) {
   }
 }
 
-// Scale and minimum of 32 numbers of a Q4_K block; `at`: its 12 bytes of them.
+// Scale and minimum of 32 numbers of a Q4_K block; `at`: the block's 12 bytes of scales and minimums.
 std::array<uint8_t, 2> six_bits(const uint8_t* at, int64_t group) {
   if (group < 4) return {uint8_t(at[group] & 63), uint8_t(at[group + 4] & 63)};
   return {uint8_t((at[group + 4] & 15) | at[group - 4] >> 6 << 4), uint8_t(at[group + 4] >> 4 | at[group] >> 6 << 4)};
 }
 
-// The code of number i of a block.
+// Return the code of number i of a block.
 int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
   switch (kind) {
     case Kind::q8_0:
@@ -222,7 +223,7 @@ int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
   }
 }
 
-// One column of a packed block at `to`, which was zeroed; row: its blocks of GGML.
+// Write one column of a packed block at `to`, which must be zero before; row: GGML blocks of the row.
 void pack_ggml_column(Kind kind, const uint8_t* row, int64_t inputs, int column, uint8_t* to) {
   const Coding coding = coding_of(kind);
   const int64_t each = numbers_of(kind), size = bytes_of(kind);
@@ -245,7 +246,7 @@ void pack_ggml_column(Kind kind, const uint8_t* row, int64_t inputs, int column,
   }
 }
 
-// Takes whole pages of a mapped file, which nobody wrote to, from this process: they are read again if they are needed.
+// Release whole pages of an unmodified mapped file from this process. A later access reads the pages again.
 void drop_pages(const uint8_t* begin, const uint8_t* end) {
   const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (uintptr_t(begin) + page - 1) / page * page;
   const uintptr_t last = uintptr_t(end) / page * page;
@@ -254,8 +255,8 @@ void drop_pages(const uint8_t* begin, const uint8_t* end) {
 
 }  // namespace
 
-// blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
-// private mapping of a file that nobody wrote to; its pages are dropped behind what is read.
+// blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are an
+// unmodified private mapping of a file; pages are dropped after reading.
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
   TORCH_CHECK(given >= 0 && given <= 3, "pack_ggml: kind");
   const Kind kind = Kind(given);
@@ -270,7 +271,7 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
   const uint8_t* from = blocks.const_data_ptr<uint8_t>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
-    int64_t dropped = begin * kBlock;  // rows before that
+    int64_t dropped = begin * kBlock;  // pages of rows before this row are dropped
     for (int64_t block = begin; block < end; ++block) {
       uint8_t* to = made + block * block_bytes;
       std::memset(to, 0, size_t(block_bytes));

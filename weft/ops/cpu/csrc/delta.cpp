@@ -69,12 +69,12 @@ inline float dot(const float* a, const float* b, int n) {
   return reduce_add(sum);
 }
 
-// What was widened from T goes back unchanged, numbers below 2^-126 included.
+// Convert back numbers that were widened from T, unchanged, including numbers below 2^-126.
 inline void unwiden(float value, bf16* to) { to->x = uint16_t(float_to_bits(value) >> 16); }
 inline void unwiden(float value, float* to) { *to = value; }
 
 // silu of the causal convolution of `tokens` inputs of `dim` channels -> to [tokens, dim].
-// past: [K - 1, dim], the inputs before the first (null: zeros); next: those before the one after the last.
+// past: [K - 1, dim], inputs before the first input (null: zeros); next: inputs before the input after the last.
 template <int K, class T>
 void convolve(const T* from, int64_t stride, int tokens, int dim, const float* taps, int64_t channels, const T* past,
               T* next, float* to) {
@@ -102,7 +102,7 @@ void normalize(float* x, int dim, float scale) {
   for (int i = 0; i < dim; i += kLanes) store(x + i, load(x + i) * by);
 }
 
-// The tokens of a panel, as one value head sees them.
+// Tokens of a panel, for one value head.
 struct Panel {
   int tokens, k_dim, v_dim;
   const float *q, *k;         // [tokens, k_dim]
@@ -137,7 +137,8 @@ struct Rows {
   int64_t stride;
 };
 
-// a = k S, b = q S over a strip. If kStep, S takes the step of the token before first, and goes to `to` [k_dim, 16 N].
+// a = k S, b = q S over a strip. With kStep, S first takes the step of the previous token, and is written to `to`
+// [k_dim, 16 N].
 template <int N, bool kStep>
 inline void pass(Rows from, float* to, int k_dim, const float* before, const vf* change, float decay, const float* k,
                  const float* q, vf* a, vf* b) {
@@ -160,8 +161,8 @@ inline void pass(Rows from, float* to, int k_dim, const float* before, const vf*
   }
 }
 
-// Columns column .. column + 16 N of a panel: from S (null: zeros) to the S after its last token, which may be the
-// same memory. strip: scratch.
+// Process columns column .. column + 16 N of a panel: from S (null: zeros) to the S after the last token, which may be
+// the same memory. strip: scratch.
 template <int N>
 void recur(const Panel& p, int column, const float* from, float* to, float* strip) {
   Rows rows = from ? Rows{from + column, p.v_dim} : Rows{kZeros, 0};
@@ -194,7 +195,7 @@ void recur(const Panel& p, int column, const float* from, float* to, float* stri
 }
 
 void recur_all(const Panel& p, const float* from, float* to, float* strip) {
-  int most = WEFT_AVX2 ? 2 : 4;  // a, b and change of a strip in registers
+  int most = WEFT_AVX2 ? 2 : 4;  // a, b and change of a strip fit into registers
   while (most > 1 && most * kLanes * p.k_dim > kStripFloats) most /= 2;
   for (int column = 0; column < p.v_dim;) {
     int lines = most;
@@ -208,7 +209,7 @@ void recur_all(const Panel& p, const float* from, float* to, float* strip) {
   }
 }
 
-// Everything of a call; pointers into its tensors.
+// Data of one call, with pointers into its tensors.
 template <class T>
 struct Call {
   const T *qkvz, *gates;
@@ -232,7 +233,7 @@ template <class T, int K>
 class Worker {
  public:
   explicit Worker(const Call<T>& call) : c_(call) {
-    thread_local std::vector<float> memory;  // kept: a decode step calls once a layer
+    thread_local std::vector<float> memory;  // kept, because a decode step calls once per layer
     const size_t floats = kStripFloats + size_t(2 * call.k_dim + 2 * call.v_dim) * kPanel;
     if (memory.size() < floats + kLanes) memory.resize(floats + kLanes);
     strip_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
@@ -242,7 +243,7 @@ class Worker {
     o_ = v_ + call.v_dim * kPanel;
   }
 
-  // A row of the decode kind leaves the state after each token in a copy of its own, others only the last one's.
+  // A decode row stores the state after each token in a separate copy; other rows store the last state only.
   void task(int64_t row, int head) {
     const int32_t begin = c_.offsets[row], count = c_.offsets[row + 1] - begin;
     const int step = c_.each ? 1 : kPanel;
@@ -255,7 +256,7 @@ class Worker {
   }
 
  private:
-  // from, to: which copy of the state, counted over all slots; from -1: zeros.
+  // from, to: index of a state copy, counted over all slots; from -1: zeros.
   void panel(int64_t first, int tokens, int head, int64_t from, int64_t to) {
     const T* x = c_.qkvz + first * c_.qkvz_stride;
     convolved(x, head, c_.k_heads, c_.k_dim, 0, c_.conv_q, from, to, tokens, q_);
@@ -277,7 +278,7 @@ class Worker {
     }
   }
 
-  // One head's part of the convolution; its channels begin at `base`, its state is [copies.., heads, K - 1, dim].
+  // Convolution of one head. Channels begin at `base`; the state is [copies.., heads, K - 1, dim].
   void convolved(const T* x, int head, int heads, int dim, int64_t base, T* state, int64_t from, int64_t to,
                  int tokens, float* made) {
     const int64_t channel = base + int64_t(head) * dim, size = int64_t(K - 1) * dim;
@@ -319,7 +320,7 @@ class Worker {
 
 template <class T, int K>
 void run(const Call<T>& c, int64_t rows, int64_t tokens) {
-  std::vector<int64_t> order(rows);  // the longest first, so that threads end together
+  std::vector<int64_t> order(rows);  // longest rows first, so that threads end together
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return c.offsets[a + 1] - c.offsets[a] > c.offsets[b + 1] - c.offsets[b];

@@ -1,4 +1,4 @@
-// Cache lines in 8 bits: E4M3 codes and a power of two for each line. ops/kv_fp8.py is the definition.
+// Cache lines in 8 bits: E4M3 codes and one power of two per line. Defined by ops/kv_fp8.py.
 #pragma once
 
 #include "vector.h"
@@ -14,7 +14,7 @@ using Words = vu;
 using Signed = vu;
 #else
 typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Signed __attribute__((vector_size(64)));  // what comparing Words gives: all bits or none
+typedef int32_t Signed __attribute__((vector_size(64)));  // result of a comparison of Words: all bits or none
 #endif
 
 template <class To, class From>
@@ -53,44 +53,44 @@ inline void narrow_codes(Words x, uint8_t* codes) {
 #endif
 }
 
-// 16 codes as floats, exactly. The two codes of NaN become 480: lines that have them have the scale NaN.
+// Convert 16 codes to floats, exactly. The two NaN codes become 480: a line with NaN codes has the scale NaN.
 inline vf from_codes(const uint8_t* codes) {
   const Words x = widen_codes(codes), size = x & 0x7fu, sign = (x & 0x80u) << 24;
   const Words bits = size << 20;
-  // Of codes below 8 the exponent is that of 8, without the leading one.
+  // Codes below 8 are subnormal: the exponent of code 8, without the leading one.
   const vf small = as<vf>(bits + (121u << 23)) - splat(0x1p-6f);
   const Words made = pick(size < 8u, as<Words>(small), bits + (120u << 23));
   return as<vf>(made | sign);
 }
 
-// The nearest codes of 16 floats of at most 448, halves to the even one.
+// Convert 16 floats of at most 448 to the nearest codes; halves round to even.
 inline void to_codes(vf y, uint8_t* codes) {
   const Words bits = as<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
-  // 2^14 counts in units of 2^-9, the smallest code.
+  // Adding 2^14 rounds to multiples of 2^-9, the smallest code.
   const Words small = as<Words>(as<vf>(size) + splat(0x1p14f)) - (141u << 23);
   const Words normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
   narrow_codes(pick(size < (121u << 23), small, normal) | sign, codes);
 }
 
-// The scale of a line whose largest magnitude is `top`: the smallest power of two with which that is at most 448.
+// Return the scale of a line with largest magnitude `top`: the smallest power of two that scales `top` to at most 448.
 inline int line_power(float top) {
   const uint32_t bits = float_to_bits(top), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
   // 448 is 1.75 * 2^8.
   const int power = int(exponent) - 127 - 8 + (mantissa > 0x600000u);
-  if (bits == 0) return -9;  // any would do
+  if (bits == 0) return -9;  // any scale would do
   return power < -126 ? -126 : power;
 }
 
 inline float power_of_two(int power) { return bits_to_float(uint32_t(power + 127) << 23); }
 
-// A line of n elements, a multiple of 16, to codes; returns its scale.
+// Convert a line of n elements, a multiple of 16, to codes. Return the scale of the line.
 template <class T>
 inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
   vf top = splat(0.0f), broken = splat(0.0f);
   for (int64_t i = 0; i < n; i += kLanes) {
     const vf x = load(from + i);
     top = vmax(vabs(x), top);
-    broken = fma(x, splat(0.0f), broken);  // NaN for what is not finite
+    broken = fma(x, splat(0.0f), broken);  // NaN for non-finite elements
   }
   const bool finite = reduce_add(broken) == 0.0f;
   const int power = finite ? line_power(reduce_max(top)) : 0;
@@ -100,7 +100,7 @@ inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
 }
 
 #if WEFT_AVX512 && defined(__AVX512VBMI__)
-// The low and the high byte of each code's magnitude in bf16, which is exact.
+// Low and high bytes of each code's magnitude in bf16, which is exact.
 struct CodeTable {
   alignas(64) uint8_t low[128], high[128];
   constexpr CodeTable() : low(), high() {
@@ -118,8 +118,8 @@ struct CodeTable {
 };
 constexpr CodeTable kCodeTable;
 
-// 64 codes at a time: looked up as bf16, whose exponents then take the scale's. Returns how many were done: all
-// whole sixty-fours, or none where a result could lack an exponent.
+// Convert 64 codes at a time: look up bf16, then add the exponent of the scale. Return the number of converted codes:
+// all whole groups of 64, or 0 if the exponent of some result could overflow or underflow.
 inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf16* to) {
   const int power = int(float_to_bits(scale) >> 23) - 127;  // 128 for NaN
   if (power < -110 || power > 110) return 0;
@@ -128,14 +128,14 @@ inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), size = _mm512_set1_epi16(0x7fff);
   const int64_t whole = n / 64 * 64;
   for (int64_t i = 0; i < whole; i += 64) {
-    // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 and 32 further on share them.
+    // Unpacking works within 128 bits, which codes 8 i .. 8 i + 7 share with the codes 32 places later.
     const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
     const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
     for (int half = 0; half < 2; ++half) {
       const __m512i x = half ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
-      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zeros
+      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zero
       _mm512_storeu_si512(to + i + 32 * half, _mm512_mask_add_epi16(x, some, x, add));
     }
   }

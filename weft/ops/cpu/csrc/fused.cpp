@@ -1,4 +1,4 @@
-// What stands between the matrix products of a layer, each as one pass without intermediate tensors.
+// Operations between the matrix products of a layer, each in one pass without intermediate tensors.
 //
 //   add_rms_norm     x (+ delta, rounded) -> stream; stream / rms * weight -> normed
 //   qkv_rope_cache   [q heads | k heads | v heads] of a token
@@ -8,8 +8,8 @@
 //                    with scales the cache is in 8 bits (fp8.h)
 //   gated            activation(gate) * up
 //
-// Every row (a token, or one head of it) is computed alone, in one order: a sum of squares is 16 partial sums,
-// one a lane, added by the fixed tree of `reduce_add`. Sizes need not be multiples of 16; absent lanes are 0.
+// Every row (a token, or one head of a token) is computed alone, in one order. A sum of squares consists of 16 partial
+// sums, one per lane, added by the fixed tree of `reduce_add`. Sizes need not be multiples of 16; missing lanes are 0.
 
 #include "fp8.h"
 #include "gemm_tile.h"
@@ -25,7 +25,7 @@ namespace {
 
 using namespace vec;
 
-// f(T(), W()): x's type and that of norm weights, which are x's or float.
+// Call f(T(), W()) with the type of x and the type of norm weights, which is the type of x or float.
 template <class F>
 auto by_dtypes(const Tensor& x, bool wide, const char* op, F f) {
   return by_dtype(x, op, [&]<class T>(T) { return wide ? f(T(), float()) : f(T(), T()); });
@@ -59,7 +59,7 @@ Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   return normed;
 }
 
-// x becomes the stream.
+// Overwrites x with the stream.
 Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight, double eps) {
   check_norm(x, weight, "add_rms_norm");
   TORCH_CHECK(x.is_contiguous() && given.sizes() == x.sizes() && given.scalar_type() == x.scalar_type(),
@@ -81,7 +81,7 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight,
 
 namespace {
 
-// One head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
+// Process one head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
 template <class T, class W>
 void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim,
                int64_t half, T* line, T* to) {
@@ -146,7 +146,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
         const float *ct = c + t * half, *st = s + t * half;
         for (int64_t h = 0; h < heads; ++h)
           rope_head<T, W>(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
-        const int64_t first = place[t] / block * 2 * kv_heads * block + place[t] % block;  // counted in lines
+        const int64_t first = place[t] / block * 2 * kv_heads * block + place[t] % block;  // in units of lines
         for (int64_t h = 0; codes && h < kv_heads; ++h) {
           const int64_t k = first + h * block, v = k + kv_heads * block;
           rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, key);
@@ -165,7 +165,8 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   return q;
 }
 
-// activation(gate) * up, the activation rounded to x's dtype before the product; its code is gemm_tile.h's.
+// activation(gate) * up, with the activation rounded to x's dtype before the product; activation codes as in
+// gemm_tile.h.
 Tensor gated(const Tensor& given, int64_t code) {
   TORCH_CHECK(code >= 1 && code <= 4, "gated: activation ", code);
   TORCH_CHECK(given.dim() >= 1 && given.size(-1) % 2 == 0, "gated: shape");

@@ -1,4 +1,4 @@
-// From logits to tokens: argmax, and the Gumbel-maximum of the sampling rule, each reading a row once or twice.
+// From logits to tokens: argmax, and the Gumbel maximum of the sampling rule. Each reads a row once or twice.
 //
 // greedy   blocks of kBlock: maximum and NaN; the first block with the largest maximum, in it the first equal.
 // sample   argmax over tokens of  double(x) + g,  x = logit / temperature in float,  g = -log(-log(u)),
@@ -45,14 +45,14 @@ struct Top {
   bool broken() const { return nan || !std::isfinite(value); }
 };
 
-// Lanes of x[i ...] whose bits are clear become -inf; i is a multiple of kLanes.
+// Set lanes of x[i ...] with clear bits to -inf; i is a multiple of kLanes.
 template <bool kMasked>
 inline vf allowed(vf v, const int32_t* mask, int64_t i) {
   if constexpr (!kMasked) return v;
   return select(uint32_t(mask[i >> 5]) >> (i & 31) & 0xffffu, v, splat(-kInf));
 }
 
-// The largest of n numbers and the first place that holds it. `groups`, if any, gets the maximum of each kGroup.
+// Return the largest of n numbers and its first place. `groups`, if not null, receives the maximum of each kGroup.
 template <bool kMasked, class T>
 Top top_of(const T* x, int64_t n, const int32_t* mask, float* groups) {
   Top top;
@@ -111,7 +111,7 @@ inline void philox(const Key& of, uint32_t counter, uint32_t* words) {
   std::memcpy(words, c, sizeof(c));
 }
 
-// The words of tokens first .. first + 63, in their order; first is a multiple of 4.
+// Compute the words of tokens first .. first + 63, in order; first is a multiple of 4.
 #if WEFT_AVX512
 inline void multiply(__m512i x, uint32_t by, __m512i& high, __m512i& low) {
   const __m512i factor = _mm512_set1_epi64(by);
@@ -121,7 +121,7 @@ inline void multiply(__m512i x, uint32_t by, __m512i& high, __m512i& low) {
 }
 
 inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
-  // Lane 4 g + q has counter 4 q + g: so the two rounds of unpacking below leave the words in order.
+  // Lane 4 g + q has counter 4 q + g, so that two rounds of unpacking below put the words in order.
   const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
   __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(int(first >> 2)), order);
   __m512i c1 = _mm512_set1_epi32(int(of.position)), c2 = _mm512_set1_epi32(int(of.choice));
@@ -160,7 +160,7 @@ inline void multiply(__m256i x, uint32_t by, __m256i& high, __m256i& low) {
 
 inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
   for (int part = 0; part < 2; ++part, words += 32) {
-    // Lane 4 g + q has counter 2 q + g: so the two rounds of unpacking below leave the words in order.
+    // Lane 4 g + q has counter 2 q + g, so that two rounds of unpacking below put the words in order.
     const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
     __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(int(first >> 2) + 8 * part), order);
     __m256i c1 = _mm256_set1_epi32(int(of.position)), c2 = _mm256_set1_epi32(int(of.choice));
@@ -187,7 +187,7 @@ inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
   }
 }
 
-// Rounded: both halves of a word are exact, and their sum is rounded once.
+// Rounded once: both halves of a word are exact, and only the sum is rounded.
 inline __m256 gap8(const uint32_t* words) {
   const __m256i flipped = _mm256_xor_si256(eight(words), _mm256_set1_epi32(-1));
   const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(flipped, 16));
@@ -214,7 +214,7 @@ struct Best {
   }
 };
 
-// Steps 5 to 7 without top_k and top_p, of one row of n logits.
+// Run steps 5 to 7, without top_k and top_p, on one row of n logits.
 template <bool kMasked, class T>
 std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, const int32_t* mask, float temperature, double min_p,
                                      const Key& key, float* groups) {
@@ -225,10 +225,11 @@ std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, const int32_t* mask,
   uint32_t four[4];
   philox(key, uint32_t(top.id >> 2), four);
   Best best{double(largest) + gumbel(four[top.id & 3]), top.id};
-  // What x = logit / temperature may be above (logit - top) / temperature + largest, and the float sums below.
+  // Allowance for the rounding of x = logit / temperature against (logit - top) / temperature + largest, and of float
+  // sums.
   const float allowance = 1e-4f + 4e-7f * (std::fabs(largest) + 30.0f);
   const float inverse = kLog2E / temperature;
-  // log2 of exp(x - best) * 2^32, at most, of a logit
+  // Upper bound of log2 of exp(x - best) * 2^32, for a logit
   const auto shift_of = [&] { return float(double(largest) - best.score + allowance) * kLog2E + 32.0f + 1e-4f; };
   float shift = shift_of();
   const float floor = min_p > 0 ? float(std::log(min_p)) - allowance : -kInf;
@@ -270,7 +271,8 @@ Rows check(const Tensor& logits, const Tensor& rows, int64_t vocab, const char* 
   return {rows.size(0), logits.stride(0), vocab, index};
 }
 
-// The mask of each row: `words` int32 [masks, ceil(vocab / 32)], `places` int64 [rows]. Without words all is allowed.
+// Mask of each row: `words` int32 [masks, ceil(vocab / 32)], `places` int64 [rows]. Without words every token is
+// allowed.
 struct Masks {
   Tensor words, places;
   int64_t width = 0;
@@ -376,17 +378,17 @@ struct Column {
 
 }  // namespace
 
-// The end of a step of one token a row: row r of the logits gives slot `slots[r]` its next token, as `greedy` does
-// where the slot's temperature is below kGreedy and `sample` elsewhere, and the slot goes on by one position:
+// End a decode step with one token per row. Row r of the logits gives slot `slots[r]` its next token: by `greedy` if
+// the temperature of the slot is below kGreedy, else by `sample`. The slot then advances by one position:
 //
-//   history[slot, num_computed[slot] + 1] = token (0 of an error)     num_computed[slot] += 1      live[slot] = 0
+//   history[slot, num_computed[slot] + 1] = token (0 for an error)     num_computed[slot] += 1      live[slot] = 0
 //
-// temperature, min_p, seed, choice: a column each, of all slots.
+// temperature, min_p, seed, choice: one column each, for all slots.
 std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots, int64_t vocab,
                                       const Tensor& temperature, const Tensor& min_p, const Tensor& seed,
                                       const Tensor& choice, const Tensor& history, const Tensor& num_computed,
                                       const std::optional<Tensor>& live) {
-  constexpr double kGreedy = 1e-5;  // as weft/runner/slot_params.py has it
+  constexpr double kGreedy = 1e-5;  // same value as in weft/runner/slot_params.py
   TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1) && slots.dim() == 1 &&
                   slots.is_contiguous() && slots.size(0) <= logits.size(0), "end_decode_: logits");
   TORCH_CHECK(history.dim() == 2 && history.is_contiguous() && num_computed.dim() == 1 &&
@@ -434,7 +436,7 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
   return {made, error};
 }
 
-// Rows of logits in float, with -inf for the tokens whose bit is clear in the row's mask; and broken rows.
+// Return rows of logits in float, with -inf for tokens with a clear bit in the row's mask; and broken rows.
 std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
                                       const Tensor& places) {
   const Rows of = check(logits, rows, vocab, "allow_bits");

@@ -3,9 +3,9 @@
 //   digest_spans(memory, spans, seeds)          spans: int64 [n, 2], offset and length        -> int64 [n]
 //   copy_spans(source, target, spans, seeds)    spans: int64 [n, 3], from, to and length      -> int64 [n]
 //
-// A copy is digested in the pass that makes it, a block at a time while the block is in the first-level cache, so
-// the digest is one of the bytes that were read and written, and costs no second pass over memory. memory, source and
-// target are uint8 [bytes]; every span is checked before any byte is touched. Callers hold no Python lock.
+// A copy is digested in the same pass, block by block, while the block is in the L1 cache. So the digest covers the
+// bytes that were read and written, without a second pass over memory. memory, source and target are uint8 [bytes].
+// Every span is checked before any byte is touched. Callers do not hold the Python lock.
 #include "operators.h"
 
 #include <array>
@@ -14,7 +14,7 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kWords = 128;  // of 64 bits in a block
+constexpr int64_t kWords = 128;  // 64-bit words per block
 constexpr int64_t kBytes = 8 * kWords;
 
 inline uint64_t mix(uint64_t x) {
@@ -35,7 +35,7 @@ inline uint64_t term(uint64_t word, uint64_t key) {
   return uint64_t(low) * high + word;
 }
 
-// Of at most one block. A last word that is not whole is filled up with zeros.
+// Digest at most one block. An incomplete last word is padded with zeros.
 uint64_t digest_part(const uint8_t* data, int64_t bytes) {
   uint64_t sum = 0;
   for (int64_t at = 0; at < bytes; at += 8) {
@@ -53,7 +53,7 @@ inline __m256i add_term(__m256i sum, __m256i word, __m256i key) {
   return _mm256_add_epi64(sum, _mm256_add_epi64(product, word));
 }
 
-// Of one whole block, written to `to` on the way if there is one.
+// Digest one whole block, and write the block to `to` if not null.
 template <bool copy>
 uint64_t digest_block(const uint8_t* data, uint8_t* to) {
   __m256i sums[4] = {};

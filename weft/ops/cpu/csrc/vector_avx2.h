@@ -1,6 +1,7 @@
-// Vectors of 16 floats as two registers of 8: AVX2 with FMA. vector.h says what each function means.
+// Vectors of 16 floats as two registers of 8: AVX2 with FMA. vector.h documents the functions.
 //
-// Made of structs and not of the compiler's 64-byte vectors, which it keeps in memory where registers are narrower.
+// Uses structs instead of the compiler's 64-byte vectors: with narrower registers, the compiler keeps such vectors in
+// memory.
 #pragma once
 
 #include <array>
@@ -19,7 +20,7 @@ inline vf operator-(vf x, vf y) { return {x.a - y.a, x.b - y.b}; }
 inline vf operator*(vf x, vf y) { return {x.a * y.a, x.b * y.b}; }
 inline vf operator/(vf x, vf y) { return {x.a / y.a, x.b / y.b}; }
 
-// 16 words, with what 8-bit formats and pairs of bf16 need of them.
+// 16 words, with the operations needed by 8-bit formats and by pairs of bf16.
 typedef uint32_t Half __attribute__((vector_size(32)));
 struct vu {
   Half a, b;
@@ -49,7 +50,7 @@ inline void store(float* p, vf x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 
-// Words of all bits, then as many of none: at [16 - n] the first n of 16 lanes are set.
+// 16 words with all bits set, then 16 words of zero: the 16 words from [16 - n] on have the first n lanes set.
 struct Ones {
   alignas(64) int32_t word[32];
   constexpr Ones() : word() {
@@ -76,7 +77,7 @@ inline vf load_n(const bf16* p, int n) {
   std::memcpy(static_cast<void*>(part), p, size_t(n) * sizeof(bf16));
   return load(part);
 }
-// Each word's bf16 in its low half.
+// Return the bf16 of each word, in its low half.
 inline __m256i narrow8(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -114,7 +115,7 @@ inline vf select(uint32_t mask, vf x, vf y) {
 inline uint32_t bits_of(__m256 a, __m256 b) {
   return uint32_t(_mm256_movemask_ps(a)) | uint32_t(_mm256_movemask_ps(b)) << 8;
 }
-// The lanes whose word is `low` or more.
+// Lanes with a word of at least `low`.
 inline uint32_t at_least(const uint32_t* p, uint32_t low) {
   const __m256i bound = _mm256_set1_epi32(int32_t(low));
   const auto mask = [&](const uint32_t* at) {
@@ -130,7 +131,7 @@ inline uint32_t equal(vf x, vf y) {
   return bits_of(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ));
 }
 
-// Lanes i and i + 8, then 4, 2 and 1 further on.
+// Add lanes i and i + 8, then lanes 4, 2 and 1 apart.
 inline float reduce_add(vf x) {
   const __m256 eights = x.a + x.b;
   const __m128 fours = _mm256_castps256_ps128(eights) + _mm256_extractf128_ps(eights, 1);
@@ -151,7 +152,7 @@ inline __m256 fraction8(__m256 x) {
 }
 inline vf fraction(vf x) { return {fraction8(x.a), fraction8(x.b)}; }
 
-// In two steps, of which the first is exact for 1 <= x < 2: no power of two alone reaches all results.
+// In two steps; the first step is exact for 1 <= x < 2. A single power of two cannot reach all results.
 inline __m256 scale8(__m256 x, __m256 n) {
   const __m256 whole = _mm256_min_ps(_mm256_max_ps(_mm256_floor_ps(n), _mm256_set1_ps(-252.0f)), _mm256_set1_ps(254.0f));
   const __m256i power = _mm256_cvtps_epi32(whole), part = _mm256_srai_epi32(power, 1), one = _mm256_set1_epi32(127);
