@@ -1,14 +1,13 @@
-"""Entries of groups of positions, each made of what its tokens left in the cache by the one that completes
-it.
+"""Compressed entries: one entry per group of positions, made by the token that completes the group.
 
     positions   0 ....... g r ........ (g + 1) r - 1 .......
-    sources     one entry a position: [kv | gate], in a cache that slides
-    group g     sum over its positions (and, where groups overlap, those of group g - 1) of
-                softmax(gate) * kv, for each channel by itself; normalized, rotated as position g r
+    sources     one entry per position: [kv | gate], in a sliding cache
+    group g     sum over its positions (and, where groups overlap, the positions of group g - 1) of
+                softmax(gate) * kv, per channel; normalized, rotated as position g r
 
-All entries have places by position, sources as well, so it makes no difference how a prompt was cut, where a
-sequence resumed, or what a rejected draft left: the row that computes position (g + 1) r - 1 writes group g,
-before any token reads it. Source: DeepSeek-V4 (2026), section 2.3.
+All entries, sources included, have places by position. So chunking, the resume position of a sequence and
+entries of rejected drafts make no difference: the row that computes position (g + 1) r - 1 writes group g
+before any token reads group g. Source: DeepSeek-V4 (2026), section 2.3.
 """
 
 from __future__ import annotations
@@ -28,40 +27,42 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 GATHER = 1 << 24
-"""Elements of source entries gathered at once at most."""
+"""Maximum elements of source entries gathered at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """C groups that a step completes; on a GPU also some that it does not, which go to the null block."""
+    """C groups completed by a step. On a GPU also incomplete groups, with writes to the null block."""
 
     sources: Tensor
-    """int64 [C, overlap * ratio]: entries of the sources' cache as [blocks * block, width], oldest first."""
+    """int64 [C, overlap * ratio]: entries of the sources' cache seen as [blocks * block, width], oldest
+    first."""
     begun: Tensor
-    """bool [C, overlap * ratio]: false before the start of the sequence."""
+    """bool [C, overlap * ratio]: False before the start of the sequence."""
     writes: Tensor
-    """int64 [C]: entries of the groups' cache as [blocks * per block, width]."""
+    """int64 [C]: entries of the groups' cache seen as [blocks * per block, width]."""
     angles: tuple[Tensor, Tensor]
     """cos and sin of the groups' positions, wide [C, dim / 2]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByToken:
-    """The groups that a step completes, found where they are written: by C++ (csrc/compress.cpp), from
-    tokens' positions. The host asks nothing."""
+    """Groups completed by a step, found by C++ (csrc/compress.cpp) from the positions of tokens during the
+    write. The host needs no device values."""
 
     step: StepInput
     sources: int
-    """Cache kind."""
+    """Number of a KV cache group."""
     writes: Tensor
     """int64 [T]: as ``StepInput.writes``."""
     ratio: int
     angles: tuple[Tensor, Tensor]
-    """cos and sin of the first position of the group that a token would complete: float32 [T, dim / 2]."""
+    """cos and sin of the first position of the group that each token would complete: float32 [T, dim / 2]."""
 
 
 def groups_by_token(step: StepInput, sources: int, groups: int, ratio: int, rope: Rope) -> ByToken:
-    """What all layers of a type share in one step. sources, groups: cache kinds."""
+    """Return the data shared by all layers of a type in one step. sources, groups: numbers of KV cache
+    groups."""
     angles = rope.angles((step.positions - (ratio - 1)).clamp(min=0))
     return ByToken(step=step, sources=sources, writes=step.writes[groups], ratio=ratio, angles=angles)
 
@@ -69,9 +70,9 @@ def groups_by_token(step: StepInput, sources: int, groups: int, ratio: int, rope
 def completed_groups(
     step: StepInput, sources: int, groups: int, ratio: int, overlap: int, block: int, rope: Rope
 ) -> Completed | None:
-    """What all layers of a type share in one step; None if there is nothing to do.
+    """Return the data shared by all layers of a type in one step; None if the step completes no group.
 
-    sources, groups: cache kinds; block: positions of a block of sources.
+    sources, groups: numbers of KV cache groups; block: positions per block of sources.
     """
     found = [_of_segment(step, part, sources, groups, ratio, overlap, block) for part in step.segments]
     merged = [torch.cat(parts) for parts in zip(*(part for part in found if part is not None), strict=True)]
@@ -84,25 +85,28 @@ def completed_groups(
 def _of_segment(
     step: StepInput, segment: SegmentInput, sources: int, groups: int, ratio: int, overlap: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """(sources, begun, writes, positions) of the groups that a segment may complete."""
+    """Return (sources, begun, writes, positions) of the groups that a segment may complete; None without
+    tokens."""
     if not segment.tokens:
         return None
     counts = segment.host_counts.astype(np.int64)
     device = segment.starts.device
-    most = -(-counts // ratio)  # so many at most, whatever the true starts
+    most = -(-counts // ratio)  # upper bound for any true start
     rows = np.repeat(np.arange(segment.rows), most)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(most) - most, most)
     begins = segment.begin + np.cumsum(counts) - counts
     row, nth, begin, count = (upload(a, device) for a in (rows, within, begins[rows], counts[rows]))
     start = segment.starts[row]
     group = start // ratio + nth
-    last = (group + 1) * ratio - 1 - start  # the token of the row that completes it
+    last = (group + 1) * ratio - 1 - start  # token of the row that completes the group
     complete = last < count
+    # On a GPU the host must not wait for ``complete``: incomplete groups stay and write to the null block.
     if _asking_is_free(device):
         kept = complete.nonzero().squeeze(1)
         row, begin, group, last, complete = (a[kept] for a in (row, begin, group, last, complete))
     token = (begin + last).clamp(max=len(step.positions) - 1)
     writes = torch.where(complete, step.writes[groups][token] // ratio, 0)
+    # [C, overlap * ratio]: positions of each group, and of the preceding groups where groups overlap
     span = torch.arange((1 - overlap) * ratio, ratio, device=device)
     positions = (group * ratio).unsqueeze(1) + span
     found = places(segment.tables[sources], row, positions.clamp(min=0), block)
@@ -110,21 +114,21 @@ def _of_segment(
 
 
 def _asking_is_free(device: torch.device) -> bool:
-    """Whether the host can look at true starts without waiting."""
+    """Return True if the host can read true starts without waiting."""
     return device.type == "cpu"
 
 
 class Compressor(Packs):
-    """Makes groups' entries. An entry is the concatenation of one vector for each of ``dims``.
+    """Makes the entries of groups. An entry is the concatenation of one vector per entry of ``dims``.
 
-    A source entry is, for each of ``overlap`` groups that it has a part in, the latest last, ``[kv | gate]``
-    of all dims together.
+    A source entry contains ``[kv | gate]`` of all dims, once for each of the ``overlap`` groups that the
+    position belongs to; the latest group comes last.
     """
 
     def __init__(self, dims: tuple[int, ...], ratio: int, overlap: int, eps: float, build: Build) -> None:
         super().__init__()
         self.biases = torch.nn.ParameterList(build.weight(ratio, overlap * dim, wide=True) for dim in dims)
-        """Of gates, by position in the group; as published, part by part along the last dim."""
+        """Biases of gates by position in the group, as published: part by part along the last dim."""
         self.norms = torch.nn.ParameterList(build.weight(dim, wide=True) for dim in dims)
         self._dims = dims
         self._overlap = overlap
@@ -140,9 +144,9 @@ class Compressor(Packs):
         self._bias = torch.cat(parts)  # [overlap * ratio, sum of dims]
 
     def forward(self, sources: Tensor, groups: Tensor, completed: Completed | ByToken) -> None:
-        """Writes the entries of ``completed``.
+        """Write the entries of ``completed`` into ``groups``.
 
-        sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n], n the sum of dims.
+        sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n]; n: sum of dims.
         """
         if isinstance(completed, ByToken):
             self._by_token(sources, groups, completed)
@@ -153,6 +157,7 @@ class Compressor(Packs):
         most = max(1, GATHER // (completed.sources.shape[1] * flat.shape[1]))
         for first in range(0, len(completed.writes), most):
             part = slice(first, first + most)
+            # [C, n]
             pooled = pool(flat, completed.sources[part], completed.begun[part], self._bias, self._overlap)
             made = []
             for vector, norm in zip(pooled.split(self._dims, dim=1), self.norms, strict=True):

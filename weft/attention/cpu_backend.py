@@ -1,7 +1,7 @@
 """Paged attention of the CPU extension (csrc/attention.cpp), in bf16 and float32.
 
-One call a segment, prefill and decode rows alike; nothing is prepared. Rows are reduced over tiles of keys at
-absolute positions, so a row's bits depend on nothing but its own query, keys and values.
+One call per segment for prefill and decode rows; nothing is prepared. Rows are reduced over tiles of keys at
+absolute positions, so the bits of a row depend only on its own query, keys and values.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Tensor = torch.Tensor
 
 MAX_DIM = 256
 MAX_GROUP = 192
-"""Query heads that share a KV head at most."""
+"""Maximum query heads per KV head."""
 
 
 class CpuAttention(AttentionBackend):
-    """Serves bf16 and float32 with head sizes that are multiples of 16 up to 256, any block size and window.
+    """Supports bf16 and float32, head sizes that are multiples of 16 up to 256, and any block size and
+    window.
 
-    Stateless; any number of threads may share it. bf16: products are exact, sums and exponentials float32,
-    weights are rounded to bf16 before they meet the values, and outputs once.
+    Stateless, so threads may share an instance. bf16: products are exact, sums and exponentials float32.
+    Weights are rounded to bf16 before the product with values, and outputs once.
     """
 
     invariant = True

@@ -1,4 +1,5 @@
-"""Gated delta net: a recurrent layer in attention's place. Projections on merged rows, the core per segment.
+"""Gated delta net: a recurrent layer in place of attention. Projections run on merged rows, the core per
+segment.
 
 Source: Yang et al. 2024, arXiv 2412.06464.
 """
@@ -20,12 +21,12 @@ Tensor = torch.Tensor
 
 
 class DeltaNet(Packs):
-    """The layer of a gated delta net; returns a partial.
+    """Layer of a gated delta net. Returns a partial sum, to be reduced over the ranks.
 
     qkvz        [q heads | k heads | v heads | z heads, hidden]; value head i reads key head
                 i * k_heads // v_heads
-    gates       [b | a, hidden], one of each for a value head
-    conv        [q, k and v channels, 1, taps], the oldest input's tap first
+    gates       [b | a, hidden], one b and one a per value head
+    conv        [q, k and v channels, 1, taps], the tap of the oldest input first; None after ``pack``
     log_rate, step_bias    [v_heads]: g = -exp(log_rate) * softplus(a + step_bias)
     norm        [v_dim]
     out         [hidden, v heads]
@@ -68,7 +69,11 @@ class DeltaNet(Packs):
     def forward(
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's state, moved on; logits_indices: rows wanted (None: all)."""
+        """Return [T or L, hidden] for x [T, hidden]. Advances the recurrent states of the layer in
+        ``caches``.
+
+        logits_indices: rows to return (None: all).
+        """
         backend = shared.backends["delta"]
         assert isinstance(backend, DeltaBackend)
         assert self._weights is not None, "not packed"
@@ -76,7 +81,8 @@ class DeltaNet(Packs):
         qkvz = self.qkvz(x)
         gates = self.gates(x)
         out = qkvz.new_empty(x.shape[0], self._value)
-        # Only decode rows can be cut back to one of their tokens, so only they keep each token's state.
+        # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
+        # state per token.
         for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
             if not segment.tokens:
                 continue

@@ -1,13 +1,13 @@
-"""The interface of the gated delta net's core: what a layer does between its projections, per segment.
+"""Interface of the gated delta net's core: the part of a layer between its projections, per segment.
 
-Of a token with query q, key k (both of length 1), value v, gates g <= 0 and 0 < b < 1, for each value head:
+For a token with query q, key k (both of length 1), value v and gates g <= 0, 0 < b < 1, for each value head:
 
-    q, k, v    silu of a causal convolution over the token's inputs and those of the last tokens before it
+    q, k, v    silu of a causal convolution over the inputs of the token and of the last tokens before
     S          <- e^g S + k outer b (v - k e^g S)          the state, [k_dim, v_dim]
     o          = q S / sqrt(k_dim)
     out        = rms norm(o) * silu(z)
 
-The convolution's inputs and S are what a sequence keeps, whatever its length: the parts of a ``state`` cache.
+A sequence of any length stores only the last inputs of the convolution and S: the parts of a ``state`` cache.
 
 Source: Yang et al. 2024, arXiv 2412.06464.
 """
@@ -26,10 +26,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaWeights:
-    """A layer's small weights, wide and contiguous."""
+    """Small weights of a layer, wide and contiguous."""
 
     taps: Tensor
-    """[conv, channels]: the convolution's weights, the oldest input's first. Channels: q, k, v heads."""
+    """[conv, channels]: taps of the convolution, the tap of the oldest input first. Channels: q, k, v
+    heads."""
     rate: Tensor
     """[v_heads]: g = -rate * softplus(a + bias)."""
     bias: Tensor
@@ -57,10 +58,11 @@ class DeltaBackend(Backend):
         each: bool,
         prepared: object = None,
     ) -> None:
-        """Moves every row's state on by its tokens and writes their outputs.
+        """Advance the state of every row by the row's tokens, and write the outputs of the tokens.
 
-        state: this layer's, ``[slots + 1, copies, *shape]`` of the parts that ``state_parts`` names. A row
-        reads copy ``live`` of its slot, or zeros if it starts at position 0. It writes the state after its
-        token j to copy j if ``each`` (at most ``copies`` tokens), else the state after its last token to
-        copy 0. Nothing else is written, and no row reads what another wrote; other copies may hold NaN.
+        state: state of this layer, one ``[slots + 1, copies, *shape]`` per part of ``state_parts``. A row
+        reads copy ``live`` of its slot, or zeros at position 0. With ``each``, the state after token j goes
+        to copy j (rows then have at most ``copies`` tokens). Otherwise the state after the last token goes to
+        copy 0. Nothing else is written. Rows do not read states written by other rows; other copies may hold
+        NaN.
         """

@@ -1,7 +1,7 @@
-"""The gated delta net's core by the CPU extension (csrc/delta.cpp), in bf16 and float32: one call a segment.
+"""Gated delta net of the CPU extension (csrc/delta.cpp), in bf16 and float32: one call per segment.
 
-The recurrence is computed token by token, each element of the state by one chain of operations: a row's bits
-do not depend on what is beside it nor on how it was cut. State and sums are float32.
+The recurrence runs token by token, with one chain of operations per element of the state. So the bits of a
+row depend neither on the batch nor on chunking. State and sums are float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAPS = (2, 3, 4)
 
 
 class CpuDelta(DeltaBackend):
-    """Heads of multiples of 16 up to 256 dims. Stateless; any number of threads may share it."""
+    """Supports heads of multiples of 16 up to 256 dims. Stateless, so threads may share an instance."""
 
     invariant = True
     capturable = True

@@ -1,15 +1,15 @@
-"""The gated delta net's core with torch operations, on any device and in any dtype.
+"""Gated delta net with torch operations, on any device and in any dtype.
 
-    TorchDelta       rows of few tokens token by token; longer ones in chunks of 64 tokens, whose inner part
-                     is a triangular system (Yang et al. 2024, arXiv 2412.06464, section 3.3)
-    InvariantDelta   every row token by token, every sum by a fixed tree of additions: a row's bits are its
-                     own. Slow: a prompt costs some twenty small operations a token and layer.
+    TorchDelta       rows of few tokens token by token; longer rows in chunks of 64 tokens, with a triangular
+                     system inside each chunk (Yang et al. 2024, arXiv 2412.06464, section 3.3)
+    InvariantDelta   every row token by token, every sum by a fixed tree of additions, so output bits do not
+                     depend on the batch. Slow: about twenty small operations per token and layer.
 
 Computes in float32 (float64 in a float64 model) and rounds once. Rows of equal counts need no host column, so
-that such a segment can be captured in a CUDA graph.
+such a segment can be captured in a CUDA graph.
 
-Sigmoid and softplus are written with exp and log: of torch's own ones the last elements of a loop differ from
-the others in their last bits (E1).
+Sigmoid and softplus are written with exp and log. In torch's own functions the last elements of a loop differ
+from the other elements in the last bits, which would break bitwise invariance.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ Tensor = torch.Tensor
 
 CHUNK = 64
 FEW = 16
-"""Tokens of a row that are computed one by one."""
+"""Maximum tokens of a row for the computation token by token."""
 SPAN = 2048
-"""Tokens of a row that are computed together; bounds what is in memory. A multiple of ``CHUNK``."""
+"""Tokens of a row per pass. Bounds the memory. A multiple of ``CHUNK``."""
 LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """B rows of at most n tokens each, computed side by side."""
+    """B rows of at most n tokens each, in one computation."""
 
     rows: Tensor | None
-    """int64 [B]; None: all of the segment."""
+    """int64 [B]; None: all rows of the segment."""
     tokens: Tensor | None
-    """int64 [B, n]: places in the segment; what fills a row up names its first token. None: all, in order."""
+    """int64 [B, n]: places in the segment; padding names the first token of the row. None: all tokens, in
+    order."""
     counts: Tensor | None
-    """int64 [B]; None: all n."""
+    """int64 [B]; None: n for every row."""
     size: int
     most: int
     """n."""
@@ -53,17 +54,17 @@ class _Group:
 
 @dataclass(slots=True)
 class _Rows:
-    """The state of a group's rows while it moves on."""
+    """State of a group's rows between passes."""
 
     past: Tensor
-    """[B, conv - 1, channels]: the convolution's last inputs."""
+    """[B, conv - 1, channels]: last inputs of the convolution."""
     state: Tensor
     """[B, v_heads, k_dim, v_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the recurrence reads of n tokens: [B, v_heads, n, .], keys and queries of length 1."""
+    """Inputs of the recurrence for n tokens: [B, v_heads, n, .]; keys and queries have length 1."""
 
     q: Tensor
     k: Tensor
@@ -75,14 +76,14 @@ class _Tokens:
 
 
 class TorchDelta(DeltaBackend):
-    """The reference of the gated delta net's core. Stateless; any number of threads may share it."""
+    """Reference backend of the gated delta net. Stateless, so threads may share an instance."""
 
     capturable = True
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Serves everything."""
+        """Accept every model."""
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
@@ -123,6 +124,7 @@ class TorchDelta(DeltaBackend):
             for column in (segment.slots, segment.live, segment.starts)
         )
         rows = _read(state, slots, live, starts == 0)
+        # With ``each`` a pass has one token, because the state after every token is stored.
         span = 1 if each else SPAN
         for begin in range(0, group.most, span):
             n = min(span, group.most - begin)
@@ -140,9 +142,9 @@ class TorchDelta(DeltaBackend):
     def _tokens(
         self, qkvz: Tensor, gates: Tensor, rows: _Rows, weights: DeltaWeights, real: Tensor | None
     ) -> Tensor:
-        """Outputs [B, n, v_heads * v_dim] of qkvz [B, n, .], gates [B, n, .]; moves ``rows`` on.
+        """Return outputs [B, n, v_heads * v_dim] for qkvz [B, n, .] and gates [B, n, .]. Advances ``rows``.
 
-        real: int64 [B], how many of a row's tokens are real, the first ones; None: all.
+        real: int64 [B], number of real tokens per row, in front of the padding; None: all n.
         """
         v_heads, k_dim, v_dim = rows.state.shape[1:]
         batch, n = qkvz.shape[:2]
@@ -151,12 +153,13 @@ class TorchDelta(DeltaBackend):
         mixed, rows.past = _convolve(inputs, rows.past, weights.taps, real)
         key = (mixed.shape[2] - value) // 2
         q, k, v = mixed.split((key, key, value), dim=2)
+        # Value heads per key head.
         group = v_heads * k_dim // key
         q, k = (self._length_1(x.view(batch, n, -1, k_dim)).transpose(1, 2) for x in (q, k))
         b, a = gates.to(mixed.dtype).transpose(1, 2).chunk(2, dim=1)  # [B, v_heads, n]
         log_decay = -weights.rate.view(-1, 1) * _softplus(a + weights.bias.view(-1, 1))
         beta = _sigmoid(b)
-        if real is not None:  # what fills a row up leaves its state as it is
+        if real is not None:  # padding must leave the state unchanged
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
             log_decay = log_decay.masked_fill(filler, 0.0)
             beta = beta.masked_fill(filler, 0.0)
@@ -173,11 +176,11 @@ class TorchDelta(DeltaBackend):
         return o.reshape(batch, n, value) * (z * _sigmoid(z))
 
     def _length_1(self, x: Tensor) -> Tensor:
-        """x [B, n, heads, dim], each head divided by its length."""
+        """Return x [B, n, heads, dim] with each head divided by its length."""
         return x * torch.rsqrt(self._sum(x.square(), 3) + LENGTH_EPS)
 
     def _recur(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-        """(outputs [B, v_heads, n, v_dim], the state after the last token)."""
+        """Return (outputs [B, v_heads, n, v_dim], state after the last token)."""
         n = tokens.q.shape[2]
         return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
 
@@ -192,16 +195,16 @@ class TorchDelta(DeltaBackend):
         return torch.stack(made, dim=2), state
 
     def _read(self, x: Tensor, state: Tensor) -> Tensor:
-        """x [B, heads, k_dim] times state [B, heads, k_dim, v_dim]: [B, heads, v_dim]."""
+        """Return x [B, heads, k_dim] times state [B, heads, k_dim, v_dim]: [B, heads, v_dim]."""
         return (x.unsqueeze(2) @ state).squeeze(2)
 
     def _sum(self, x: Tensor, dim: int) -> Tensor:
-        """The sum over ``dim``, which stays with size 1."""
+        """Return the sum over ``dim``, with ``dim`` kept as size 1."""
         return x.sum(dim, keepdim=True)
 
 
 class InvariantDelta(TorchDelta):
-    """``TorchDelta`` token by token, in elementwise operations alone."""
+    """``TorchDelta`` token by token, with elementwise operations only."""
 
     invariant = True
 
@@ -212,6 +215,7 @@ class InvariantDelta(TorchDelta):
         return self._sum(x.unsqueeze(3) * state, 2).squeeze(2)
 
     def _sum(self, x: Tensor, dim: int) -> Tensor:
+        # Add the upper half to the lower half until one element is left: the tree depends on the size only.
         while (n := x.shape[dim]) > 1:
             half = (n + 1) // 2
             low, high = x.split((half, n - half), dim=dim)
@@ -223,7 +227,7 @@ class InvariantDelta(TorchDelta):
 
 
 def _groups(segment: SegmentInput) -> Iterator[_Group]:
-    """Rows of equal counts where they are few tokens, else of counts within a factor of two."""
+    """Yield rows grouped by equal counts (short rows), or by counts within a factor of two (longer rows)."""
     counts = segment.host_counts.astype(np.int64)
     device = segment.starts.device
     if not segment.rows:
@@ -252,20 +256,22 @@ def _groups(segment: SegmentInput) -> Iterator[_Group]:
 
 
 def _take(x: Tensor, group: _Group, begin: int, n: int) -> Tensor:
-    """Tokens begin .. begin + n of a group's rows: [B, n, columns] of x [T, columns]."""
+    """Return tokens begin .. begin + n - 1 of the rows of a group: [B, n, columns] from x [T, columns]."""
     if group.tokens is None:
         return x.unflatten(0, (group.size, group.most))[:, begin : begin + n]
     return x[group.tokens[:, begin : begin + n]]
 
 
 def _put(out: Tensor, made: Tensor, group: _Group, begin: int, n: int) -> None:
-    """``out``'s rows of those tokens. What fills a row up is written first, to a place that is real."""
+    """Write ``made`` [B, n, columns] to the rows of ``out``. Padding writes too, so its value must be
+    harmless."""
     if group.tokens is None:
         out.unflatten(0, (group.size, group.most))[:, begin : begin + n] = made
         return
     places = group.tokens[:, begin : begin + n]
     if group.counts is not None:
-        # A filler names its row's first token; there it must say what that token says.
+        # Padding indices point at the first token of the row, so they must write the same value as the first
+        # token.
         filler = torch.arange(begin, begin + n, device=out.device) >= group.counts.unsqueeze(1)
         first = out[group.tokens[:, 0]] if begin else made[:, 0].to(out.dtype)
         made = torch.where(filler.unsqueeze(2), first.unsqueeze(1), made.to(out.dtype))
@@ -273,7 +279,7 @@ def _put(out: Tensor, made: Tensor, group: _Group, begin: int, n: int) -> None:
 
 
 def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor) -> _Rows:
-    """Copies of the rows' states, zeros where a row is fresh."""
+    """Return copies of the states of rows, zeros where a row is fresh."""
     *conv, recurrent = (part[slots, live] for part in state)
     flat = [part.transpose(1, 2).flatten(2) for part in conv]  # [B, conv - 1, heads * dim]
     past = torch.cat(flat, dim=2).to(recurrent.dtype)
@@ -285,6 +291,7 @@ def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor)
 def _write(state: tuple[Tensor, ...], slots: Tensor, copy: int, rows: _Rows) -> None:
     *conv, recurrent = state
     sizes = [part.shape[2] * part.shape[4] for part in conv]
+    # [B, conv - 1, heads * dim] -> [B, heads, conv - 1, dim]
     for part, past in zip(conv, rows.past.split(sizes, dim=2), strict=True):
         heads = past.unflatten(2, (part.shape[2], part.shape[4])).transpose(1, 2)
         part[:, copy].index_copy_(0, slots, heads.to(part.dtype))
@@ -303,9 +310,10 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(silu of the causal convolution [B, n, channels], the inputs that the next token will look back on).
+    """Return (silu of the causal convolution [B, n, channels], last inputs for the next token).
 
-    inputs: [B, n, channels]; past: [B, conv - 1, channels], those before; real: int64 [B] or None for n.
+    inputs: [B, n, channels]; past: [B, conv - 1, channels], the inputs before; real: int64 [B], None for all
+    n.
     """
     n = inputs.shape[1]
     back = past.shape[1]
@@ -316,15 +324,16 @@ def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -
     if real is None:
         last = window[:, n:]
     else:
+        # The last ``back`` real inputs of each row; padding behind the real inputs is skipped.
         places = real.unsqueeze(1) + torch.arange(back, device=real.device)
         last = window.gather(1, places.unsqueeze(2).expand(-1, -1, window.shape[2]))
     return made * _sigmoid(made), last
 
 
 def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """``_one_by_one`` in chunks.
+    """Compute the same as ``_one_by_one``, in chunks.
 
-    In a chunk that begins with the state S, with G_i the sum of its log decays up to token i, the changes
+    For a chunk that begins with state S, let G_i be the sum of its log decays up to token i. The changes
     d_i = b_i (v_i - k_i (e^G_i S + sum over j < i of e^(G_i - G_j) k_j d_j)) solve a triangular system.
     """
     n = tokens.q.shape[2]
@@ -333,10 +342,10 @@ def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     beta = _in_chunks(F.pad(tokens.beta, (0, filler)).unsqueeze(3))  # [B, heads, chunks, CHUNK, 1]
     log_decay = _in_chunks(F.pad(tokens.log_decay, (0, filler)).unsqueeze(3))
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu()
-    # e^(G_i - G_j), j <= i, from sums of their own: the difference of two large sums has lost digits.
+    # e^(G_i - G_j), j <= i, from separate sums: the difference of two large sums would lose digits.
     between = log_decay.expand(-1, -1, -1, -1, CHUNK).masked_fill(later, 0.0).cumsum(3)
     between = between.masked_fill(later.triu(1), -torch.inf).exp()
-    system = beta * (k @ k.transpose(3, 4)) * between  # its diagonal is not read
+    system = beta * (k @ k.transpose(3, 4)) * between  # the diagonal is not read
     grown = log_decay.cumsum(3).exp()
     right = torch.cat((beta * v, beta * grown * k), dim=4)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -353,5 +362,5 @@ def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_chunks(x: Tensor) -> Tensor:
-    """[B, heads, chunks, CHUNK, columns] of x [B, heads, chunks * CHUNK, columns]."""
+    """Return [B, heads, chunks, CHUNK, columns] from x [B, heads, chunks * CHUNK, columns]."""
     return x.unflatten(2, (-1, CHUNK))

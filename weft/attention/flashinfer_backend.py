@@ -1,10 +1,11 @@
-"""Paged attention by FlashInfer, where it is installed: ``--attention-backend flashinfer``.
+"""Paged attention by FlashInfer, if installed: ``--attention-backend flashinfer``.
 
-Its paged layout "HND" is ours, so the cache is read as it is. A wrapper is planned once a step for each
-segment and cache kind, from host columns, and runs for every layer. Its plan stages through pinned memory of
-its own, so a wrapper is taken again only when nobody can read its plan and that copy was made.
+FlashInfer's paged layout "HND" equals Weft's layout, so FlashInfer reads the cache directly. A wrapper is
+planned once per step, for each segment and KV cache group, from host columns. The plan serves every layer.
+Plans are staged through pinned memory of the wrapper. So a wrapper is reused only after its last plan has no
+reader and the staging copy has ended.
 
-Lengths come from the host's bounds, which are exact unless a verify row is in flight.
+Lengths come from the host's upper bounds, which are exact unless a verify row is in flight.
 
 Source: Ye et al. 2025, arXiv 2501.01005.
 """
@@ -27,29 +28,32 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 WORKSPACE = 256 << 20
-"""Bytes that the wrappers share for the states of split keys; launches on one stream follow each other."""
+"""Bytes for the states of split keys, shared by all wrappers: launches on one stream run one after the
+other."""
 DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """What FlashInfer's plan takes of a segment; int32 on the host but for ``indices``."""
+    """Input of FlashInfer's plan for one segment. int32 on the host, except ``indices``."""
 
     queries: Tensor
     """[R + 1]: first query of each row."""
     entries: Tensor
     """[R + 1]: first page of each row."""
     last: Tensor
-    """[R]: positions in each row's last page, 1 .. block."""
+    """[R]: number of positions in each row's last page, 1 .. block."""
     indices: Tensor
-    """int32 on the device: every row's blocks from the first that its first query sees."""
+    """int32 on the device: blocks of every row, from the first block visible to the row's first query."""
 
 
 def pages_of(segment: SegmentInput, table: Tensor, window: int, block: int) -> Pages:
-    """The blocks of each row. Those that a window has left are not named: others may own them."""
+    """Return the blocks of each row. Blocks outside a window are left out, because other sequences may own
+    them."""
     starts = segment.host_starts.astype(np.int64)
     ends = starts + segment.host_counts
+    # [R]: first visible block of each row, and number of blocks from there
     first = np.maximum(starts - window + 1, 0) // block if window else np.zeros_like(starts)
     count = -(-ends // block) - first
     offsets = np.concatenate(([0], np.cumsum(count)))
@@ -71,7 +75,7 @@ def _column(values: np.ndarray) -> Tensor:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Prepared:
-    """A segment's plan: made for the first layer, which knows the heads."""
+    """Plan of a segment: made at the first layer, because ``prepare`` does not know the heads."""
 
     wrapper: Any = None
 
@@ -84,7 +88,8 @@ class _Wrapper:
 
 
 class FlashInferAttention(AttentionBackend):
-    """FlashInfer's prefill kernels for both segments (of decode rows they use the matrix units as well)."""
+    """FlashInfer's prefill kernels for both segments. For decode rows the prefill kernels also use the matrix
+    units."""
 
     def __init__(self) -> None:
         self._wrappers: list[_Wrapper] = []
@@ -180,8 +185,9 @@ class FlashInferAttention(AttentionBackend):
         return entry.wrapper
 
     def _take(self, user: _Prepared, device: torch.device) -> _Wrapper:
-        """A wrapper that is not in use, with its last plan staged; a new one where there is none."""
+        """Return an unused wrapper, with its last plan staged. Makes a new wrapper if no other is free."""
         for entry in self._wrappers:
+            # ``user`` is dead once the step of the last plan is gone; then no launch of the plan can follow.
             if entry.user() is None and entry.staged.query():
                 entry.user = weakref.ref(user)
                 return entry

@@ -21,19 +21,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInput:
-    """What every layer of a step shares."""
+    """Attention input shared by all layers of a step."""
 
     step: StepInput
     angles: tuple[Tensor, Tensor]
-    """cos and sin of the step's positions."""
+    """cos and sin of the positions of the step."""
     backends: Backends
 
 
 class Attention(Layer):
-    """Grouped-query attention with rotary positions; returns a partial.
+    """Grouped-query attention with rotary positions. Returns a partial sum, to be reduced over the ranks.
 
-    ``qkv`` holds the input matrices, [(heads + 2 * kv_heads) * head_dim, hidden]; before them, with
-    ``output_gate``, the gate's, [heads * head_dim, hidden].
+    ``qkv`` contains the input matrices, [(heads + 2 * kv_heads) * head_dim, hidden]. With ``output_gate``,
+    the matrix of the gate comes first, [heads * head_dim, hidden].
     """
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
@@ -64,7 +64,11 @@ class Attention(Layer):
     def forward(
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        logits_indices: rows to return (None: all).
+        """
         step = shared.step
         tensors = caches[self._kind]
         backend = shared.backends["gqa"]
@@ -81,7 +85,7 @@ class Attention(Layer):
             *tensors,
             step.writes[self._kind],
         )
-        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * self._dim))
         out = torch.empty_like(q)
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
@@ -89,6 +93,7 @@ class Attention(Layer):
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
+            # [tokens of the segment, heads, head_dim]; a slice only if both segments have tokens
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],

@@ -1,7 +1,7 @@
-"""Latent attention to positions that an indexer chooses, always in the absorbed form.
+"""Latent attention to positions chosen by an indexer, always in the absorbed form.
 
-To sparse attention an entry is a group of one position: all heads share ``[latent | rotated key]`` as key, of
-which the latent is the value; the indexer's key follows it. Source: DeepSeek-V3.2 (2025), section 2.
+For sparse attention an entry is a group of one position. All heads share ``[latent | rotated key]`` as key,
+and the latent as value. The indexer's key follows in the same entry. Source: DeepSeek-V3.2 (2025), section 2.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedInput:
-    """What every layer of a step shares."""
+    """Attention input shared by all layers of a step."""
 
     step: StepInput
     angles: tuple[Tensor, Tensor]
     backends: Backends
     plans: dict[int, tuple[object, object]]
-    """The backend's of each cache kind, for each segment."""
+    """Plans of the backend, per KV cache group and segment."""
     chosen: list[Tensor | None]
-    """For each segment what the last layer with an indexer chose; layers write it in turn."""
+    """Choice of the last layer with an indexer, per segment. Layers with an indexer overwrite the choice."""
 
 
 class Indexer(Layer):
-    """Queries from the queries' low rank, keys and weights from the hidden size."""
+    """Indexer: queries from the low-rank queries, keys and weights from the hidden states."""
 
     def __init__(self, hidden: int, q_lora: int, spec: IndexSpec, build: Build) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Indexer(Layer):
         self._wide = build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden], low: [T, q_lora].
+        """Compute the index of a step from x [T, hidden] and low [T, q_lora].
 
         Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
         """
@@ -69,7 +69,7 @@ class Indexer(Layer):
 
 
 class IndexedAttention(LatentAttention):
-    """Latent attention to chosen positions; returns a partial."""
+    """Latent attention to chosen positions. Returns a partial sum, to be reduced over the ranks."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__(spec, layer, build)
@@ -84,7 +84,7 @@ class IndexedAttention(LatentAttention):
 
     @staticmethod
     def _choose_forms(build: Build) -> tuple[Form, Form]:
-        """The entries that a token chose are never made into keys and values."""
+        """Return the absorbed form: chosen entries are never expanded to keys and values."""
         return ("absorbed", "absorbed")
 
     def forward(
@@ -94,7 +94,11 @@ class IndexedAttention(LatentAttention):
         caches: LayerCache,
         logits_indices: Tensor | None = None,
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        Layers with an indexer also set ``shared.chosen``. logits_indices: rows to return (None: all).
+        """
         step, (cache,), mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
         assert self.q_up is not None
@@ -107,15 +111,17 @@ class IndexedAttention(LatentAttention):
             index_q, weights, index_key = self.indexer(x, low, shared.angles)
             entry.append(index_key)
             index = index_q, weights
+        # [T, kv_lora + rope (+ index dim)]: latent, rotated key, key of the indexer
         cache.view(-1, cache.shape[2]).index_copy_(
             0, step.writes[self._kind], torch.cat(entry, dim=1).to(cache.dtype)
         )
-        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * mla.v))
         nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
         absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
         q = torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1)
         latents = self._attend(q, index, shared, caches)
         if logits_indices is not None:
@@ -125,7 +131,8 @@ class IndexedAttention(LatentAttention):
     def _attend(
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
     ) -> Tensor:
-        """q: [T, heads, kv_lora + rope]; returns what they get of chosen latents, [T, heads, kv_lora]."""
+        """Attend q [T, heads, kv_lora + rope] to the chosen entries; return sums of latents [T, heads,
+        kv_lora]."""
         backend = shared.backends["sparse"]
         assert isinstance(backend, SparseBackend)
         out = q.new_empty(*q.shape[:2], self._mla.kv_lora)
@@ -134,6 +141,7 @@ class IndexedAttention(LatentAttention):
             if not segment.tokens:
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
+            # A layer without an indexer reuses the choice of the last layer with an indexer.
             if index is not None:
                 shared.chosen[number] = backend.select(
                     index[0][rows], index[1][rows], caches, segment, self._reads, plan
@@ -153,7 +161,7 @@ class IndexedAttention(LatentAttention):
 
 
 def reads_of(spec: ModelSpec, kind: int) -> Reads:
-    """What the layers of a cache kind read: entries of single positions, as groups."""
+    """Return the reads of the layers of a KV cache group: single positions, as groups of one position."""
     mla = spec.mla
     index = spec.index
     assert mla is not None

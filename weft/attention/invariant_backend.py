@@ -1,18 +1,19 @@
-"""Paged attention with torch operations in one form for everything: for ``--deterministic``, any CPU dtype.
+"""Paged attention with torch operations in one fixed form: for ``--deterministic``, any CPU dtype.
 
-A query's bits are a function of the query, of its own keys and values, and of their absolute positions.
+The output bits of a query depend on the query, on its own keys and values, and on their absolute positions.
 
-    pieces   queries of one row, and the heads that share a KV head, make one matrix of a fixed number of rows
-             (few of them for decode, many for prefill), filled up with zeros
-    tiles    of 64 keys at absolute multiples of 64, so that a key has the same place in its tile for everyone
+    pieces   queries of one row, and the heads that share a KV head, form a matrix of a fixed number of rows
+             (few rows for decode, many for prefill), padded with zeros
+    tiles    of 64 keys at absolute multiples of 64, so that a key has the same place in its tile for every
+             query
     scores   [M, dim] x [dim, 64] for each piece and tile: products of fixed shapes (``ops.fixed_shapes``)
-    weights  exp(score - largest of all the scores that the query sees), 0 where it sees nothing
-    sums     [M, 64] x [64, dim] for each tile, added up in the order of the tiles, from zero on; a tile of
-             which the query sees nothing adds zero, which changes no bit
+    weights  exp(score - largest score that the query sees), 0 for invisible keys
+    sums     [M, 64] x [64, dim] for each tile, added in the order of the tiles, starting at zero; a tile
+             without visible keys adds zero, which changes no bit
 
-The largest score is exact whatever the order, so nothing is rescaled. Pieces of similar widths are computed
-together. Keys and values that no query of a piece may see are set to zero first: they can be another
-sequence's NaN. Computes in float32 (float64 of float64) and rounds once.
+The largest score is exact in any order, so nothing is rescaled. Pieces of similar widths are computed
+together. Keys and values invisible to all queries of a piece are set to zero first, because such entries may
+hold another sequence's NaN. Computes in float32 (float64 for float64 inputs) and rounds once.
 """
 
 from __future__ import annotations
@@ -36,55 +37,56 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 TILE = 64
-"""Keys of one tile."""
+"""Keys per tile."""
 ROWS = (64, 16)
-"""Rows of a matrix of queries, the most first."""
+"""Row counts of query matrices, largest first."""
 LIMIT = 1 << 24
-"""Elements of keys, or of scores, computed at once at most (a single piece may need more)."""
+"""Maximum elements of keys, or of scores, computed at once (a single piece may need more)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TilePiece:
-    """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
+    """``count`` queries of ``row``, starting at its query ``offset``; ``first``: place of the first query."""
 
     row: int
     offset: int
     count: int
     first: int
     tiles: int
-    """Tiles that hold every position the queries may see, at most."""
+    """Maximum number of tiles with positions visible to the queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileGroup:
-    """P pieces of at most n queries, computed together over W tiles each."""
+    """P pieces of at most n queries, in one computation over W tiles each."""
 
     queries: Tensor
-    """int64 [P, n]: places in the segment; what fills a piece up points to its first query."""
+    """int64 [P, n]: places in the segment; padding points at the first query of the piece."""
     real: Tensor
-    """int64: which of the P * n are queries."""
+    """int64: indices of real queries among the P * n."""
     places: Tensor
-    """int64: where those are in the segment."""
+    """int64: places of the real queries in the segment."""
     entries: Tensor
-    """int64 [planes * P * W * TILE / g]: rows of the cache as entries of g positions."""
+    """int64 [planes * P * W * TILE / g]: rows of the cache, seen as entries of g positions."""
     seen: Tensor
-    """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set where a query may look."""
+    """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set if some query may see the
+    position."""
     hidden: Tensor
-    """bool [P, 1, W, 1, n, TILE]: what each query does not see."""
+    """bool [P, 1, W, 1, n, TILE]: True for keys that a query must not see."""
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
+    """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     groups: tuple[TileGroup, ...] = ()
     shared: int = 0
-    """Heads that share a KV head; 0 until made."""
+    """Heads that share a KV head; 0 before the first layer."""
     shapes: tuple[ProductShapes, ProductShapes] = (ProductShapes((), ()), ProductShapes((), ()))
 
 
 class InvariantAttention(AttentionBackend):
-    """The invariant form on torch. Stateless; any number of threads may share it."""
+    """Invariant backend on torch. Stateless, so threads may share an instance."""
 
     invariant = True
 
@@ -101,7 +103,7 @@ class InvariantAttention(AttentionBackend):
             raise ConfigError(
                 f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
             )
-        pair_shapes(cache.head_dim, cache.head_dim, wide(dtype))  # the trials, before anybody waits
+        pair_shapes(cache.head_dim, cache.head_dim, wide(dtype))  # try the shapes before any request
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
@@ -139,7 +141,8 @@ class InvariantAttention(AttentionBackend):
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
-    """Shapes for (scores, sums), of equal rows; dims of a key and of a value."""
+    """Return the shapes for (scores, sums) with equal row counts. keys, values: dims of a key and of a
+    value."""
     scores = product_shapes(keys, TILE, ROWS, dtype, transposed=True)
     sums = product_shapes(TILE, values, ROWS, dtype, transposed=False)
     both = scores.rows if len(scores.rows) <= len(sums.rows) else sums.rows
@@ -153,10 +156,10 @@ def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShap
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How one layer's cache lies: [blocks, planes, block, dim]."""
+    """Layout of one layer's cache: [blocks, planes, block, dim]."""
 
     planes: int
-    """Keys and values of each KV head, or 1: entries that are both."""
+    """Keys and values of each KV head (2 * kv_heads); 1 for entries that are both key and value."""
     dim: int
     block: int
     dtype: torch.dtype
@@ -170,9 +173,10 @@ def cut(
     shared: int,
     rows: tuple[int, ...],
 ) -> Iterator[TileGroup]:
-    """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds.
+    """Yield the queries of the segment in groups of pieces of equal shape. Tile counts come from upper
+    bounds.
 
-    shared: heads that share keys; rows: what a matrix of queries may have.
+    shared: heads that share keys; rows: allowed row counts of a query matrix.
     """
     kv_heads = max(1, memory.planes // 2)
     most = max(1, rows[0] // shared)
@@ -206,7 +210,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 def make_group(
     pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
 ) -> TileGroup:
-    """``pieces`` of at most ``n`` queries each, staged: what all layers of kind ``kind`` read of the step."""
+    """Stage ``pieces`` of at most ``n`` queries each, for all layers of KV cache group ``kind``."""
     table = segment.tables[kind]
     starts = segment.starts
     block = memory.block
@@ -214,20 +218,21 @@ def make_group(
     width = max(piece.tiles for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
-    first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: its position
+    first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: position
     lowest = (first - spec.window + 1).clamp(min=0) if spec.window else torch.zeros_like(first)
     keys = (lowest // TILE * TILE).unsqueeze(1) + torch.arange(width * TILE, device=device)  # [P, W * TILE]
     within = torch.arange(n, device=device)
     real = within < counts  # [P, n]
+    # [P, n]; padding gets position -1 and sees nothing
     position = (first.unsqueeze(1) + within).where(real, -1)
     hidden = keys.unsqueeze(1) > position.unsqueeze(2)  # [P, n, W * TILE]
     if spec.window:
         hidden |= keys.unsqueeze(1) <= position.unsqueeze(2) - spec.window
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
-    # Entries of g positions: both blocks and tiles are whole numbers of them.
+    # Entries of g positions: block size and tile size are both multiples of g.
     g = gcd(block, TILE)
     starting = keys[:, ::g]
-    table_index = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
+    table_index = (starting // block).clamp(max=table.shape[1] - 1)  # positions beyond the table are hidden
     at = table[rows.unsqueeze(1), table_index] * memory.planes
     planes = torch.arange(memory.planes, device=device).view(-1, 1, max(1, memory.planes // 2), 1)
     entries = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
@@ -260,13 +265,15 @@ def _attend(
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared = q.shape[1] // kv_heads
     dtype = wide(q.dtype)
+    # [2, P, kv_heads, W * TILE, dim]
     kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
-    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included
     if scales is not None:
         own = scales.index_select(0, group.entries).view(kv.shape[:-1])
         kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
+    # [P, kv_heads, shared * n, dim]: the heads of one KV head become rows
     folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
     made = folded.new_empty(folded.shape)
@@ -293,7 +300,7 @@ def tiles(
     shapes: tuple[ProductShapes, ProductShapes],
     sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
 ) -> Tensor:
-    """Attention of matrices of queries, filled up to ``size`` rows: as q, with values' dims."""
+    """Attend matrices of queries, padded to ``size`` rows. Returns the shape of q with the dim of values."""
     pieces, kv_heads, width, _, dim = k.shape
     rows = q.shape[2]
     full = q.new_zeros(pieces, kv_heads, width, size, dim)
@@ -306,12 +313,13 @@ def tiles(
     scores[:, :, :, rows:] = 0
     scores[:, :, :, :rows].masked_fill_(hidden, float("-inf"))
     top = scores.amax(dim=(2, 4), keepdim=True)  # [P, kv_heads, 1, M, 1]
-    top.masked_fill_(top == float("-inf"), 0)  # sees nothing: every weight is exp(-inf)
+    top.masked_fill_(top == float("-inf"), 0)  # a query without visible keys: all weights become exp(-inf)
     weights = scores.sub_(top).exp_()
     values = v.reshape(-1, TILE, v.shape[-1])
     parts = products(weights.view(-1, size, TILE), values, shapes[1].batches)
     parts = parts.view(pieces, kv_heads, width, size, -1)
     masses = weights.sum(dim=-1, keepdim=True)  # [P, kv_heads, W, M, 1]
+    # Sum tile by tile in a fixed order: a reduction by torch could choose an order by shape.
     total = torch.zeros_like(parts[:, :, 0])
     mass = torch.zeros_like(masses[:, :, 0])
     for tile in range(width):

@@ -1,11 +1,11 @@
-"""Latent attention's core, as an interface: one entry ``[latent | rotated key]`` a token serves all heads.
+"""Interface of latent attention's core: one entry ``[latent | rotated key]`` per token serves all heads.
 
-    expanded   keys and values of every head are made from the entries: [k nope | key] and v. That pays for
+    expanded   the entries are expanded to keys and values of every head: [k nope | key] and v. Cheaper for
                many queries.
-    absorbed   a query goes through the key matrix instead and attends to the entries themselves; what it gets
-               of their latents goes through the value matrix.
+    absorbed   a query is multiplied with the key matrix and attends to the entries themselves; the sum of
+               latents is then multiplied with the value matrix. Cheaper for few queries.
 
-Both are the same function, up to rounding. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+Both forms compute the same function, up to rounding. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ Form: TypeAlias = Literal["expanded", "absorbed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpMatrices:
-    """What makes keys and values of latents, for each head; in the model's dtype."""
+    """Matrices that turn latents into keys and values, per head, in the model's dtype."""
 
     keys: Tensor
     """[heads, nope, kv_lora]."""
     values: Tensor
     """[heads, v, kv_lora]."""
     packed: Any = None
-    """The same in the layouts of the C++ operations, where they serve the model."""
+    """Both matrices in the layouts of the C++ operations; None if the C++ operations do not serve the
+    model."""
 
 
 class LatentBackend(Backend):
-    """Latent attention over the paged cache, which holds the segment's own entries.
+    """Latent attention over the paged cache. The cache already contains the segment's entries.
 
-    A backend that lacks something, a form included, says so in ``check``. Invariant is a backend whose rows'
-    bits are their own within each form.
+    ``check`` rejects everything that a backend does not support, forms included. An invariant backend has
+    batch-independent bits within each form; the two forms may differ.
     """
 
     form = "latent"
@@ -51,7 +52,7 @@ class LatentBackend(Backend):
         q: Tensor,  # [T, heads, nope + rope] of this segment, not rotated; rows may lie apart
         angles: tuple[Tensor, Tensor],  # cos and sin of its positions, wide [T, rope / 2]
         out: Tensor,  # [T, heads, v], written
-        cache: tuple[Tensor, ...],  # entries [blocks, block, kv_lora + rope] of this layer, or as in 8 bits
+        cache: tuple[Tensor, ...],  # [blocks, block, kv_lora + rope], or three tensors in 8 bits
         segment: SegmentInput,
         kind: int,
         spec: CacheSpec,
@@ -60,8 +61,8 @@ class LatentBackend(Backend):
         form: Form,
         prepared: object = None,
     ) -> None:
-        """Attends causally (and within ``spec.window``) to entries that are all in the cache.
+        """Attend causally (and within ``spec.window``) to entries in the cache. Writes ``out``.
 
-        ``form``: what suits the segment; a backend with one form for everything takes that. The rest is as in
-        ``AttentionBackend.attend``: entries that no query may see can hold NaN, and a segment can be empty.
+        ``form``: preferred form for the segment; a backend with a single form ignores the argument. As in
+        ``AttentionBackend.attend``, invisible entries may hold NaN, and a segment may be empty.
         """

@@ -1,7 +1,7 @@
 """Latent attention of the CPU extension (csrc/latent.cpp), in bf16 and float32, both forms.
 
-One call a segment, the products with the key and value matrices included; nothing is prepared. Within a form
-a row's bits depend on nothing but its own query and entries.
+One call per segment, including the products with the key and value matrices; nothing is prepared. Within a
+form, the bits of a row depend only on its own query and entries.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from weft.ops.cpu.served import check_built, check_served
 Tensor = torch.Tensor
 
 MAX_DIM = 1024
-"""Elements of an entry, and of a head's key."""
+"""Maximum elements of an entry, and of a head's key."""
 
 
 class CpuLatent(LatentBackend):
-    """Serves bf16 and float32, any block size and window, and sizes that are multiples of 16.
+    """Supports bf16 and float32, any block size and window, and sizes that are multiples of 16.
 
-    Stateless; any number of threads may share it. bf16: products are exact and sums float32; absorbed
-    queries, latent results, expanded keys and values, weights and outputs are rounded to bf16 once each.
+    Stateless, so threads may share an instance. bf16: products are exact and sums float32. Absorbed queries,
+    latent results, expanded keys and values, weights and outputs are rounded to bf16 once each.
     """
 
     invariant = True

@@ -1,8 +1,8 @@
-"""Latent attention with torch operations whose rows don't depend on each other, for any CPU dtype.
+"""Latent attention with torch operations and independent rows, for any CPU dtype.
 
-For ``--deterministic``: always absorbed, whatever form a segment would take. Core attention is that of
-invariant_backend.py, over one plane of entries that are keys and values; the products with the key and value
-matrices are those of ``ops.fixed_shapes``.
+For ``--deterministic``. Always uses the absorbed form, whatever form is requested. Core attention is the code
+of invariant_backend.py, over one plane of entries that are keys and values. Products with the key and value
+matrices use ``ops.fixed_shapes``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class _Prepared:
-    """The cut of a segment: made for the first layer (which knows the heads), kept for the others."""
+    """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     groups: tuple[TileGroup, ...] | None = None
 
 
 class InvariantLatent(LatentBackend):
-    """The invariant form on torch. Stateless; any number of threads may share it."""
+    """Invariant backend on torch. Stateless, so threads may share an instance."""
 
     invariant = True
 
@@ -48,7 +48,7 @@ class InvariantLatent(LatentBackend):
             )
         refuse_fp8("invariant", cache)
         assert spec.mla is not None
-        pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # the trials, before anybody waits
+        pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # try the shapes before any request
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
@@ -80,6 +80,7 @@ class InvariantLatent(LatentBackend):
             prepared.groups = tuple(cut(segment, kind, spec, memory, q.shape[1], shapes[0].rows))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *angles, mla.interleaved)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
         absorbed = torch.cat((_by_heads(nope, up.keys.transpose(1, 2)), turned), dim=-1)
         latent = torch.empty_like(absorbed[..., : mla.kv_lora])
         flat = entries.view(-1, gcd(entries.shape[1], TILE) * spec.width)
@@ -89,7 +90,7 @@ class InvariantLatent(LatentBackend):
 
 
 def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
-    """Each head through its matrix: x [T, heads, K], matrices [heads, N, K]; [T, heads, N]."""
+    """Multiply each head with its matrix: x [T, heads, K], matrices [heads, N, K] -> [T, heads, N]."""
     return torch.stack([linear(x[:, head], one) for head, one in enumerate(matrices)], dim=1)
 
 
@@ -101,11 +102,12 @@ def _attend(
     mla: MLASpec,
     shapes: tuple[ProductShapes, ProductShapes],
 ) -> None:
-    """q: [T, heads, width]; writes out [T, heads, kv_lora]."""
+    """Attend q [T, heads, width] to the entries of ``group``; write out [T, heads, kv_lora]."""
     (pieces, n), heads, width = group.queries.shape, q.shape[1], q.shape[2]
     found = entries.index_select(0, group.entries).view(1, pieces, 1, -1, width)
-    found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included
     keys = found.to(wide(q.dtype)).view(pieces, 1, -1, TILE, width)
+    # [P, 1, heads * n, width]: all heads read the same entries, so heads become rows
     folded = q[group.queries].to(keys.dtype).transpose(1, 2).reshape(pieces, 1, heads * n, width)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= heads * n), shapes[0].rows[0])
     made = folded.new_empty(pieces, 1, heads * n, mla.kv_lora)

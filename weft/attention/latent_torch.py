@@ -2,9 +2,9 @@
 
     absorbed   pieces and groups of torch_backend.py, over one plane of entries that are keys and values
     expanded   row by row: keys and values of ``CHUNK`` positions at a time (absolute multiples), queries in
-               tiles; what the chunks give is merged by log-sum-exp
+               tiles; results of the chunks are merged by log-sum-exp
 
-Sums and exponentials of the expanded form are float32 (float64 in float64 models); nothing waits for a GPU.
+Sums and exponentials of the expanded form are float32 (float64 in float64 models). Nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from weft.ops.torch_ops import wide
 Tensor = torch.Tensor
 
 CHUNK = 1024
-"""Positions that are expanded at a time."""
+"""Positions expanded at once."""
 SCORES = 1 << 22
-"""Scores of one tile of queries at most (of one query there may be more)."""
+"""Maximum scores of one tile of queries (a single query may need more)."""
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """The groups of the absorbed form: made for the first layer that asks, kept for the others."""
+    """Groups of the absorbed form, computed at the first layer with this form and reused by the other
+    layers."""
 
     groups: tuple[PieceGroup, ...] | None = None
 
 
 class TorchLatent(LatentBackend):
-    """The reference backend of latent attention. Stateless; any number of threads may share it."""
+    """Reference backend of latent attention. Stateless, so threads may share an instance."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
@@ -80,6 +81,7 @@ class TorchLatent(LatentBackend):
             prepared = _Prepared()
         if prepared.groups is None:
             prepared.groups = _groups(segment, kind, spec, cache[0])
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
         absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
         latent = torch.empty_like(absorbed[..., : mla.kv_lora])
         for group in prepared.groups:
@@ -101,13 +103,14 @@ def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) 
 
 
 def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLASpec) -> Tensor:
-    """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
+    """Attend q [B * n, heads, width] to entries; return sums of latents [B * n, heads, kv_lora]."""
     b = group.pieces
     n = group.queries
     heads = q.shape[1]
     width = q.shape[2]
     keys = _read(cache, cache[0].shape[1], group.gather, group.seen.view(-1, 1)).view(b, 1, -1, width)
     keys = keys.to(q.dtype)
+    # [B, 1, n * heads, keys]: all heads read the same entries, so heads become rows
     mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
     made = F.scaled_dot_product_attention(
         q.reshape(b, 1, n * heads, width), keys, keys[..., : mla.kv_lora], attn_mask=mask, scale=mla.scale
@@ -136,7 +139,7 @@ def _expanded(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
     ):
         state = _RowState(q[begin : begin + count].to(exact), mla.v)
-        # ``start`` is an upper bound: it gives no lower bound for what a window still sees.
+        # ``start`` is an upper bound, so no early chunk is certain to lie outside a window.
         for first in range(0, start + count, CHUNK):
             last = min(first + CHUNK, start + count)
             positions = torch.arange(first, last, device=q.device)
@@ -146,6 +149,7 @@ def _expanded(
             if spec.window:
                 seen &= positions > true - spec.window
             chunk = _rows_of(cache, segment.tables[kind][row], positions, seen).to(exact)
+            # k: [heads, S, nope], shared rotated part: [heads, S, rope], v: [heads, S, v]
             k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
             shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
             v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
@@ -155,16 +159,16 @@ def _expanded(
 
 
 def _rows_of(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-    """[S, width]: entries of the positions, zeros where not ``seen``."""
+    """Return [S, width]: entries of the positions, zeros where not ``seen``."""
     block = cache[0].shape[1]
-    table_index = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
+    table_index = (positions // block).clamp(max=table.shape[0] - 1)  # positions beyond the table are hidden
     return _read(cache, 1, table[table_index] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
 
 
 def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> Tensor:
-    """[N * run, width]: the runs of ``run`` entries that ``index`` [N] names.
+    """Return [N * run, width]: the runs of ``run`` entries at ``index`` [N], in the model's dtype.
 
-    Zeros, whatever was there, where ``seen`` [N * run, 1] (integers) is 0 and not -1.
+    seen: [N * run, 1] integers, -1 or 0. Entries with 0 become zeros, whatever the cache contains.
     """
 
     def take(entries: Tensor) -> Tensor:
@@ -181,7 +185,7 @@ def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> T
 
 
 class _RowState:
-    """What the queries of one row, [n, heads, dim], have got from the chunks so far."""
+    """Attention of the queries of one row [n, heads, dim] over the chunks processed so far."""
 
     def __init__(self, q: Tensor, v: int) -> None:
         self._q = q.transpose(0, 1)  # [heads, n, dim]
@@ -190,7 +194,8 @@ class _RowState:
         self._mass = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor, start: Tensor, window: int, scale: float) -> None:
-        """k: [heads, S, dim], v: [heads, S, v] of ``positions`` [S]; ``start`` is the first query's."""
+        """Add the keys k [heads, S, dim] and values v [heads, S, v] of ``positions`` [S]. ``start``: first
+        query."""
         count = self._q.shape[1]
         tile = max(1, SCORES // (k.shape[0] * k.shape[1]))
         for first in range(0, count, tile):
@@ -203,6 +208,7 @@ class _RowState:
             scores = (self._q[:, part] @ k.transpose(1, 2)).mul_(scale)
             scores.masked_fill_(~visible, float("-inf"))
             mass = scores.logsumexp(dim=-1)
+            # A query without visible keys has mass -inf; -inf - -inf would be NaN.
             empty = (mass == float("-inf")).unsqueeze(-1)
             weights = scores.sub_(mass.unsqueeze(-1)).exp_().masked_fill_(empty, 0.0)
             self.out[:, part], self._mass[:, part] = merge(

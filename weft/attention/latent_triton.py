@@ -1,8 +1,8 @@
-"""Latent attention on CUDA devices: the absorbed form by a Triton kernel, the expanded one by torch.
+"""Latent attention on CUDA devices: absorbed form by a Triton kernel, expanded form by torch.
 
-Absorbed, rows have few queries: one tile holds a row's queries with some of its heads, keys are in splits,
-so that few rows fill the device. With one tile a row nothing is copied from the host, so that a decode
-segment can be captured in a CUDA graph. Triton is imported when the first segment comes.
+In the absorbed form rows have few queries. One tile contains the queries of a row with some of its heads.
+Keys are in splits, so that few rows fill the device. With one tile per row nothing is copied from the host,
+so a decode segment can be captured in a CUDA graph. Triton is imported at the first segment.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from weft.ops.triton import forms
 Tensor = torch.Tensor
 
 GROUP = 16
-"""Heads of a tile at most."""
+"""Maximum heads per tile."""
 MAX_LORA, MAX_ROPE = 512, 128
 
 
 class _Prepared:
-    """The cut of a segment: made for the first layer that asks for the absorbed form, kept for the others."""
+    """Cut of a segment, computed at the first layer with the absorbed form and reused by the other layers."""
 
     def __init__(self) -> None:
         self.cut: Cut | None = None
 
 
 class TritonLatent(TorchLatent):
-    """Latent attention's absorbed form by a Triton kernel. Stateless; any number of threads may share it.
-    What is beside a row chooses its tile: not invariant.
+    """Latent attention with a Triton kernel for the absorbed form. Stateless, so threads may share an
+    instance.
+
+    Tile shapes depend on the batch, so the backend is not invariant.
     """
 
     capturable = True
@@ -89,6 +91,7 @@ class TritonLatent(TorchLatent):
 
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *angles, mla.interleaved)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
         absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
         latent = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
         heads = q.shape[1]
@@ -123,6 +126,7 @@ def _cut(
 ) -> Cut:
     most = longest(segment)
     split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
+    # The latent cache as grouped-query attention: every group of heads counts as a KV head of kv_lora dims.
     parts = CacheSpec(kind="full", layers=spec.layers, kv_heads=heads // group, head_dim=mla.kv_lora)
     form = forms.latent(int(segment.host_counts.max()) * group, dtype)
     return make_cut(segment, heads, parts, form, split if most > split else 0)

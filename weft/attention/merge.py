@@ -1,4 +1,4 @@
-"""Two attention results over disjoint keys into one over both."""
+"""Merge of two attention results over disjoint keys."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ Tensor = torch.Tensor
 
 
 def merge(out: Tensor, mass: Tensor, other_out: Tensor, other_mass: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, mass) of the keys of both: each out [..., n] is a weighted mean of values, each mass [...] the
-    logarithm of the sum of the weights' exponentials.
+    """Return (out, mass) over the keys of both inputs.
 
-    A query that saw nothing has the mass -inf, and nothing of its out enters. If both saw nothing, the result
-    is 0 and -inf, never NaN.
+    out [..., n] is a weighted mean of values; mass [...] is the log of the sum of the exponentials of the
+    weights. A query without visible keys has mass -inf, and its out is ignored. If both masses are -inf, the
+    result is 0 and -inf, never NaN.
     """
     nothing = float("-inf")
     top = torch.maximum(mass, other_mass)
@@ -25,6 +25,6 @@ def merge(out: Tensor, mass: Tensor, other_out: Tensor, other_mass: Tensor) -> t
 
 
 def _times(out: Tensor, weight: Tensor) -> Tensor:
-    """``out * weight``, and 0 where the weight is 0, whatever out holds."""
+    """Return ``out * weight``, with exact zeros where the weight is 0, even if ``out`` contains NaN."""
     weight = weight.unsqueeze(-1)
     return (out * weight).masked_fill_(weight == 0, 0.0)

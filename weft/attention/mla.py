@@ -1,11 +1,11 @@
-"""Latent attention: what keys and values are made from is cached, not they.
+"""Latent attention: the cache stores the latents that keys and values are computed from.
 
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and the cache entry on merged rows;
-core attention, which rotates the queries, per segment.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and cache writes run on merged rows.
+Core attention, including the rotation of queries, runs per segment.
 
     x -> down -> [q part | latent | key]      one matrix
-    q part: norm, ``q_up`` -> queries         where queries have a low rank; else it is the queries
-    latent: norm; key: rotated -> the token's cache entry
+    q part: norm, ``q_up`` -> queries         if queries have a low rank; else the q part is the queries
+    latent: norm; key: rotated -> cache entry of the token
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Tensor = torch.Tensor
 
 
 class UpLayer(Packs):
-    """The matrices that make keys and values of latents, as published: of each head nope rows, then v."""
+    """Matrices that turn latents into keys and values, as published: per head, first nope rows, then v
+    rows."""
 
     matrices: UpMatrices
-    """Once packed."""
+    """Set by ``pack``."""
 
     def __init__(self, heads: Shard, mla: MLASpec, build: Build) -> None:
         super().__init__()
@@ -48,7 +49,8 @@ class UpLayer(Packs):
 
 
 class _Down(Linear):
-    """The first matrix. Where its first outputs are the queries themselves, they have no bias."""
+    """Input matrix. If the first outputs are the queries themselves (no low rank), the queries have no
+    bias."""
 
     def __init__(self, hidden: int, first: Shard, mla: MLASpec, build: Build) -> None:
         entries = whole(mla.kv_lora + mla.rope)
@@ -60,12 +62,16 @@ class _Down(Linear):
     def pack(self) -> None:
         super().pack()
         if self.bias is not None:
+            # Pad the bias with zeros for the queries, so that the product sees one bias for all outputs.
             missing = self._outputs - len(self.bias)
             self.bias = nn.Parameter(F.pad(self.bias.data, (missing, 0)), requires_grad=False)
 
 
 class LatentAttention(Layer):
-    """Latent attention with rotary positions; returns a partial. A rank has all entries, for its heads."""
+    """Latent attention with rotary positions. Returns a partial sum, to be reduced over the ranks.
+
+    Every rank caches all entries and computes its own heads.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
@@ -92,13 +98,17 @@ class LatentAttention(Layer):
 
     @staticmethod
     def _choose_forms(build: Build) -> tuple[Form, Form]:
-        """Of the prefill segment and of the decode segment."""
+        """Return the form of the prefill segment and the form of the decode segment."""
         return cast(tuple[Form, Form], build.op("latent_forms").run())
 
     def forward(
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        logits_indices: rows to return (None: all).
+        """
         step = shared.step
         cache = caches[self._kind]
         mla = self._mla
@@ -116,10 +126,11 @@ class LatentAttention(Layer):
             *cache,
             step.writes[self._kind],
         )
-        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * mla.v))
         if self.q_up is not None:
             q = self.q_up(q)
+        # [T, heads, nope + rope]
         q = q.unflatten(1, (self._heads, -1))
         out = x.new_empty(len(x), self._heads, mla.v)
         for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):

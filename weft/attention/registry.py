@@ -1,4 +1,4 @@
-"""Backends of core attention by form and name, checked when the model is loaded."""
+"""Registry of core attention backends by form and name. Backends are checked when the model is loaded."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
 DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
 DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
 
-#: Form to its backends, by name.
+#: Backends of each form, by name.
 FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
 
-#: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
-#: taken only by name.
+#: Names per form and device, in order of preference. ``auto`` takes the first backend that can serve the
+#: model. FlashInfer is used only by name.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "gqa": {
         "cpu": ("cpu", "torch", "invariant"),
@@ -64,14 +64,15 @@ def choose(
     *,
     invariant: bool = False,
 ) -> Backends:
-    """For each form that the model needs the backend called ``name``, checked against every cache kind of it.
+    """Return a backend for each form of the model, checked against every KV cache group of the form.
 
-    For ``auto``, and for forms that have none of that name, the best that fits. ``invariant`` demands that
-    capability. Raises ConfigError that names the backend and what it lacks, or lists the backends there are.
+    Forms without a backend called ``name``, and all forms for ``auto``, get the first suitable backend of
+    ``PREFERRED``. ``invariant``: accept invariant backends only. Raises ConfigError: an unknown name lists
+    the available backends; an unsuitable backend is named with the missing feature.
     """
     forms = spec.forms
     if name != "auto" and not any(name in FORMS[form] for form in forms):
-        FORMS[forms[0]].get(name)  # raises, with the list
+        FORMS[forms[0]].get(name)  # raises, and lists the available names
     return Backends(
         _choose(form, name if name in FORMS[form] else "auto", spec, dtype, device, block_size, invariant)
         for form in forms
@@ -87,6 +88,8 @@ def _choose(
     block_size: int,
     invariant: bool,
 ) -> Backend:
+    # With a name there is one candidate, and its first problem is the error. With ``auto``, collect the
+    # problems of all candidates.
     candidates = PREFERRED[form].get(device.type, ("torch",)) if name == "auto" else (name,)
     lacking = []
     for candidate in candidates:

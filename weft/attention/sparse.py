@@ -1,13 +1,13 @@
-"""Sparse attention's core, as an interface: one entry serves all heads as key and value.
+"""Interface of sparse attention's core: one entry serves all heads as key and value.
 
-A token reads two sets of entries, either of which a layer may lack:
+A token reads up to two sets of entries; a layer may lack either set:
 
     window   entries of single positions p - window + 1 .. p
-    groups   entries of whole groups of ``ratio`` positions, those that are complete at p: (p + 1) // ratio of
-             them; all, or ``top`` of them that an indexer chooses for each token by itself
+    groups   entries of whole groups of ``ratio`` positions, complete at p: (p + 1) // ratio groups. A token
+             reads all groups, or ``top`` groups chosen for the token by an indexer
 
-A group's entry is in the cache before any token reads it, so what a token sees follows from its position
-alone, however its prompt was cut. Source: DeepSeek-V4 (2026), section 2.3.
+The entry of a group is in the cache before any token reads the entry. So the visible entries follow from the
+position of a token alone, whatever the chunking of its prompt. Source: DeepSeek-V4 (2026), section 2.3.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What the layers of one type read."""
+    """Entries read by the layers of one type."""
 
     entries: int | None
-    """Cache kind of the window's entries; None: no window."""
+    """KV cache group of the window's entries; None: no window."""
     window: int = 0
     groups: int | None
-    """Cache kind of the groups' entries; None: no groups."""
+    """KV cache group of the groups' entries; None: no groups."""
     ratio: int = 1
     top: int = 0
-    """Groups that a token chooses; 0: it reads all."""
+    """Number of groups that a token chooses; 0: every token reads all groups."""
     heads: int
     dim: int
-    """Elements of a query, and of an entry's key, with which an entry of either kind begins."""
+    """Elements of a query and of a key. The key is the first part of an entry of either set."""
     index_heads: int = 0
 
 
 class SparseBackend(Backend):
-    """Sparse attention over the paged caches, which hold the segment's own entries and groups.
+    """Sparse attention over the paged caches. The caches already contain the segment's entries and groups.
 
-    A backend that lacks something says so in ``check``.
+    ``check`` rejects everything that a backend does not support.
     """
 
     form = "sparse"
     by_token: ClassVar[bool] = False
-    """Whether groups that a step completes are found and written by C++ (``compress.ByToken``): in the dtypes
-    that this backend serves the host need not look which they are."""
+    """True if C++ finds and writes the groups completed by a step (``compress.ByToken``), for all dtypes of
+    the backend. The host then never needs to know the completed groups."""
 
     @abstractmethod
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> object:
-        """What all layers of a type share in one step, which it must not outlive.
+        """Compute data shared by all layers of a type in one step. The result must not outlive the step.
 
-        ``caches``: those of any of the layers.
+        ``caches``: caches of any of the layers.
         """
 
     @abstractmethod
@@ -69,11 +69,11 @@ class SparseBackend(Backend):
         reads: Reads,
         plan: object,
     ) -> Tensor | None:
-        """The groups that each token chooses: int64 [T, top], -1 where it sees fewer.
+        """Return the groups chosen by each token: int64 [T, top], padded with -1; None if no token must
+        choose.
 
-        Those with the highest sum over heads h of ``weights[h] * relu(q[h] @ key)``, which is computed in a
-        wide dtype; ties go to the lowest group. ``key``: the last n elements of a group's entry. None if
-        every token can choose all that it sees.
+        The chosen groups have the highest sums over heads h of ``weights[h] * relu(q[h] @ key)``, computed in
+        a wide dtype; ties go to the lowest group. ``key``: the last n elements of a group's entry.
         """
 
     @abstractmethod
@@ -85,18 +85,20 @@ class SparseBackend(Backend):
         segment: SegmentInput,
         reads: Reads,
         plan: object,
-        selected: Tensor | None,  # ``select``'s answer; None: all groups
+        selected: Tensor | None,  # result of ``select``; None: all groups
         sinks: Tensor | None,  # wide [heads]: a score with no value in each softmax
         scale: float,
     ) -> None:
-        """Attends to what ``reads`` says. Entries that no token may see can hold NaN; rows may be none."""
+        """Attend to the entries described by ``reads``. Writes ``out``. Invisible entries may hold NaN; the
+        segment may be empty."""
 
 
 def places(table: Tensor, rows: Tensor, entries: Tensor, per_block: int) -> Tensor:
-    """Where the entries [B, K] of the rows [B] of a block table lie in a cache of ``per_block`` entries a
+    """Return the places of entries [B, K] of block table rows [B], in a cache with ``per_block`` entries per
     block.
 
-    What is past the table (and so past the row's end) is clamped to a block that it does not name.
+    Entries beyond the table (and so beyond the end of the row) are clamped to a wrong block: callers must
+    hide such entries.
     """
     table_index = (entries // per_block).clamp(max=table.shape[1] - 1)
     return table[rows.unsqueeze(1), table_index] * per_block + entries % per_block

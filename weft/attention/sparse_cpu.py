@@ -1,8 +1,7 @@
 """Sparse attention of the CPU extension (csrc/sparse.cpp), in bf16 and float32.
 
-One call a segment for the choice of groups and one for core attention; nothing is planned. A token's bits
-depend on its own query and on the entries that it sees, in their order: neither on other tokens nor on
-threads.
+One call per segment for the choice of groups, and one call for core attention; nothing is planned. The bits
+of a token depend on its own query and on the visible entries in order, not on other tokens or threads.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from weft.ops.cpu.served import check_built, check_served
 Tensor = torch.Tensor
 
 MAX_DIM = 1024
-"""Elements of a query, and of an indexer's key."""
+"""Maximum elements of a query, and of an indexer's key."""
 
 
 class CpuSparse(SparseBackend):
-    """Serves bf16 and float32, any window and block size, and sizes that are multiples of 16.
+    """Supports bf16 and float32, any window and block size, and sizes that are multiples of 16.
 
-    Stateless; any number of threads may share it. bf16: products are exact, sums and exponentials float32,
-    weights are rounded to bf16 before they meet the values, and outputs once.
+    Stateless, so threads may share an instance. bf16: products are exact, sums and exponentials float32.
+    Weights are rounded to bf16 before the product with values, and outputs once.
     """
 
     invariant = True
@@ -108,7 +107,7 @@ class CpuSparse(SparseBackend):
 
 
 def _sizes(spec: ModelSpec) -> list[tuple[str, int]]:
-    """What is read of entries and queries, by name."""
+    """Return the sizes of entries and queries to check, with names."""
     if spec.mla is not None and spec.index is not None:
         mla = spec.mla
         return [

@@ -1,14 +1,14 @@
 """Sparse attention with torch operations, for CPU and CUDA and every dtype: the reference.
 
-Rows are cut into pieces of neighbouring queries; pieces that are alike are computed together, as a tile:
+Rows are cut into pieces of neighbouring queries. Similar pieces are computed together, as a tile:
 
     n queries   positions p .. p + n - 1 of a row
-    keys        entries of the window of any of them, then groups' entries: all that one of them may see,
-                masked by what each has chosen; or, of single queries that choose few of many, the chosen ones
-    zeros       for keys that no query of the piece may see: they can hold another sequence's NaN
+    keys        entries in the window of any query, then entries of groups: all visible groups, masked by the
+                choice of each query; or only the chosen groups, for single queries that choose few of many
+    zeros       for keys invisible to all queries of the piece: such keys may hold another sequence's NaN
 
 Sums, scores and exponentials are float32 (float64 in float64 models). Shapes come from host columns,
-positions from device columns; nothing here waits for a GPU.
+positions from device columns, so nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 TILE = 128
-"""Queries of one piece at most."""
+"""Maximum queries per piece."""
 SCORES = 1 << 22
-"""Scores of one tile at most (of one query there may be more)."""
+"""Maximum scores of one tile (a single query may need more)."""
 GATHER = 1 << 23
-"""Elements gathered at once at most (a single piece may need more)."""
+"""Maximum elements gathered at once (a single piece may need more)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
+    """``count`` queries of ``row``, starting at its query ``offset``; ``first``: place of the first query."""
 
     row: int
     offset: int
     count: int
     first: int
     entries: int
-    """Most entries of the window that they see."""
+    """Maximum number of visible window entries."""
     groups: int
-    """Most groups that they see."""
+    """Maximum number of visible groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tile:
-    """B pieces of n queries each, computed together over K = window's + groups' keys."""
+    """B pieces of n queries each, in one computation over K keys: window entries, then groups."""
 
     tokens: Tensor | slice
-    """The B * n queries' places in the segment."""
+    """Places of the B * n queries in the segment."""
     pieces: int
     queries: int
     rows: Tensor
     """int64 [B]."""
     entries: Tensor | None
-    """int64 [B, K of the window]: entries of the cache as [blocks * block, width]."""
+    """int64 [B, K of the window]: entries of the cache seen as [blocks * block, width]."""
     groups: Tensor | None
-    """int64 [B, K of the groups], likewise; None where those that were chosen are gathered."""
+    """int64 [B, K of the groups]: entries of the groups' cache; None if only chosen groups are gathered."""
     visible: Tensor
-    """bool [B, n, K], without the groups where ``groups`` is None."""
+    """bool [B, n, K]; without the groups if ``groups`` is None."""
     chooses: bool
-    """Whether some query sees more groups than it chooses."""
+    """True if some query sees more groups than ``top``, so that choices apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
     tiles: tuple[_Tile, ...]
     scored: tuple[_Tile, ...]
-    """Over the groups of pieces that see more of them than a token chooses."""
+    """Tiles over the groups of pieces with more visible groups than a token chooses."""
     limits: Tensor
-    """int64 [T]: groups that each token sees."""
+    """int64 [T]: number of visible groups of each token."""
 
 
 class TorchSparse(SparseBackend):
-    """The reference backend of sparse attention. Stateless; any number of threads may share it."""
+    """Reference backend of sparse attention. Stateless, so threads may share an instance."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
@@ -119,7 +119,7 @@ class TorchSparse(SparseBackend):
         assert reads.groups is not None
         (cache,) = caches[reads.groups]
         keys = cache.view(-1, cache.shape[2])[:, -q.shape[2] :]
-        # Tokens that can choose all that they see have no scores.
+        # [T, top]: tokens without scores choose groups 0, 1, ..; invisible groups become -1 below.
         chosen = torch.arange(reads.top, device=q.device).expand(len(q), -1).clone()
         for tile in plan.scored:
             chosen[tile.tokens] = top_ids(_scores(q, weights, keys, tile), reads.top)
@@ -148,7 +148,7 @@ class TorchSparse(SparseBackend):
 
 
 def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
-    """All queries of the segment as pieces, in order. Sizes come from upper bounds, so they suffice."""
+    """Yield all queries of the segment as pieces, in order. Sizes come from upper bounds of the starts."""
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -156,11 +156,13 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
         offset = 0
         while offset < count:
             piece = _sized(row, start, offset, min(TILE, count - offset), begin, reads)
+            # A piece must not need more than ``SCORES`` scores.
             most = max(1, SCORES // (reads.heads * max(1, piece.entries + piece.groups)))
             if piece.count > most:
                 piece = _sized(row, start, offset, most, begin, reads)
             if reads.top and piece.count * reads.top < piece.groups:
-                # Each choosing few of many, the pieces' union is no smaller than its parts.
+                # If each query chooses few of many groups, gathering only the chosen groups of single queries
+                # is cheaper.
                 for i in range(offset, offset + piece.count):
                     yield _sized(row, start, i, 1, begin, reads)
             else:
@@ -181,7 +183,7 @@ def _picks(piece: _Piece, reads: Reads) -> bool:
 
 
 def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
-    """Pieces to compute together: equal counts, similar numbers of keys, within the limits of memory."""
+    """Yield pieces to compute together: equal counts, similar numbers of keys, within the memory limits."""
     alike: dict[tuple[int, bool, int], list[_Piece]] = {}
     for piece in pieces:
         picks = _picks(piece, reads)
@@ -200,7 +202,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
     device = segment.starts.device
     n = pieces[0].count
     rows = _column([piece.row for piece in pieces], device)
-    p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: the first query's
+    p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: first position
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
     entries = groups = None
     seen = []
@@ -209,6 +211,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
         keys = lowest.unsqueeze(1) + torch.arange(max(piece.entries for piece in pieces), device=device)
         entries = places(segment.tables[reads.entries], rows, keys, caches[reads.entries][0].shape[1])
         keys = keys.unsqueeze(1)
+        # [B, n, K of the window]
         at = queries.unsqueeze(2)
         seen.append((keys <= at) & (keys > at - reads.window))
     picks = _picks(pieces[0], reads)
@@ -216,6 +219,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
         ids = torch.arange(max(piece.groups for piece in pieces), device=device)
         per_block = caches[reads.groups][0].shape[1]
         groups = places(segment.tables[reads.groups], rows, ids.expand(len(pieces), -1), per_block)
+        # [B, n, K of the groups]: groups that are complete at the query
         seen.append(ids < ((queries + 1) // reads.ratio).unsqueeze(2))
     return _Tile(
         tokens=_tokens(pieces, device),
@@ -254,7 +258,7 @@ def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
-    """wide [B * n, groups]; -inf for groups that a query does not see.
+    """Return scores, wide [B * n, groups]; -inf for groups invisible to a query.
 
     q: [T, heads, dim]; weights: wide [T, heads]; keys: [entries, dim].
     """
@@ -264,16 +268,17 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
     heads = q.shape[1]
     found = keys.index_select(0, tile.groups.reshape(-1)).view(b, -1, q.shape[2]).to(weights.dtype)
     folded = q[tile.tokens].reshape(b, n * heads, -1).to(weights.dtype)
+    # [B * n, heads, groups]
     each = torch.bmm(folded, found.transpose(1, 2)).relu_().view(b * n, heads, -1)
     made = torch.bmm(weights[tile.tokens].unsqueeze(1), each).squeeze(1)
-    # A column of an unwritten entry can be NaN; no column has a part in another.
+    # An unwritten entry may turn its own column into NaN; no column affects another column.
     return made.masked_fill_(~tile.visible.view(b * n, -1), -torch.inf)
 
 
 def _keys(
     tile: _Tile, selected: Tensor | None, caches: LayerCache, segment: SegmentInput, reads: Reads
 ) -> tuple[Tensor, Tensor]:
-    """(the tile's keys [B, K, dim], zero where no query sees them; which each query sees, bool [B, n, K])."""
+    """Return (keys [B, K, dim], visible bool [B, n, K]) of a tile. Keys invisible to all queries are zero."""
     b = tile.pieces
     n = tile.queries
     visible = tile.visible
@@ -287,6 +292,8 @@ def _keys(
         if tile.chooses:
             assert selected is not None
             chosen = selected[tile.tokens]  # [B * n, top]
+            # ``groups`` None: single queries (n = 1), gather the chosen groups. Else mask the visible groups
+            # by the choice.
             if groups is None:
                 groups = places(segment.tables[reads.groups], tile.rows, chosen.clamp(min=0), cache.shape[1])
                 visible = torch.cat((visible, (chosen >= 0).unsqueeze(1)), dim=2)
@@ -304,7 +311,7 @@ def _keys(
 
 
 def _take(cache: Tensor, entries: Tensor, dim: int) -> Tensor:
-    """[B, K, dim]: the first elements of the entries [B, K]."""
+    """Return [B, K, dim]: the first elements of the entries [B, K]."""
     return (
         cache.view(-1, cache.shape[2])[:, :dim].index_select(0, entries.reshape(-1)).view(*entries.shape, dim)
     )
@@ -313,9 +320,10 @@ def _take(cache: Tensor, entries: Tensor, dim: int) -> Tensor:
 def _attend(
     q: Tensor, keys: Tensor, visible: Tensor, values: int, sinks: Tensor | None, scale: float
 ) -> Tensor:
-    """q: [B * n, heads, dim], keys: [B, K, dim], visible: bool [B, n, K]; wide [B * n, heads, values].
+    """Attend q [B * n, heads, dim] to keys [B, K, dim], visible: bool [B, n, K]. Return wide [B * n, heads,
+    values].
 
-    A query that sees nothing gets zeros.
+    A query without visible keys gets zeros.
     """
     exact = wide(q.dtype)
     b = visible.shape[0]
@@ -325,6 +333,7 @@ def _attend(
     folded = q.reshape(b, n * heads, -1).to(exact) * scale
     scores = torch.bmm(folded, keys.transpose(1, 2)).view(b, n, heads, -1)
     scores.masked_fill_(~visible.unsqueeze(2), -torch.inf)
+    # Finite for queries without visible keys: -inf - -inf would be NaN.
     top = scores.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(exact).min)
     if sinks is not None:
         sinks = sinks.to(exact).unsqueeze(1)

@@ -1,17 +1,18 @@
 """Paged attention with torch operations, for CPU and CUDA and every dtype.
 
-Rows are cut into pieces of at most ``TILE`` queries; pieces with equally many queries and similarly many
-blocks are computed together, so decode rows batch and prefill chunks mostly stand alone, by one path:
+Rows are cut into pieces of at most ``TILE`` queries. Pieces with equal query counts and similar block counts
+are computed together. So decode rows form batches, prefill chunks mostly run alone, and both use the same
+code:
 
     piece    queries          row r, positions p .. p + n - 1
     blocks   full             0 .. block of p + n - 1
              window           block of max(0, p - window + 1) .. block of p + n - 1
     gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
-    zero     positions that no query of the piece may see: they can hold another sequence's NaN, and
-             0 * NaN is NaN
+    zero     positions invisible to all queries of the piece: such a position may hold another sequence's
+             NaN, and 0 * NaN is NaN
     attend   queries of one KV head folded into one matrix, [B, kv_heads, group * n, head_dim]
 
-Shapes come from host columns, positions from device columns; nothing here waits for a GPU.
+Shapes come from host columns, positions from device columns, so nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 TILE = 128
-"""Queries of one piece at most: bounds the mask and, where scores are materialized, the scores."""
+"""Maximum queries per piece. Bounds the mask and, where scores are materialized, the scores."""
 GATHER = 1 << 24
-"""Elements gathered at once at most (a single piece may need more)."""
+"""Maximum elements gathered at once (a single piece may need more)."""
 
-#: The dtypes of models that can be served (the last: of their caches), and the integers of their width.
+#: Supported dtypes of models (the last: of 8-bit caches), with the integer dtype of the same width.
 BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -48,29 +49,29 @@ BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
+    """``count`` queries of ``row``, starting at its query ``offset``; ``first``: place of the first query."""
 
     row: int
     offset: int
     count: int
     first: int
     width: int
-    """Blocks that hold every position the queries may see."""
+    """Number of blocks that covers every position visible to the queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceGroup:
-    """B pieces of n queries each, computed together."""
+    """B pieces of n queries each, in one computation."""
 
     tokens: Tensor | slice
-    """The B * n queries' places in the segment."""
+    """Places of the B * n queries in the segment."""
     pieces: int
     queries: int
     gather: Tensor
-    """int64 [2 * B * kv_heads * width]: rows of the cache as [blocks * 2 * kv_heads, block * head_dim], or
-    [B * width] of a latent one as [blocks, block * width]."""
+    """int64 [2 * B * kv_heads * width]: rows of the cache seen as [blocks * 2 * kv_heads, block * head_dim].
+    For a latent cache [B * width]: rows of [blocks, block * width]."""
     seen: Tensor
-    """[B, 1, width * block, 1], integers of the cache dtype's width: all bits set where a query may see the
+    """[B, 1, width * block, 1], integers of the cache dtype's width: all bits set if some query may see the
     position, else 0."""
     visible: Tensor
     """bool [B, 1, n, width * block]."""
@@ -82,7 +83,7 @@ class _Prepared:
 
 
 class TorchAttention(AttentionBackend):
-    """The reference backend of grouped-query attention. Stateless; any number of threads may share it."""
+    """Reference backend of grouped-query attention. Stateless, so threads may share an instance."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
@@ -132,7 +133,8 @@ class TorchAttention(AttentionBackend):
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
-    """All queries of the segment as pieces, in order. Widths come from upper bounds, so they suffice."""
+    """Cut all queries of the segment into pieces, in order. Block counts come from upper bounds of the
+    starts."""
     pieces = []
     begin = 0
     for row, (start, count) in enumerate(
@@ -150,7 +152,8 @@ def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
 
 
 def batches(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Pieces to compute together: equal counts, widths within a factor of two, ``limit`` blocks at most."""
+    """Yield pieces to compute together: equal counts, widths within a factor of two, at most ``limit``
+    blocks."""
     alike: dict[tuple[int, int], list[Piece]] = {}
     for piece in pieces:
         alike.setdefault((piece.count, piece.width.bit_length()), []).append(piece)
@@ -174,13 +177,17 @@ def make_group(
     *,
     planes: int,
 ) -> PieceGroup:
-    """planes: entries of one position that lie in planes of their own, 2 * kv_heads or 1."""
+    """Stage ``pieces`` of equal counts for all layers of a KV cache group.
+
+    planes: number of planes of entries per position, 2 * kv_heads or 1.
+    """
     table = segment.tables[kind]
     starts = segment.starts
     device = starts.device
     n = pieces[0].count
     width = max(piece.width for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
+    # Positions are exact (device), shapes are upper bounds (host).
     p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
     if spec.window:
         lowest = (p - spec.window + 1).clamp(min=0)
@@ -195,7 +202,7 @@ def make_group(
     if spec.window:
         visible &= keys.unsqueeze(1) > queries.unsqueeze(2) - spec.window
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
-    # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
+    # An entry beyond the table was clamped to a wrong block, but its positions lie beyond the end of the row.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
     return PieceGroup(
         tokens=_places(pieces, device),
@@ -225,17 +232,19 @@ def _attend(
     sinks: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    """q: [B * n, heads, head_dim]; returns the same shape."""
+    """Attend q [B * n, heads, head_dim] to the keys of the group; return the same shape."""
     b = group.pieces
     n = group.queries
     kv_heads = spec.kv_heads
     dim = spec.head_dim
     shared = q.shape[1] // kv_heads
+    # [2, B, kv_heads, keys, dim]
     kv = kv_fp8.take(entries, group.gather).view(2, b, kv_heads, -1, dim)
-    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included
     if scales is not None:
         own = scales.view(-1, scales.shape[3]).index_select(0, group.gather).view(kv.shape[:-1])
         kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), q.dtype)
+    # [B, kv_heads, group * n, dim]: the heads of one KV head become rows
     folded = q.view(b, n, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, shared * n, dim)
     mask = group.visible
     if n > 1 and shared > 1:
@@ -248,9 +257,11 @@ def _attend(
 
 
 def _with_sinks(k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values with one of zeros behind them, and scores to add: the last key has its head's sink.
+    """Append a zero key and value, so that the sink becomes the score of an ordinary key.
 
-    k, v: [B, kv_heads, keys, dim]; visible: bool [B, 1, group * n, keys].
+    k, v: [B, kv_heads, keys, dim]; visible: bool [B, 1, group * n, keys]. Returns keys and values with one
+    more position, and scores to add [B, kv_heads, group * n, keys + 1]: -inf where not visible, the sink at
+    the end.
     """
     b, kv_heads, _, dim = k.shape
     queries = visible.shape[2]

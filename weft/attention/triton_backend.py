@@ -1,13 +1,13 @@
 """Paged attention by Triton kernels on CUDA devices, in two forms.
 
-    TritonAttention   rows of few queries: one tile a row, keys in splits, so that few rows fill the device;
-                      else large tiles, keys in one piece, or in splits where there are too few tiles. What is
-                      beside a row chooses between them, and they differ in their last bits: not invariant.
-    TritonInvariant   one form for everything: equal tiles, splits of 1,024 keys at absolute multiples, every
-                      step masked. A query's bits depend on its own row alone.
+    TritonAttention   rows of few queries: one tile per row and keys in splits, so that few rows fill the
+                      device. Otherwise large tiles, with keys in one piece, or in splits if there are few
+                      tiles. The batch decides between these, and last bits differ: not invariant.
+    TritonInvariant   one form for all rows: equal tiles, splits of 1,024 keys at absolute multiples, every
+                      step masked. The bits of a query depend on its own row alone.
 
-Neither asks the device anything; with one tile a row no host column is uploaded either, so that a decode
-segment can be captured in a CUDA graph. Triton is imported when the first segment comes.
+Neither form reads values from the device. With one tile per row no host column is uploaded either, so a
+decode segment can be captured in a CUDA graph. Triton is imported at the first segment.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 NARROW = 64
-"""Lines of a row (queries times the heads that share a KV head) that still make one narrow tile."""
+"""Maximum lines of a row (queries times heads per KV head) in one narrow tile."""
 SHORT_SPLIT = 256
-"""Keys of a split in narrow tiles; more where rows are so long that there were over ``MOST_SPLITS``."""
+"""Keys per split in narrow tiles. Splits are longer if a row would have more than ``MOST_SPLITS`` splits."""
 MOST_SPLITS = 32
 LONG_SPLIT = 1024
-"""Keys of a split in wide tiles and in the invariant form."""
+"""Keys per split in wide tiles and in the invariant form."""
 FEW_TILES = 64
-"""Wide tiles times KV heads below which keys are split: an H200 has 132 multiprocessors."""
+"""Number of wide tiles times KV heads below which keys are split: an H200 has 132 multiprocessors."""
 STATES = 1 << 26
-"""float32 elements that the states of one launch may take; tokens beyond them are launched separately."""
+"""Maximum float32 elements for the split states of one launch; more tokens take further launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The tiles of one launch. Where keys are split they hold exactly the tokens [begin, end)."""
+    """Tiles of one launch. With split keys, the tiles cover exactly the tokens [begin, end)."""
 
     tiles: Tensor
     """int64 [n]: row << 32 | first query."""
@@ -52,24 +52,24 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A segment, cut up for the heads of a layer."""
+    """A segment, cut into tiles for the heads of a layer."""
 
     form: forms.KernelForm
     split: int
-    """Keys of a split, 0 for one piece."""
+    """Keys per split; 0: keys in one piece."""
     splits: int
     parts: tuple[_Part, ...]
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
+    """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     cut: Cut | None = None
 
 
 class TritonAttention(AttentionBackend):
-    """Paged attention by Triton kernels, in the fast form. Stateless; any number of threads may share it."""
+    """Paged attention by Triton kernels, fast form. Stateless, so threads may share an instance."""
 
     capturable = True
     _name = "triton"
@@ -160,7 +160,7 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonInvariant(TritonAttention):
-    """The same kernels in a form whose bits depend neither on the batch nor on how a prompt was cut."""
+    """Same kernels in one fixed form: output bits depend neither on the batch nor on chunking."""
 
     invariant = True
     _name = "triton-invariant"
@@ -171,14 +171,14 @@ class TritonInvariant(TritonAttention):
 
 
 def longest(segment: SegmentInput) -> int:
-    """Keys of the longest row, its own included: an upper bound."""
+    """Return an upper bound of the keys of the longest row, including its own tokens."""
     return int((segment.host_starts.astype(np.int64) + segment.host_counts).max())
 
 
 def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.KernelForm, split: int) -> Cut:
-    """Tiles in the order of their tokens; without splits those with the most keys first.
+    """Build the tiles in token order. Without splits, tiles with the most keys come first.
 
-    Of ``spec`` the KV heads and their dim count: as many parts of the heads, states as wide.
+    ``spec`` supplies KV heads and head_dim: the number of head groups, and the width of the split states.
     """
     queries = form.tile_m // (heads // spec.kv_heads)
     device = segment.starts.device
@@ -186,7 +186,7 @@ def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Ker
     limit = max(1, STATES // (heads * spec.head_dim * splits)) if split else segment.tokens
     counts = segment.host_counts.astype(np.int64)
     if int(counts.max()) <= queries:
-        # Made on the device, without a copy from the host, so that it can be captured.
+        # Made on the device without a host copy, so that a captured graph may contain the tiles.
         tiles = torch.arange(0, segment.rows << 32, 1 << 32, device=device)
         ends = np.cumsum(counts)
     else:
@@ -203,9 +203,9 @@ def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Ker
 
 
 def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:
-    """Consecutive tiles of at most ``limit`` tokens together (one tile may have more).
+    """Yield consecutive tiles with at most ``limit`` tokens together (a single tile may have more).
 
-    ends: int64 [tiles], the first token after each tile; read only where that makes more than one part.
+    ends: int64 [tiles], end token of each tile. Correct ``ends`` matter only if keys are split.
     """
     first = begin = 0
     while first < len(ends):

@@ -1,4 +1,4 @@
-"""What the runner sees of a model."""
+"""Interface between the runner and a model."""
 
 from __future__ import annotations
 
@@ -20,42 +20,47 @@ Tensor = torch.Tensor
 
 
 class Model(nn.Module, ABC):
-    """A model on one rank. Its weights are memory that the loader fills; it holds no state between steps."""
+    """A model on one rank. The loader fills the weights. A model keeps no state between steps."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
         self.spec = build.local(spec)
-        """The model as this rank computes it (``weft.config.sharding``)."""
+        """Model spec of this rank's part (``weft.config.sharding``)."""
         self.mesh = build.mesh
-        """Of the ranks that compute each step together."""
+        """Mesh of the ranks that compute each step together."""
         self.dtype = build.dtype
         self.device = build.device
         self._ops = build.ops
         self.experts: ExpertLayers | None = None
-        """Those that ranks divide; there when the weights are packed."""
+        """Expert layers divided over ranks. Set by ``pack``; None without such layers."""
         self.vision: Tower | None = None
-        """What makes rows for ``StepInput.media``; None where the model reads text alone."""
+        """Tower that makes the rows of ``StepInput.media``; None for text-only models."""
 
     def pack(self) -> None:
-        """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
+        """Pass every loaded weight to the op that reads the weight. Call once, before the first ``steps``."""
         pack_all(self)
         divided = [m.divided for m in self.modules() if isinstance(m, RoutedMLP) and m.divided is not None]
         self.experts = ExpertLayers(divided) if divided else None
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """The ops whose rows can depend on what is computed beside them, each with its implementation."""
+        """Ops with batch-dependent rows, each with its implementation. Includes the collectives of the
+        mesh."""
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
         return tuple(sorted(found.union(self.mesh.varying)))
 
     @property
     def asking(self) -> tuple[str, ...]:
-        """The ops that have the host read a value in the middle of a step, each with its implementation."""
+        """Ops that make the host read a device value in the middle of a step, each with its
+        implementation."""
         return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
 
     def capturable(self, *tokens: int) -> bool:
-        """Whether passes over so many tokens each may be captured on a CPU, in this epoch: their collectives
-        are operators, and the host reads nothing. The same on all ranks of a group."""
+        """Return True if passes over these numbers of tokens may be captured on a CPU in the present epoch.
+
+        Requires collectives that are operators, and no device values read by the host. All ranks of a group
+        return the same answer.
+        """
         experts = self.experts
         return self.mesh.shares and (experts is None or not any(experts.asks(count) for count in tokens))
 
@@ -68,12 +73,12 @@ class Model(nn.Module, ABC):
         logits_indices: Tensor | None = None,
         done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """One forward pass up to the head: [L, hidden] for the merged rows ``logits_indices`` (int64 [L]), or
-        for all.
+        """Run one forward pass up to the head. Return [L, hidden] for the merged rows ``logits_indices``
+        (int64 [L]).
 
-        kv: for each layer its caches, written in place. Yields once for each collective, in an order that the
-        configuration alone fixes; on one rank never. ``done(layer)`` is called behind each layer, when all
-        that it writes to its caches is launched.
+        logits_indices: None: all rows. kv: caches of each layer, written in place. Yields once per
+        collective, in an order fixed by the configuration; a single rank never yields. ``done(layer)`` is
+        called after each layer, when all cache writes of the layer are launched.
         """
 
     def ahead(
@@ -84,19 +89,20 @@ class Model(nn.Module, ABC):
         backends: Backends,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """The module that predicts one token further: [L, hidden] for the rows ``logits_indices``, or for
-        all.
+        """Run the MTP module, which predicts one more token. Return [L, hidden] for rows ``logits_indices``
+        (None: all).
 
-        ``step.ids`` are those one position on, hidden [T, hidden] what ``hidden`` returned for the step's
-        positions. What it returns is like it, of the next positions: ``logits`` predict the token after
-        ``step.ids``. So ``step.media`` are the rows whose *next* token stands for an image (its levels are
-        not read), and ``step.rope_positions`` those of ``hidden``. Only of models with ``spec.mtp_layers``.
+        ``step.ids`` are the ids one position later; hidden [T, hidden] is the result of ``hidden`` for the
+        positions of the step. The returned states belong to the next positions: their ``logits`` predict the
+        token after ``step.ids``. So ``step.media`` lists rows with an image as the *next* token (levels are
+        ignored), and ``step.rope_positions`` are the positions of ``hidden``. Only for models with
+        ``spec.mtp_layers``.
         """
         raise NotImplementedError
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        """[L, vocab] in the model's dtype, of what ``hidden`` returned."""
+        """Return logits [L, vocab], in the model's dtype, for a result of ``hidden``."""
 
     def steps(
         self,
@@ -105,6 +111,6 @@ class Model(nn.Module, ABC):
         backends: Backends,
         done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``."""
+        """Run one forward pass. Return logits [L, vocab], in the model's dtype, for ``step.logits_index``."""
         hidden = yield from self.hidden(step, kv, backends, step.logits_index, done)
         return (yield from self.logits(hidden))

@@ -1,7 +1,7 @@
-"""The frame of a decoder-only model: embedding, blocks, norm, head. Families fill the blocks.
+"""Frame of a decoder-only model: embedding, blocks, norm, head. Families supply the blocks.
 
-Only generators yield (``Block.steps``, ``hidden``, ``logits``, and what these delegate to), once for each
-collective; on one rank they yield nothing.
+Only generators yield (``Block.steps``, ``hidden``, ``logits`` and their callees), once per collective. On a
+single rank the generators yield nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 class Block(nn.Module):
     """Attention and feed-forward, each on a normalized copy of the residual stream (pre-norm).
 
-    What a layer adds to the stream is added where the stream is normalized next: one pass over memory.
+    The output of a layer is added to the stream at the next norm: one pass over memory for add and norm.
     """
 
     def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: FeedForward) -> None:
@@ -48,10 +48,11 @@ class Block(nn.Module):
         caches: LayerCache,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
-        """x: [T, hidden], the stream, may be overwritten; delta: [T, hidden] still to be added to it.
+        """Run the block on the stream x [T, hidden] and ``delta`` [T, hidden], which is not yet added to the
+        stream.
 
-        Writes this layer's caches. Returns stream and delta of rows ``logits_indices`` (int64 [L]; None:
-        all).
+        May overwrite x. Writes the caches of the layer. Returns stream and delta of the rows
+        ``logits_indices`` (int64 [L]; None: all).
         """
         x, normed = self.attention_norm.add(x, delta)
         partial = self.attention(normed, shared, caches, logits_indices)
@@ -67,7 +68,7 @@ class Block(nn.Module):
 
 
 class MTPModule(nn.Module):
-    """Predicts one token further, from a hidden state and the embedding of the token that it predicts.
+    """Multi-token prediction module: combines a hidden state with the embedding of the next token.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
     """
@@ -89,9 +90,8 @@ class MTPModule(nn.Module):
         caches: LayerCache,
         logits_indices: Tensor | None,
     ) -> Generator[Pending, None, Tensor]:
-        """embedded, hidden: [T, hidden]; returns [L, hidden] after the last norm, for the rows
-        ``logits_indices``.
-        """
+        """Return [L, hidden] after the last norm, for rows ``logits_indices`` of embedded and hidden [T,
+        hidden]."""
         x = self.project(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=1))
         x, delta = yield from self.block.steps(x, None, shared, caches, logits_indices)
         return self.norm.add(x, delta)[1]
@@ -100,8 +100,8 @@ class MTPModule(nn.Module):
 class Decoder(Model):
     """Embedding, blocks, norm, head.
 
-    A family whose stream or whose layers' common input has another form overrides ``share``, ``enter`` and
-    ``leave``.
+    A family with another form of the stream, or of the shared input of layers, overrides ``share``, ``enter``
+    and ``leave``.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Decoder(Model):
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
-            # After the last layer's keys and values nothing is needed but the rows that are wanted.
+            # After the keys and values of the last layer only the rows with logits are needed.
             wanted = logits_indices if layer == last else None
             x, delta = yield from block.steps(x, delta, shared, caches, wanted)
             delta = _with_level(delta, step.media, layer, wanted)
@@ -142,16 +142,16 @@ class Decoder(Model):
         return self.leave(x, delta)
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
-        """What every block gets as ``shared``."""
+        """Return the input ``shared`` of every block."""
         angles = self._rope.angles(step.positions, step.rope_positions)
         return AttentionInput(step=step, angles=angles, backends=backends)
 
     def enter(self, embedded: Tensor) -> Tensor:
-        """The stream before the first block, of the tokens' embeddings [T, hidden]."""
+        """Return the stream before the first block, from the embeddings of tokens [T, hidden]."""
         return embedded
 
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        """What the head reads, [L, hidden], of the last block's stream and delta."""
+        """Return the input of the head, [L, hidden], from stream and delta of the last block."""
         return self.norm.add(x, delta)[1]
 
     def ahead(
@@ -162,7 +162,8 @@ class Decoder(Model):
         backends: Backends,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        # Rotated by the position of the hidden state. Only differences count, and all are alike.
+        # The rotation uses the position of the hidden state. Only differences of positions count, so the
+        # shift is harmless.
         embedded = yield from self._embed(step)
         angles = self._rope.angles(step.positions, step.rope_positions)
         shared = AttentionInput(step=step, angles=angles, backends=backends)
@@ -175,24 +176,25 @@ class Decoder(Model):
         return (yield from self.head.steps(hidden))
 
     def _embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
-        """Of the tokens ``step.ids``, or of images in their place: [T, hidden]."""
+        """Return the embeddings of ``step.ids``, with images in place of their tokens: [T, hidden]."""
         embedded = yield from reduced(self._comm, self.embedding(step.ids))
-        # Behind the sum over ranks: each of them has the images whole.
+        # After the sum over ranks, because every rank has the complete image rows.
         return embedded if step.media is None else embedded.index_copy(0, step.media.rows, step.media.main)
 
 
 def _with_level(
     delta: Tensor | None, media: MediaRows | None, layer: int, wanted: Tensor | None
 ) -> Tensor | None:
-    """``delta`` of layer ``layer``, with what images add to the stream behind it.
+    """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack).
 
-    delta: [T, hidden], or [L, hidden] of the merged rows ``wanted`` (int64 [L]).
+    delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64 [L]).
     """
     if delta is None or media is None or media.levels is None or layer >= len(media.levels):
         return delta
     level = media.levels[layer]
     if wanted is None:
         return delta.index_copy(0, media.rows, delta.index_select(0, media.rows) + level)
+    # Find each wanted row among the sorted image rows; rows without an image add 0.
     found = torch.searchsorted(media.rows, wanted).clamp(max=len(media.rows) - 1)
     of_image = media.rows.index_select(0, found) == wanted
     return delta + level.index_select(0, found).masked_fill(~of_image.unsqueeze(1), 0)

@@ -1,4 +1,4 @@
-"""A checkpoint's weight files, open: their tensors one at a time."""
+"""Open weight files of a checkpoint, read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weft.gguf.folder import weights_of
 from weft.models.gguf_tensor import GGUFTensor, Maps
 from weft.ops.mapped import Mapped, mapped_around
 
-#: Types of plain numbers, as safetensors names them.
+#: Plain number types, in the naming of safetensors.
 _PLAIN = ("F64", "F32", "BF16", "F16")
 
 
 class WeightFile:
-    """One open file: its names, and its tensors on the CPU, each made when it is asked for.
+    """One open file with its names and tensors. Tensors are on the CPU and are read on request.
 
-    A context manager. Raises ConfigError for a file that is not what its name says.
+    A context manager. Raises ConfigError if the file is damaged or not a weight file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,11 +58,11 @@ class WeightFile:
         self._mapped = None
 
     def names(self) -> list[str]:
-        """Names of all tensors in the file."""
+        """Return the names of all tensors in the file."""
         return list(self._safe.keys()) if self._safe is not None else list(self._loaded)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor called ``name``, which may be mapped memory of the file."""
+        """Return the tensor ``name``; may be mapped memory of the file."""
         if self._safe is not None:
             result: torch.Tensor = self._safe.get_tensor(name)
             return result
@@ -70,12 +70,12 @@ class WeightFile:
         return found[()] if isinstance(found, GGUFTensor) else found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the tensor called ``name``, which is not read."""
+        """Return the shape of the tensor ``name`` without reading the tensor."""
         found = self._safe.get_slice(name).get_shape() if self._safe is not None else self._loaded[name].shape
         return tuple(found)
 
     def floating(self, name: str) -> bool:
-        """Whether it is plain floating-point numbers of at least 16 bits; it is not read."""
+        """Return True for plain floating-point numbers of at least 16 bits, without reading the tensor."""
         if self._safe is not None:
             return self._safe.get_slice(name).get_dtype() in _PLAIN
         found = self._loaded[name]
@@ -84,12 +84,12 @@ class WeightFile:
         return found.is_floating_point() and found.element_size() > 1
 
     def gguf(self, name: str) -> GGUFTensor | None:
-        """The weight called ``name``, of a GGUF file."""
+        """Return the weight ``name`` of a GGUF file; None for other files."""
         found = self._loaded.get(name)
         return found if isinstance(found, GGUFTensor) else None
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
-        """``tensor(name)[place]``, and nothing else of it is read."""
+        """Return ``tensor(name)[place]``, reading only this part where the format allows."""
         if not place:
             return self.tensor(name)
         result: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[
@@ -99,7 +99,7 @@ class WeightFile:
 
     @property
     def mapped(self) -> Mapped | None:
-        """Where tensors of it lie in memory; None where they do not lie in the file itself."""
+        """Mapped memory of the file; None if tensors are not mapped from the file. Looked up once."""
         if not self._looked:
             self._looked = True
             name = next((name for name in self.names() if 0 not in self.shape(name)), None)
@@ -109,30 +109,30 @@ class WeightFile:
         return self._mapped
 
     def drop_pages(self, names: Iterable[str]) -> None:
-        """These tensors will hardly be read again: their pages are no memory of this process any more.
-
-        Nothing else becomes of the tensors.
-        """
+        """Release the memory pages of tensors that will hardly be read again. The tensors stay valid."""
         if self.mapped is not None:
             for name in names:
                 self.mapped.drop(self._view(name))
 
     def _view(self, name: str) -> torch.Tensor:
-        """Where a tensor of no GGUF file lies; it is not read."""
+        """Return a tensor without reading the values. Not for GGUF files."""
         found = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
         assert isinstance(found, torch.Tensor)
         return found
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor), in order. A tensor is the caller's until the next one is taken."""
+        """Yield (name, tensor) in order. A tensor is valid until the next tensor is taken."""
         for name in names:
             yield name, self.tensor(name)
 
 
 def _unpickle(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a torch file, mapped rather than read; only tensors are unpickled, never code."""
+    """Return the state dict of a torch file, mapped instead of read. Unpickles tensors only, never code.
+
+    Raises ConfigError for a file with other contents.
+    """
     try:
-        # Files from before torch 1.6 are no zip archives and can't be mapped.
+        # Files from before torch 1.6 are not zip archives and cannot be mapped.
         result = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConfigError(

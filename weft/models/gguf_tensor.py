@@ -1,5 +1,7 @@
-"""A weight of a GGUF file as torch sees it: read, dequantized, put in its published form, part by part; or as
-codes, which are the mapped file where rows are in its order.
+"""Weight of a GGUF file as torch data: values, dequantized and in published form, read part by part; or
+codes.
+
+Codes are the mapped file itself if the file has the row order of the published weight.
 """
 
 from __future__ import annotations
@@ -23,35 +25,34 @@ Place = tuple[slice, ...]
 
 
 class Maps:
-    """Mapped tensors of one file, each once: experts are parts of the same. What is mapped stays so for as
-    long as something refers to it.
-    """
+    """Mapped tensors of one file, each mapped once, because experts are parts of one tensor. A mapping lives
+    as long as any reference."""
 
     def __init__(self) -> None:
         self._found: dict[str, Tensor] = {}
 
     def bytes_of(self, stored: StoredTensor) -> Tensor:
-        """uint8 [.., bytes of a row], of a tensor in blocks. Not to be written to."""
+        """Return uint8 [.., bytes of a row] of a tensor in blocks. Read only."""
         if stored.name not in self._found:
-            # Mapped privately: torch warns of memory that cannot be written.
+            # Private mapping: torch warns about memory that cannot be written.
             mapped: Any = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.dims)
             self._found[stored.name] = torch.from_numpy(mapped)
         return self._found[stored.name]
 
 
 class GGUFTensor:
-    """The weight; indexing reads the part."""
+    """One weight. Indexing reads a part of the weight."""
 
     def __init__(self, weight: Published, maps: Maps) -> None:
         self._weight = weight
         self._maps = maps
         self.shape = weight.shape
         self.floating = weight.form not in (Form.BLOCKS, Form.SCALES)
-        """Whether it is numbers, not codes of 8 bits."""
+        """True for numbers, False for 8-bit codes."""
 
     @property
     def quantized(self) -> tuple[str, int] | None:
-        """(type, bytes in the file) where it is dequantized when it is read."""
+        """(type, bytes in the file) of a weight that is dequantized when read; None for other weights."""
         parts = self._weight.parts
         if not self.floating or parts[0].kind in PLAIN:
             return None
@@ -59,14 +60,18 @@ class GGUFTensor:
         return parts[0].kind, sum(math.prod(part.dims) for part in parts) // matrices
 
     def codes(self, wanted: Callable[[int], bool]) -> tuple[str, Iterator[CodedPiece]] | None:
-        """(type, the weight in pieces, those that are ``wanted`` of a stack), nothing of it read but rows in
-        another order; None for a type or a form without codes.
+        """Return (type, pieces of codes) of the weight; None for a type or form without codes.
+
+        Of a stack, only ``wanted`` matrices are returned. Nothing is read, except rows that must be
+        reordered.
         """
         weight = self._weight
         kinds = {part.kind for part in weight.parts}
         if len(kinds) > 1 or (kind := kinds.pop()) not in ggml.BLOCKS:
             return None
         parts = [self._maps.bytes_of(part) for part in weight.parts]
+        # [experts, rows, bytes of a row] or [rows, bytes of a row]; rows can be reordered without decoding
+        # blocks.
         match weight.form:
             case Form.STORED if parts[0].dim() == 2:
                 return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=all_mapped(parts[0])))])
@@ -88,9 +93,9 @@ class GGUFTensor:
         return None
 
     def __getitem__(self, place: Place) -> Tensor:
-        """``place`` of the weight: float32 where it is quantized, otherwise in its own type; codes as uint8.
+        """Return ``place`` of the weight: float32 if quantized, else in the stored type; codes as uint8.
 
-        No more rows are read than these where they are stored as they are published.
+        Reads only the rows of ``place`` if rows are stored in published order.
         """
         weight = self._weight
         stored = weight.parts[0]
@@ -116,7 +121,9 @@ class GGUFTensor:
         raise AssertionError("unreachable")
 
     def _codes(self) -> Tensor:
-        """A block is a scale and 16 bytes, of which byte i has the numbers i and 16 + i; published are the
+        """Return the MXFP4 blocks or scales in published order.
+
+        A stored block is a scale and 16 bytes; byte i contains numbers i and 16 + i. Published bytes contain
         numbers 2 i and 2 i + 1.
         """
         size = 1 + MXFP4_BYTES
@@ -131,7 +138,7 @@ class GGUFTensor:
 
 
 def _rows(stored: StoredTensor, place: Place = (), number: int | None = None) -> Tensor:
-    """``place`` of a stored tensor, or of a matrix of it."""
+    """Return ``place`` of a stored tensor, or of matrix ``number`` of the tensor."""
     data = stored.data if number is None else stored.data[number]
     data = data[place[:1]] if place else data
     if stored.kind == "BF16":

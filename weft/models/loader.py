@@ -1,8 +1,8 @@
-"""From a checkpoint folder to a model with weights.
+"""Loading: from a checkpoint folder to a model with weights.
 
-Parameters are allocated once, on their device and in their dtype; each published tensor is then copied
-into its part and dropped, as are the file's pages. So loading takes the model's size plus the largest tensor
-(where weights are quantized: the largest matrix in float32).
+Parameters are allocated once, on their device and in their dtype. Each published tensor is copied into its
+parameter and dropped, together with its pages of the file. So loading needs the size of the model plus the
+largest tensor (with quantized weights: the largest matrix in float32).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = ["Model", "build_model", "load_model"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
-#: Of tensors that were read: what was made of them on the way is given back then. Of its own accord the C
-#: library would keep it, as it lies between what stays.
+#: Entries read between two calls of ``trim_heap``, which returns memory of temporary tensors to the system.
+#: The C library would keep the memory, because the memory lies between live allocations.
 _TRIM_ENTRIES = 4 << 20
 
 
@@ -60,9 +60,9 @@ def build_model(
     experts: ExpertOptions | None = None,
     staged: bool = False,
 ) -> Model:
-    """The model with its weights unset. ``pack`` it when they are set. staged: as of ``Build``.
+    """Build the model with unset weights. Call ``pack`` after setting the weights. ``staged``: see ``Build``.
 
-    Raises ConfigError for a family that does not exist, or an op that nothing here can compute as asked.
+    Raises ConfigError for an unknown family, or for an op without a suitable implementation.
     """
     build = Build(
         dtype=dtype,
@@ -94,14 +94,15 @@ def load_model(
     pack: bool = True,
     packed: bool = True,
 ) -> Model:
-    """The model of ``folder`` with its weights, converted to ``dtype`` and packed: ready to compute.
+    """Load the model of ``folder``, convert the weights to ``dtype``, and pack the weights.
 
-    load_format: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
-    "dummy" reads nothing and makes random weights from ``seed``, "partial" does so in layers that the
-    checkpoint has no tensor of. ``progress`` shows a bar on stderr.
-    Without ``pack`` the weights stay plain parameters, to be looked at. ``placements``: where experts are
-    that ranks divide, for each layer that has some; by default in order. ``packed``: quantized matrices stay
-    so where they need not be rounded again and ``keeps_codes``; else they are dequantized.
+    ``load_format``: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
+    "dummy" reads nothing and makes random weights from ``seed``; "partial" makes random weights only for
+    layers without any tensor in the checkpoint. ``progress``: show a bar on stderr. ``placements``: places of
+    experts divided over ranks, one per layer with such experts; default: in order. ``pack``: False leaves
+    plain parameters, for inspection. ``packed``: keep quantized matrices in codes if ``keeps_codes`` and no
+    further rounding is required; False: dequantize.
+
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
@@ -130,7 +131,7 @@ def load_model(
     if filled is not None:
         filled.report(dtype)
     if model.experts is not None and mesh is not None:
-        apart = replace(mesh, formed=[])  # what is loaded only to be looked at agrees on nothing
+        apart = replace(mesh, formed=[])  # a temporary model must not add callbacks to the mesh
         given["packed"] = packed
         where = (folder, spec, dtype, device, load_format, seed, False, apart)
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
@@ -138,9 +139,10 @@ def load_model(
 
 
 def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrices that are published quantized stay so.
+    """Return True if the device computes with quantized matrices directly, so that codes stay in memory.
 
-    On a GPU where kernels take them (torch would dequantize a matrix each time), and no blocks of GGML.
+    On a CPU always. On a GPU only if kernels exist for the dtype (torch would dequantize a matrix in every
+    step), and never for GGML blocks.
     """
     if device.type == "cpu" or spec.quantized is None:
         return device.type == "cpu"
@@ -148,9 +150,9 @@ def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bo
 
 
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
-    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served.
+    """Return the number of layers in the checkpoint, which may exceed ``spec.layers``.
 
-    Modules that predict further tokens are saved as the layers behind the last.
+    MTP modules are saved as layers behind the last layer.
     """
     config = read_json(folder, "config.json")
     if config is None:
@@ -162,7 +164,7 @@ def _saved_layers(folder: Path, spec: ModelSpec) -> int:
 
 
 class Loadable(Protocol):
-    """What weights are loaded into: a model, or a tower alone."""
+    """Target of a load: a model, or a tower alone."""
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -182,11 +184,12 @@ def fill(
     packed: bool = False,
     blocks: bool = False,
 ) -> Target:
-    """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
-    ``partial``: layers may be missing whole; what is in them stays. Returns what can report what was read.
+    """Copy every published tensor into its part of a parameter. Return the target, which can report the load.
 
-    Quantized weights are dequantized one by one (``weft.models.quantized``); ``packed``: where layers can
-    compute with codes, those are left for them, and with ``blocks`` GGML's as well.
+    All names are checked before the first copy. ``partial``: layers may be missing completely, and keep their
+    values. Quantized weights are dequantized one by one (``weft.models.quantized``). ``packed``: leave codes
+    for layers that can compute with codes; ``blocks``: GGML blocks as well. Raises ConfigError for weights
+    that do not fit the model.
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
@@ -200,6 +203,7 @@ def fill(
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
             with WeightFile(path) as file:
+                # Sources are read file by file, so that one file is open at a time.
                 for source in sources:
                     if source.path == path:
                         target.fill(source, file)
@@ -217,7 +221,7 @@ def fill(
 
 
 def _names_of(files: Sequence[Path]) -> dict[Path, list[str]]:
-    """Names of the tensors in each file. Raises ConfigError for a file that is damaged."""
+    """Return the tensor names of each file. Raises ConfigError for a damaged file."""
     found = {}
     for path in files:
         with WeightFile(path) as file:
@@ -232,14 +236,16 @@ def _check_names(
     quantized: bool,
     partial: bool,
 ) -> list[Source]:
-    """The weights to load of ``files``, a map from each file to its names. Raises ConfigError for missing,
-    unexpected or doubled names.
+    """Return the weights to load. ``files``: tensor names of each file.
+
+    Raises ConfigError for missing, unexpected or duplicate names.
     """
     sources: dict[str, Source] = {}
     unexpected = []
     doubled = []
     for path, names in files.items():
         for name in names:
+            # A tensor is a part of a known weight, or without effect, or unexpected.
             found = part_of(name, weights.placements, quantized)
             if found is not None:
                 weight, role = found
@@ -279,14 +285,14 @@ def _missing(weights: WeightMap, present: Iterable[str]) -> list[str]:
     optional = {name for forms in weights.choices for form in forms for name in form}
     missing = [name for name in weights.placements if name not in have and name not in optional]
     for forms in weights.choices:
-        # The form that most of is there is the one that was meant.
+        # The form with the largest share of present names is the intended form.
         best = max(forms, key=lambda form: sum(name in have for name in form) / len(form))
         missing += [name for name in best if name not in have]
     return missing
 
 
 def _of_saved_layers(missing: Iterable[str], present: Iterable[str]) -> list[str]:
-    """Those of ``missing`` that are not of a layer which is missing whole."""
+    """Return the ``missing`` names, without names of layers that are missing completely."""
     saved = {layer.group(1) for name in present if (layer := _LAYER.search(name))}
     return [n for n in missing if not (layer := _LAYER.search(n)) or layer.group(1) in saved]
 
@@ -307,7 +313,8 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) -> None:
-    """A name that repeats another's values must do so: a head that differs from its tie is not tied."""
+    """Check repeated weights: a saved head must equal its tied embedding. Raises ConfigError for other
+    values."""
     parameters = dict(model.named_parameters())
     for path in files:
         with WeightFile(path) as file:
@@ -316,7 +323,7 @@ def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) 
                     continue
                 placement = weights.placements[weights.same_as[name]]
                 if holds_codes(parameters[placement.parameter]):
-                    continue  # neither is plain numbers
+                    continue  # both are quantized: the values cannot be compared
                 if not _repeats(file, name, parameters[placement.parameter], placement):
                     raise ConfigError(
                         f"config.json ties {name} to {weights.same_as[name]}, but the checkpoint "
@@ -326,7 +333,8 @@ def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) 
 
 
 def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Placement) -> bool:
-    """Whether the tensor ``name`` is what was loaded to ``placement``, as far as this rank holds that."""
+    """Return True if the tensor ``name`` equals the values at ``placement``, as far as this rank stores the
+    values."""
     if file.shape(name) != part_shape(parameter, placement.index):
         return False
     for window in windows(parameter, placement.index):
@@ -338,19 +346,20 @@ def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Pl
 
 @torch.no_grad()
 def fill_randomly(model: Loadable, seed: int) -> None:
-    """Random weights, a function of ``seed``, parameter name and (global) shape on one kind of device.
+    """Fill the model with random weights: a function of ``seed``, parameter name, global shape and device
+    type.
 
-    Every rank makes whole parameters, one by one, and keeps what it holds of them.
+    Every rank generates each whole parameter, one by one, and keeps its part.
 
-    Matrices keep the scale of what passes through them, norms are 1, biases small: outputs are finite in
-    every dtype.
+    Matrices preserve the scale of their inputs, norms are 1, biases small, so outputs are finite in every
+    dtype.
     """
     for name, parameter in model.named_parameters():
-        # The CPU generator looks at the low 32 bits of its seed only.
+        # The CPU generator reads only the low 32 bits of its seed.
         mixed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(parameter.device).manual_seed(mixed)
         if not parameter.is_floating_point():
-            continue  # a table of ids: as the model was built
+            continue  # a table of ids keeps the values from construction
         shard = shard_of(parameter)
         whole = parameter if shard is None else parameter.new_empty(global_shape(parameter))
         if whole.dim() >= 2:

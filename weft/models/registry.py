@@ -1,4 +1,4 @@
-"""Families of models by the name that ``ModelSpec.family`` has."""
+"""Registry of model families by ``ModelSpec.family``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
     WEIGHTS.add(_family, f"weft.models.{_family}.weights:weight_map")
 
-#: Families whose frame is not ``Decoder`` itself.
+#: Families with a subclass of ``Decoder`` as frame.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

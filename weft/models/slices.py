@@ -1,8 +1,8 @@
-"""Where a published tensor meets what a rank holds of a parameter.
+"""Intersection of published tensors with the part of a parameter on a rank.
 
 published     fills  parameter[index]  of the global parameter
-a rank        holds  spans of one dim of it
-a window      is where both meet: a part of the published tensor, and its place in the local parameter
+a rank        stores spans of one dim of the global parameter
+a window      is the intersection: a part of the published tensor, and its place in the local parameter
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ Index: TypeAlias = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a published tensor (arranged as in the parameter), and where it goes."""
+    """A part of a published tensor (arranged as in the parameter), and its target."""
 
     source: tuple[slice, ...]
-    """Of its dims, the first ones; the others are whole. () for all of it."""
+    """Slices of the leading dims; further dims are whole. () for the whole tensor."""
     target: Index
-    """Of the local parameter."""
+    """Index into the local parameter."""
 
 
 def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
-    """What this rank takes of the tensor that fills the global ``parameter[index]``; perhaps nothing."""
+    """Return the windows that this rank stores of the tensor for the global ``parameter[index]``; may be
+    empty."""
     shard = shard_of(parameter)
     if shard is None:
         return [Window((), index)]
@@ -40,6 +41,7 @@ def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
     after = entries[dim + 1 :]
     published = sum(isinstance(one, slice) for one in before)  # an integer takes a dim away
     result = []
+    # ``offset``: place in the local parameter where the span begins.
     offset = 0
     for begin, end in shard.spans:
         if isinstance(entry, int):
@@ -60,9 +62,10 @@ def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
 def whole_groups(
     taken: list[Window], groups: int, parts: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], list[Window]] | None:
-    """Of published rows that are ``groups`` of ``parts``, which the parameter has part after part (see
-    ``Placement``): the range of groups that the windows ``taken`` are made of, and the same windows of those
-    groups alone, arranged. None where they are not the same whole groups of each part.
+    """Return the range of groups behind the windows ``taken``, and the same windows relative to these groups.
+
+    Published rows are ``groups`` of ``parts``; the parameter stores part after part (see ``Placement``). None
+    if the windows do not cover the same whole groups in every part.
     """
     found = list[Window]()
     chosen = set[tuple[int, int]]()
@@ -71,6 +74,7 @@ def whole_groups(
     done = 0
     for begin, end in parts:
         each = end - begin
+        # [base, base + groups * each): rows of this part in the arranged tensor
         inside_part = [
             w for w in left if len(w.source) == 1 and base <= w.source[0].start < base + groups * each
         ]
@@ -90,7 +94,7 @@ def whole_groups(
 
 
 def part_shape(parameter: nn.Parameter, index: Index) -> tuple[int, ...]:
-    """The shape of the global ``parameter[index]``."""
+    """Return the shape of the global ``parameter[index]``."""
     shape = global_shape(parameter)
     made = []
     for size, entry in zip(shape, index, strict=False):
@@ -100,7 +104,7 @@ def part_shape(parameter: nn.Parameter, index: Index) -> tuple[int, ...]:
 
 
 def inside(index: Index, place: int) -> Index:
-    """The index of matrix ``place`` of the stack ``parameter[index]``."""
+    """Return the index of matrix ``place`` in the stack ``parameter[index]``."""
     for number, entry in enumerate(index):
         if isinstance(entry, slice):
             return (*index[:number], (entry.start or 0) + place, *index[number + 1 :])
@@ -108,7 +112,7 @@ def inside(index: Index, place: int) -> Index:
 
 
 def note_largest(parameter: nn.Parameter, index: Index, values: torch.Tensor) -> None:
-    """Notes the largest magnitude of each whole row, for parameters that want it."""
+    """Record the largest magnitude of each whole row, for parameters with a ``largest`` table."""
     largest = largest_of(parameter)
     if largest is not None:
         largest[index] = values.to(parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A vision tower alone, for groups that only encode images: of a checkpoint nothing else is read."""
+"""A vision tower alone, for encode groups. Only the weights of the tower are read from the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from weft.models.vision.weights import tower_weights
 
 
 class TowerAlone(nn.Module):
-    """A model without its text side. Its parameters have the names that they have in the whole model."""
+    """A model without its text part. Parameters have the same names as in the whole model."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
-        """``spec``: of a model that has a tower. Raises ConfigError for ops that cannot be had as asked."""
+        """Build the tower of ``spec``. Raises ConfigError for a model without a tower, or for unavailable
+        ops."""
         super().__init__()
         if spec.vision is None:
             raise ConfigError(f"{spec.architecture} has no vision tower", param="--role")
@@ -31,7 +32,7 @@ class TowerAlone(nn.Module):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """As ``weft.models.base.Model``'s."""
+        """Ops with batch-dependent rows, as in ``weft.models.base.Model``."""
         return tuple(
             sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant})
         )
@@ -48,8 +49,9 @@ def load_tower(
     *,
     invariant: bool = False,
 ) -> TowerAlone:
-    """The tower of ``folder`` with its weights, ready to compute. See ``weft.models.loader.load_model``:
-    with the same arguments both have the same bits.
+    """Return the tower of ``folder`` with its weights, ready to compute.
+
+    With equal arguments, the weights have the same bits as those of ``weft.models.loader.load_model``.
     """
     model = TowerAlone(spec, Build(dtype=dtype, device=device, invariant=invariant))
     if load_format == "dummy":

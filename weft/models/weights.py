@@ -1,7 +1,7 @@
-"""Published weight names: where each tensor of a checkpoint goes in a model's parameters.
+"""Published weight names: maps each tensor of a checkpoint to a part of a model parameter.
 
-Families describe their names with the helpers below; the loader does the rest. Several published tensors
-may fill one parameter (q, k, v into ``qkv``), each its own part.
+Families describe their names with the helpers below; the loader does the rest. Several published tensors may
+fill one parameter (q, k, v into ``qkv``), each its own part.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The part ``parameter[index]`` that one published tensor fills, whole."""
+    """The part ``parameter[index]`` that one published tensor fills completely."""
 
     parameter: str
     index: tuple[int | slice, ...] = ()
     groups: int = 1
     parts: tuple[tuple[int, int], ...] = ()
-    """Published rows that come in equal ``groups`` of parts, rows begin .. end of the group. The parameter
-    takes part after part, the first one of every group first. Empty: rows stay where they are."""
+    """Parts of a group of published rows: rows begin .. end of each of ``groups`` equal groups. The parameter
+    stores the first part of every group, then the second part, and so on. Empty: row order is unchanged."""
     offset: float = 0.0
     """Added to every published value."""
 
     read: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """From the published tensor to what fills the part: where axes or rows are in another order."""
+    """Transform of the published tensor, for other orders of axes or rows."""
 
     def arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What ``values``, as published, become in a parameter of ``dtype``; perhaps the same memory.
+        """Return ``values``, as published, in the arrangement of a parameter of ``dtype``; may share memory.
 
-        Raises ValueError, or what ``read`` raises, for values of another shape.
+        Raises ValueError, or an error of ``read``, for values of another shape.
         """
         if self.read is not None:
             values = self.read(values)
@@ -52,26 +52,27 @@ class Placement:
 
 @dataclass(slots=True)
 class WeightMap:
-    """Every name that a checkpoint may hold. Built by a family, read by the loader."""
+    """All names that a checkpoint may contain. Built by a family, read by the loader."""
 
     placements: dict[str, Placement] = field(default_factory=dict)
     choices: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
-    """Each entry: alternative sets of names for the same parts, of which a checkpoint holds exactly one.
-    Names in no entry are all required."""
+    """Alternative sets of names for the same parts; a checkpoint contains exactly one set per entry. Names in
+    no entry are all required."""
     same_as: dict[str, str] = field(default_factory=dict)
-    """Optional name to the name whose values it repeats (a tied head that was saved all the same)."""
+    """Optional names, each with the name that has the same values (a tied head that was saved anyway)."""
     ignored: list[re.Pattern[str]] = field(default_factory=list)
-    """Names without effect."""
+    """Patterns of names without effect."""
 
     def published_as(self, names: Collection[str]) -> WeightMap:
-        """The map for a checkpoint whose tensors are called ``names``: with the prefixes that it uses.
+        """Return the map with the name prefixes of a checkpoint with tensors ``names``.
 
         Publishers save the same model below ``model.``, ``model.language_model.``, ``language_model.model.``,
-        or nothing. The embedding shows the prefix of the text model, the first matrix the tower's, and both
-        hold for everything beside these. Families with several names for each tensor know them all: their
-        map stays as it is.
+        or no prefix. The embedding reveals the prefix of the text model, the patch matrix the prefix of the
+        tower, and the head its own prefix. A family that lists several names per tensor already covers the
+        prefixes: its map is returned unchanged.
         """
         moved = dict[str, str]()
+        # An anchor tensor (embedding, patch matrix) is searched by its last parts.
         for parameter, depth in (("embedding.weight", 1), ("vision.patch.weight", 2)):
             anchors = [name for name, placed in self.placements.items() if placed.parameter == parameter]
             if len(anchors) == 1:
@@ -80,6 +81,7 @@ class WeightMap:
                     known = (*self.placements, *self.same_as)
                     moved |= {n: theirs + n.removeprefix(ours) for n in known if n.startswith(ours)}
         heads = [name for name, placed in self.placements.items() if placed.parameter == "head.weight"]
+        # The head may lie outside the prefix of the text model.
         for head in heads[:1] if len(heads) == 1 else [n for n in self.same_as if n.endswith(_HEAD)]:
             ours, theirs = _prefixes(head, 1, names)
             moved[head] = theirs + head.removeprefix(ours)
@@ -106,39 +108,41 @@ class WeightMap:
         offset: float = 0.0,
         read: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Places the published tensor ``name``. Raises ValueError for a name placed twice."""
+        """Map the published tensor ``name``. Raises ValueError for a name that is mapped already."""
         if name in self.placements:
             raise ValueError(f"{name} is placed twice")
         self.placements[name] = Placement(parameter, index, groups, parts, offset, read)
 
     def add_norm(self, spec: ModelSpec, name: str, parameter: str) -> None:
-        """Places the weight of an RMSNorm, published as it is or as its difference from 1."""
+        """Map the weight of an RMSNorm, published directly or as its difference from 1."""
         self.add(f"{name}.weight", f"{parameter}.weight", offset=float(spec.centred_norms))
 
     def add_linear(self, name: str, parameter: str, *index: slice, bias: bool) -> None:
-        """Places ``name.weight`` and, if there is one, ``name.bias``, at the same rows."""
+        """Map ``name.weight`` and, with ``bias``, ``name.bias`` to the same rows."""
         self.add(f"{name}.weight", f"{parameter}.weight", *index)
         if bias:
             self.add(f"{name}.bias", f"{parameter}.bias", *index)
 
 
 def _prefixes(name: str, depth: int, names: Collection[str]) -> tuple[str, str]:
-    """(prefix of ``name``, the prefix that ``names`` have in its place), for a weight with ``depth`` parts
-    behind the prefix and before its last part. The same twice where ``names`` have it, or no other.
+    """Return (prefix of ``name``, prefix of the same weight in ``names``). Both are equal if nothing matches.
+
+    depth: number of name parts between the prefix and the last part.
     """
     module = name.rpartition(".")[0]
     stem = ".".join(module.split(".")[-depth:])
     ours = module.removesuffix(stem)
-    # Parts of quantized weights have other ends. Copies in layers are those of predicting modules.
+    # Parts of quantized weights have other endings. Copies inside layers belong to MTP modules.
     found = re.compile(rf"^((?:.*\.)?){re.escape(stem)}\.[^.]+$")
     present = {m[1] for one in names if (m := found.match(one)) and not _LAYER.search(m[1])}
     return ours, ours if ours in present or not present else min(present, key=lambda p: (len(p), p))
 
 
 def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head") -> WeightMap:
-    """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's.
+    """Map embedding, final norm, head, and norms and attention of every layer. The family adds feed-forward
+    weights.
 
-    prefix: what the names of everything but the ``head`` begin with. Delta net layers get their norms alone.
+    prefix: common prefix of all names except ``head``. Delta net layers get their norms only.
     """
     weight_map = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
     weight_map.add(f"{prefix}.embed_tokens.weight", "embedding.weight")
@@ -153,7 +157,7 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head
 
 
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
-    """The norms and the attention of one layer."""
+    """Map the norms and the attention of one layer."""
     made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
     made.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
     if spec.mla is not None:
@@ -179,7 +183,8 @@ def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> 
 
 
 def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Published head by head, the query before its gate; kept with all gates before all queries."""
+    """Map queries with output gates. Published per head, query before gate; stored as all gates, then all
+    queries."""
     q = spec.heads * spec.head_dim
     dim = spec.head_dim
     parts = ((dim, 2 * dim), (0, dim))
@@ -201,7 +206,7 @@ def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: s
     lines = slice(first, first + mla.kv_lora + mla.rope)
     made.add(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.down.weight", lines)
     if mla.bias:
-        biased = (lines,) if mla.q_lora is not None else ()  # full queries have none
+        biased = (lines,) if mla.q_lora is not None else ()  # full queries have no bias
         made.add(f"{theirs}.kv_a_proj_with_mqa.bias", f"{ours}.down.bias", *biased)
     made.add(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.weight")
     made.add(f"{theirs}.kv_b_proj.weight", f"{ours}.kv_up.weight")
@@ -209,7 +214,7 @@ def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: s
 
 
 def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """A dense feed-forward block with the names ``gate_proj``, ``up_proj``, ``down_proj``."""
+    """Map a dense feed-forward block with names ``gate_proj``, ``up_proj``, ``down_proj``."""
     n = spec.intermediate
     made.add_linear(f"{theirs}.gate_proj", f"{ours}.gate_up", slice(0, n), bias=spec.mlp_bias)
     made.add_linear(f"{theirs}.up_proj", f"{ours}.gate_up", slice(n, 2 * n), bias=spec.mlp_bias)
@@ -226,11 +231,12 @@ def add_experts(
     shared: str = "shared_experts",
     hashed: bool = False,
 ) -> None:
-    """A router ``gate`` and stacked experts, published one by one or fused, and what else ``spec.moe`` has.
+    """Map a router ``gate``, experts in either published form, and the further parts of ``spec.moe``.
 
-    names: what the family calls an expert's gate, up and down matrices. The fused form is
-    ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n].
-    shared: the family's name of the shared expert. hashed: experts are chosen by the table ``gate.tid2eid``.
+    names: the family's names of an expert's gate, up and down matrices. The fused form is
+    ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n]; the other
+    form has single experts. shared: the family's name of the shared expert. hashed: the table
+    ``gate.tid2eid`` chooses experts.
     """
     assert spec.moe is not None
     n = spec.moe.intermediate

@@ -1,8 +1,8 @@
-"""From a plan to what a model and the sampler see, without asking the device anything.
+"""Batch building: turns a plan into model and sampler inputs without waiting for the device.
 
-The host knows which slots run, how many tokens each and which rows want logits; ids, positions and cache
-indices are gathered on the device from ``SlotState``. All host columns of a step go up in one copy, and rows
-of both segments, prefill first, are derived together.
+The host knows the running slots, the token count of each row and the rows with logits. Ids, positions and
+cache indices are gathered on the device from ``SlotState``. All host columns of a step go to the device in
+one copy. Rows of both segments are derived together, prefill rows first.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verify:
-    """Where the drafts of decode rows are, and the samples that they must equal. One line a decode row."""
+    """Positions of drafts of decode rows, and the samples to compare with. One line per decode row."""
 
     entries: Tensor
-    """int64 [decode rows, most drafts]: the sample at draft j's position; of a row with fewer, any."""
+    """int64 [decode rows, most drafts]: index of the sample at draft j's position. Padding holds any valid
+    index."""
     drafts: Tensor
-    """int64 [decode rows, most drafts]: draft j's id; -1 where a row has fewer."""
+    """int64 [decode rows, most drafts]: id of draft j; -1 as padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What is left to do for a step's rows once its logits are there."""
+    """Row columns for sampling, verification and slot advance after the logits of a step exist."""
 
     slots: Tensor
     """int64 [rows]."""
@@ -52,40 +53,41 @@ class StepRows:
     """int64 [rows]: positions computed before the step."""
     sample_rows: SampleRows
     verify: Verify | None = None
-    """None where no row has drafts."""
+    """None if no row has drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(StepRows):
-    """One step, staged."""
+    """A staged step: the model input and the row columns for sampling."""
 
     step: StepInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """Columns of a plan about its logits, on the device."""
+    """Columns of a plan about logits, on the device."""
 
     logits_index: Tensor
     sampled: tuple[np.ndarray, Tensor, Tensor]
-    """Of sampled entries: slot on the host, slot, row of the logits."""
+    """Sampled entries: slots on the host, slots, logits rows."""
     prompt: tuple[np.ndarray, Tensor, Tensor]
-    """The same of prompt entries."""
+    """Prompt entries: slots on the host, slots, logits rows."""
     entries: Tensor | None
-    """int64 [decode rows, most drafts], as in ``Verify``; None where no row has drafts."""
+    """int64 [decode rows, most drafts], as in ``Verify``; None if no row has drafts."""
     merged: Tensor | None
-    """Likewise: merged rows of the drafts."""
+    """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None if no row has
+    drafts."""
 
 
 def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
-    """The step with what replicas agreed on, if they did."""
+    """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
     if plan.agreed is None:
         return step
     return replace(step, exchange=Exchange(rows=plan.agreed.padded_tokens))
 
 
 class BatchBuilder:
-    """Stages plans over one ``SlotState``."""
+    """Builds batches from plans over one ``SlotState``."""
 
     def __init__(
         self,
@@ -95,13 +97,13 @@ class BatchBuilder:
         dtype: torch.dtype,
         media: MediaStore | None = None,
     ) -> None:
-        """``media``: what rows that stand for images read; None: there are none."""
+        """``media``: image embeddings for prompt rows; None without images."""
         self._state = state
         self._media = media
         self._pools = kv.pools
         self._backends = backends
         self._dtype = dtype
-        # Columns of steps that never change, and the segment of no rows.
+        # Constant columns of all steps, and the empty segment.
         most = state.history.shape[0] * kv.copies
         device = state.history.device
         self._order = torch.arange(most + 1, device=device)
@@ -111,15 +113,16 @@ class BatchBuilder:
         self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
-        """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
+        """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
+        device."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows[0]]
         step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits_index))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """``build`` without the step: of a plan that is computed in micro-batches. And int64 [L], the merged
-        rows with logits."""
+        """Return the rows of a plan for micro-batches, without the step, and int64 [L]: the merged rows with
+        logits."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows[0]]
         slots = rows[0][rows[2]]
@@ -129,9 +132,11 @@ class BatchBuilder:
         return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
 
     def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
-        """The step of a micro-batch. ``cut``: tokens of the first prompt row that the other micro-batch
-        computes before it; the state that they leave is in copy 0. ``exchange``: the same for both
-        micro-batches."""
+        """Build the step of one micro-batch.
+
+        ``cut``: tokens of the first prompt row that the other micro-batch computes earlier; the recurrent
+        state after these tokens is in copy 0. ``exchange``: shared by both micro-batches.
+        """
         prefill = plan.prefill
         decode = plan.decode
         index, _ = logits_columns(plan)
@@ -147,13 +152,14 @@ class BatchBuilder:
         starts = self._state.num_computed[staged[0]]
         if not cut:
             return replace(self._step(prefill, decode, staged[:6], starts, staged[6]), exchange=exchange)
+        # [rows]: the row with a cut starts behind ``cut`` and reads its state from copy 0.
         live = self._state.live[staged[0]].masked_fill(staged[7] > 0, 0)
         starts = starts + staged[7]
         step = self._step(prefill, decode, staged[:6], starts, staged[6], live=live)
         return replace(step, exchange=exchange)
 
     def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[list[Tensor], _Staged]:
-        """The columns of ``row_columns``, and those of logits and samples, on the device."""
+        """Return the columns of ``row_columns``, and the columns for logits and samples, on the device."""
         index, entry_columns = logits_columns(plan)
         entries, merged = verify_columns(plan)
         columns = [*row_columns(plan.prefill, plan.decode), index, *entry_columns]
@@ -174,9 +180,11 @@ class BatchBuilder:
     def _sampling(
         self, rows: Sequence[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
     ) -> dict[str, Any]:
-        """The fields of ``StepRows``. ids, positions: int64 [T]; ids are read only where there are drafts."""
+        """Return the fields of ``StepRows``. ids, positions: int64 [T]; ids are read only if rows have
+        drafts."""
         verify = None
         if staged.entries is not None and staged.merged is not None:
+            # [decode rows, most drafts]; -1 stays as padding
             at = staged.merged
             verify = Verify(entries=staged.entries, drafts=torch.where(at < 0, at, ids[at]))
         predicted = positions[staged.logits_index] + 1
@@ -202,10 +210,10 @@ class BatchBuilder:
     def follow(
         self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
     ) -> StepInput:
-        """A step over rows of which neither plan nor ``num_computed`` knows, as a drafter makes them.
+        """Build a step over drafter rows, which neither the plan nor ``num_computed`` contains.
 
-        starts: int64 [rows], true, where the segments' are upper bounds. The id of a token at position p is
-        the one in history at ``p + shift``, or the row of an image there. ``logits_index``: merged rows.
+        starts: int64 [rows], exact; the segments hold upper bounds. A token at position p has the id in
+        history at ``p + shift``, or the image row there. ``logits_index``: merged rows with logits.
         """
         columns = [*row_columns(prefill, decode), logits_index]
         lengths = [len(c) for c in columns]
@@ -223,8 +231,10 @@ class BatchBuilder:
         shift: int = 0,
         live: Tensor | None = None,
     ) -> StepInput:
-        """``rows``: the columns of ``row_columns``. ``live``: int64 [rows], instead of the slots' own."""
+        """Build the model input. ``rows``: columns of ``row_columns``, on the device. ``live``: int64 [rows],
+        replaces the live state copies of the slots."""
         slots, _, row, within, prefill_offsets, decode_offsets = rows
+        # [T]: position and slot of each token
         positions = starts[row] + within
         token_slots = slots[row]
         first = prefill.rows
@@ -248,18 +258,20 @@ class BatchBuilder:
         )
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
-        """``build`` of a plan that is ``even``: the same step, from the slots alone."""
+        """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
         staged = self.stage_decode(plan, 0, buffer)
         step = _agreed(plan, self.decode(staged[0], plan.decode))
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 
     def stage_decode(self, plan: StepPlan, each: int, buffer: StagingBuffer) -> list[Tensor]:
-        """What ``decode_rows`` needs: the slots and, if rows are filled up to ``each``, what is theirs."""
+        """Upload the columns for ``decode_rows``: slots and, if rows are padded to ``each`` tokens, counts
+        and drafts."""
         columns = [plan.decode.slot]
         if each:
             count = plan.decode.count
             slot = np.repeat(plan.decode.slot, count)
+            # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
             mine = ragged(np.arange(len(count)) * each, count)
             columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
         buffer.begin(sum(map(len, columns)))
@@ -270,9 +282,9 @@ class BatchBuilder:
     def decode_rows(
         self, plan: StepPlan, staged: Sequence[Tensor], ids: Tensor, positions: Tensor
     ) -> dict[str, Any]:
-        """The fields of ``StepRows`` of a plan of decode rows: their ids and positions, int64 [R * each].
+        """Return the fields of ``StepRows`` for a plan of decode rows.
 
-        ``staged``: see ``stage_decode``.
+        ids, positions: int64 [R * each], of the computed step. ``staged``: result of ``stage_decode``.
         """
         slots = staged[0]
         rows = len(staged[0])
@@ -280,6 +292,7 @@ class BatchBuilder:
         row = self._order[: rows * each]
         verify = None
         if len(staged) > 1:
+            # Padded rows: only real tokens are sampled and verified.
             counts, slot, row = staged[1:4]
             entries, merged = (column.view(rows, -1) for column in staged[4:])
             verify = Verify(entries=entries, drafts=torch.where(merged < 0, merged, ids[merged]))
@@ -316,11 +329,11 @@ class BatchBuilder:
     def decode(
         self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
     ) -> StepInput:
-        """A step of as many tokens of each of ``slots`` (int64 [R]), all of whose logits are wanted.
+        """Build a step with equally many tokens per slot (slots: int64 [R]) and logits for every token.
 
-        It is derived on the device from the slots alone, so it can be captured; ``bound`` has as many rows,
-        all of one count, and its largest start bounds the context of all. ``starts``, ``shift``: as for
-        ``follow``. A position beyond the longest sequence stands for the last one.
+        The device derives all columns from the slots, so the step can be captured. ``bound`` has R rows of
+        one count; its largest start bounds the context of every row. ``starts`` and ``shift``: see
+        ``follow``. Positions beyond the longest sequence are clamped to the last position.
         """
         rows = len(slots)
         each = int(bound.count.max(initial=1))
@@ -331,6 +344,7 @@ class BatchBuilder:
         offsets = self._offsets[: rows + 1]
         if each > 1:
             most = self._state.history.shape[1] - 1 - shift
+            # [R * each]; clamped, because padding may run past the end of the history
             positions = (starts.unsqueeze(1) + self._order[:each]).clamp(max=most).view(-1)
             token_slots = slots.repeat_interleave(each, output_size=rows * each)
             offsets = self._offsets[: rows * each + 1 : each].contiguous()
@@ -347,13 +361,15 @@ class BatchBuilder:
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """For each cache kind where each token's cache entry goes."""
+        """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
+        states."""
         writes = []
         for table, pool in zip(self._state.tables, self._pools, strict=True):
             if not table.shape[1]:
                 writes.append(positions[:0])
                 continue
             size = pool.block_size
+            # [T] -> block id from the table row of the token's slot
             block = table[token_slots, positions // size].long()
             writes.append(block * size + positions % size)
         return tuple(writes)
@@ -373,6 +389,7 @@ class BatchBuilder:
             slots=slots,
             live=live,
             tables=tuple(
+                # [rows, blocks]: table entries up to the longest row
                 table[slots, : -(-longest // pool.block_size)].long()
                 for table, pool in zip(self._state.tables, self._pools, strict=True)
             ),

@@ -1,8 +1,8 @@
-"""Where a step's work is launched from.
+"""Queue that launches the work of steps.
 
-On a GPU, launching is asynchronous already, so work runs inline on the caller's thread. On a CPU a step's
-work *is* its compute: with two steps in flight it goes to one thread of its own, in order, so that the next
-step is planned and the last one's tokens are sent while it computes.
+On a GPU, launches are asynchronous already, so work runs inline on the thread of the caller. On a CPU, the
+work of a step *is* its compute. With two steps in flight, one thread runs the work in order. Meanwhile the
+caller plans the next step and sends the tokens of the last step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.common.errors import EngineDead
 
 
 class Settled:
-    """A future that has ended: of work that ran inline, most of which nobody waits for."""
+    """Completed future for work that ran inline."""
 
     __slots__ = ("_error", "_value")
 
@@ -44,9 +44,8 @@ Work: TypeAlias = Future[Any] | Settled
 
 
 class DeviceQueue:
-    """Runs work in submission order. ``threaded`` gives it a thread, which a process does not wait for at
-    its end: work that hangs hangs nobody else.
-    """
+    """Runs work in submission order. With ``threaded``, the work runs on a daemon thread: a process can exit
+    even if the work hangs."""
 
     def __init__(self, threaded: bool) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -60,9 +59,10 @@ class DeviceQueue:
             task()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Work:
-        """Runs, or queues, ``work(*args)``. Its exception is the future's.
+        """Run or queue ``work(*args)`` and return a future. An Exception of the work is stored in the future.
 
-        An interrupt of work that runs inline is raised here: the work is half done, and can't be resumed.
+        If inline work is interrupted (KeyboardInterrupt, SystemExit), the interrupt is raised here. The
+        interrupted work is half done and cannot resume.
         """
         if self._thread is None:
             return _carried_out(work, args)
@@ -71,14 +71,14 @@ class DeviceQueue:
         return future
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread when what is queued has run, or gives it up after ``timeout`` seconds."""
+        """Stop the thread after the queued work. Gives up after ``timeout`` seconds."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join(timeout)
 
 
 def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Gives the future its result or exception; of an interrupt, EngineDead."""
+    """Run work and store its result or exception in the future. An interrupt is stored as EngineDead."""
     try:
         future.set_result(work(*args))
     except Exception as error:
@@ -88,7 +88,7 @@ def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, .
 
 
 def _carried_out(work: Callable[..., Any], args: tuple[Any, ...]) -> Settled:
-    """The same inline; an interrupt passes."""
+    """Run work inline and return its result or Exception as a completed future. An interrupt propagates."""
     try:
         return Settled(work(*args))
     except Exception as error:
@@ -96,14 +96,15 @@ def _carried_out(work: Callable[..., Any], args: tuple[Any, ...]) -> Settled:
 
 
 def _lost(interrupt: BaseException) -> EngineDead:
-    """The error of work that an interrupt cut short, when it was half done."""
+    """Return the EngineDead error for work that an interrupt left half done."""
     lost = EngineDead("a step was interrupted")
     lost.__cause__ = interrupt
     return lost
 
 
 def result_of(future: Work, deadline: float) -> Any:
-    """The future's result, or its exception. Raises EngineDead after ``deadline`` (monotonic seconds)."""
+    """Return the result of the future or raise its exception. Raises EngineDead after ``deadline`` (monotonic
+    seconds)."""
     if (
         isinstance(future, Future)
         and not future.done()

@@ -1,4 +1,4 @@
-"""Wakes a loop that sleeps on descriptors."""
+"""Wake-up descriptor for a loop that waits on file descriptors."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import os
 
 
 class Doorbell:
-    """A descriptor that wakes one thread; rung from any."""
+    """Eventfd that wakes one waiting thread. Any thread may ring."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        """Readable once it was rung, until ``hear``."""
+        """Readable from ``ring`` until ``hear``. -1 after ``close``."""
 
     def ring(self) -> None:
-        """Does not wait."""
-        with contextlib.suppress(OSError):  # closed, or rung very often
+        """Make the descriptor readable. Does not block."""
+        with contextlib.suppress(OSError):  # closed, or the counter is full
             os.eventfd_write(self.descriptor, 1)
 
     def hear(self) -> None:
-        """Takes in that it was rung."""
+        """Reset the descriptor to not readable. Does not block."""
         with contextlib.suppress(OSError):
             os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """Closes it; from then on ringing does nothing."""
+        """Close the descriptor. Later calls of ``ring`` do nothing. Idempotent."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which drafter a runner has."""
+"""Selection of the drafter of a runner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.speculation.ngram import NgramDrafter
 
 
 class DraftedParts(NamedTuple):
-    """What of a runner its drafter works with."""
+    """Parts of a runner used by its drafter."""
 
     model: Model
     cache: Sequence[LayerCache]
@@ -33,7 +33,8 @@ class DraftedParts(NamedTuple):
 def make_drafter(
     parts: DraftedParts, speculation: SpeculationSection | None, graphs: GraphOptions | None
 ) -> Drafter | None:
-    """None without speculation. ``graphs``: how decode steps are captured, if they are."""
+    """Return the drafter for ``speculation``; None without speculation. ``graphs``: capture options of decode
+    steps, if captured."""
     if speculation is None or speculation.speculative_method == "none":
         return None
     history = parts.state.history
@@ -55,7 +56,8 @@ def make_drafter(
 
 
 def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptions | None:
-    """How a drafter captures its own passes: on a CPU, as decode steps are."""
+    """Return capture options for the passes of a drafter, like the options of decode steps; None unless
+    captures are lazy and on a CPU."""
     if graphs is None or not graphs.lazy or parts.model.device.type != "cpu":
         return None
     return CaptureOptions(

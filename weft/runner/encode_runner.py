@@ -1,12 +1,12 @@
-"""The runner of a group that only encodes images: carries out plans of ops on one device.
+"""Runner of an encode group: executes plans of image updates on one device.
 
-    forward(plan)   on a thread of its own, in order: the ops of the plan. Before the first image is written
-                    all of the plan have been through the tower, in one call
+    forward(plan)   the updates of the plan, in order, on a separate thread. Before the first embedding is
+                    written, the tower has encoded all images of the plan, in one call
     sample(handle)  nothing
-    read(handle)    an empty StepResult, once the ops are carried out
+    read(handle)    an empty StepResult, after all updates
 
-An image that fails, alone as well, is no failure of the step: what would send its embedding fails on this
-rank, and everything else goes on. Which image that was the head hears from the transfer.
+An image that the tower cannot encode, even alone, does not fail the step. Only transfers of its embedding
+fail on this rank; all other work continues. The transfer reports the failed image to the engine process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _NO_ROWS = column([0])
 
 
 class BatchTower(Protocol):
-    """What encodes images: the contract of ``weft.models.vision``."""
+    """Encoder of images: the contract of ``weft.models.vision``."""
 
     def embed(self, image: Tensor) -> Embedded:
-        """``image``: uint8 [frames, height, width, 3], on the model's device."""
+        """Encode one image: uint8 [frames, height, width, 3], on the device of the model."""
 
     def embed_batch(self, images: list[Tensor]) -> list[Any]:
-        """An ``Embedded`` for each, in order."""
+        """Encode images. Return one ``Embedded`` per image, in order."""
 
 
 class EncodeRunner:
-    """One rank's share of every step: all of it. The interface of ``weft.runner.runner.Runner``."""
+    """Runs whole steps of an encode group. Same interface as ``weft.runner.runner.Runner``."""
 
     graphs = None
     drafter = None
@@ -70,15 +70,20 @@ class EncodeRunner:
         trace: StepTrace | None = None,
         step_timeout: float = 600.0,
     ) -> None:
-        """``together``: images of a plan go through the tower in one call; else one by one, so that the bits
-        of each depend on it alone. ``varying``: of the tower's ops. ``rooms``: in whose memory the pool of
-        embeddings lies, closed with the runner; without it nothing can be sent. ``step_timeout``: seconds
-        of one step, after which it counts as failed, as there is nobody who waits for it.
+        """Allocate the pool of embeddings and start the device thread.
+
+        ``together``: encode all images of a plan in one call. Otherwise encode one image per call, so that
+        the bits of an embedding depend on its image alone. ``varying``: names of ops of the tower that depend
+        on the batch. ``rooms``: transfers of embeddings; the pool lies in their memory, and ``close`` closes
+        the transfers. Without ``rooms`` no embedding can be sent. ``step_timeout``: seconds after which a
+        step counts as failed.
+
+        Raises EngineDead if ``kv`` has no limits for images.
         """
         self.kv = kv
         self.varying = (*varying, "images encoded together") if together else ()
         self.embeddings = rooms
-        """What moves embeddings to other groups."""
+        """Transfers of embeddings to other groups; None without transfers."""
         self.bell = Doorbell()
         """Rung when a step has ended."""
         self._tower, self._device, self._together = tower, device, together
@@ -89,41 +94,43 @@ class EncodeRunner:
         self._store = MediaStore(tower, limits, device, dtype, memory=memory)
         self._departures = None if rooms is None else Departures(rooms.transfer, 1 + limits.levels)
         self._spoiled: dict[tuple[bool, bytes], ErrorInfo] = {}
-        """Blocks whose image could not be encoded: (on the host, blocks)."""
+        """Errors of images that could not be encoded, by (True on the host, blocks)."""
         self._queue = DeviceQueue(threaded=True)
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1
         self._failed = False
         self._ended = 0.0
-        """When the last step did, that has."""
+        """Time at which the last completed step ended (monotonic seconds)."""
 
     def forward(self, plan: StepPlan) -> StepHandle:
-        """Launches a step. Raises, at ``read``, what it raised."""
+        """Launch a step and return a handle. Exceptions of the step are raised in ``read``."""
         handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=Future())
         handle.forwarded = self._queue.submit(self._step, handle)
         handle.forwarded.add_done_callback(self._has_ended)
         return handle
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
-        """There is nothing to sample."""
+        """Do nothing: an encode group samples no tokens."""
         handle.sampled = handle.forwarded
 
     def done(self, handle: StepHandle) -> bool:
-        """Whether ``read`` would not wait: also of a step that is late."""
+        """Return True if ``read`` would not wait. A late step also counts as done: ``read`` then raises."""
         return handle.forwarded.done() or time.monotonic() >= self._due(handle)
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised."""
+        """Wait for the step and return an empty result. Raises EngineDead after the deadline, and every
+        exception of the step."""
         result_of(handle.forwarded, self._due(handle))
         if self._trace is not None:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return StepResult(step=handle.plan.step, rows=EMPTY, offsets=_NO_ROWS, tokens=EMPTY, accepted=EMPTY)
 
     def reset(self) -> None:
-        """Forgets every step in flight: any step may be the next. Weights and memory stay."""
+        """Forget every step in flight: any step number may come next. Weights and memory stay. Raises
+        EngineDead if launched work does not end within the step timeout."""
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
     def close(self) -> None:
-        """Ends the device thread and the transfers."""
+        """Close the device thread, the transfers, the doorbell and the trace."""
         self._queue.close()
         if self.embeddings is not None:
             self.embeddings.close()
@@ -132,7 +139,7 @@ class EncodeRunner:
             self._trace.close()
 
     def _due(self, handle: StepHandle) -> float:
-        """When it is late. Its time runs from the end of the step before it."""
+        """Return the deadline of a step. The time of a step starts when the previous step has ended."""
         return max(handle.launched, self._ended) + self._timeout
 
     # ---- on the device thread
@@ -164,6 +171,7 @@ class EncodeRunner:
         made: dict[int, Embedded | ErrorInfo] | None = None
         for number, op in enumerate(plan.ops):
             if isinstance(op, Encode):
+                # The first Encode runs all images of the plan through the tower in one call.
                 if made is None:
                     began = time.monotonic()
                     made = self._encode({n: o for n, o in enumerate(plan.ops) if isinstance(o, Encode)})
@@ -173,14 +181,16 @@ class EncodeRunner:
                 self._send(op)
             elif isinstance(op, MoveMedia):
                 self._store.apply([op])
+                # An image that failed stays marked at its new place.
                 here, there = (False, op.blocks), (True, op.host)
                 self._moved(there, here) if op.up else self._moved(here, there)
             else:
                 raise EngineDead(f"step {plan.step} has the op {type(op).__name__}, which is of no use here")
 
     def _encode(self, ops: dict[int, Encode]) -> dict[int, Embedded | ErrorInfo]:
-        """What the tower makes of the images, or why it makes nothing, by number of the op."""
+        """Encode images. Return the embedding or the error of each image, by the index of its op."""
         if self._together and len(ops) > 1:
+            # If the batch fails, encode one by one below, so that only the broken image fails.
             try:
                 images = [self._store.image(op) for op in ops.values()]
                 return dict(zip(ops, self._tower.embed_batch(images), strict=True))
@@ -224,7 +234,7 @@ class EncodeRunner:
             self._spoiled[target] = error
 
     def _clean(self, place: tuple[bool, bytes]) -> None:
-        """Something else is written there: what was in any of these blocks is there no more."""
+        """Forget errors of blocks that are about to be overwritten."""
         if not self._spoiled:
             return
         on_host, blocks = place[0], set(_numbers(place[1]))

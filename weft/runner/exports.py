@@ -1,12 +1,13 @@
-"""Which positions of which layers may leave for other groups, told as a step computes them.
+"""Exports: notifies transfers which positions of which layers may leave, as a step computes the positions.
 
-    plan with Export      blocks of the sequence, before the pass
-    behind layers         their entries of positions 0 .. end - 1 are there (small layers are told together)
-    behind the drafts     so are those of the layers that make them
-    Export with states    the snapshots that the plan's SaveState made are there
+    plan with Export      block ids of the sequence, before the forward pass
+    behind layers         entries of positions 0 .. end - 1 are complete (small layers share one notification)
+    behind the drafts     entries of the drafter's layers are complete
+    Export with states    the snapshots of the plan's SaveState updates are complete
 
-Positions that were in the caches when the sequence came are told with the first of its rows: by then whatever
-makes them has run, in the order of steps. ``Pushes`` tells old positions from new ones.
+Positions cached before the admission of a sequence are reported with the first exported row: step order
+guarantees that earlier steps have written these positions. ``Pushes`` separates old positions from new
+positions.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     import torch
 
 ENOUGH = 4 << 20
-"""Bytes of a row's layers that are told of at once. Each telling costs the thread that computes its lock, and
-the transfers a write, whatever its size."""
+"""Minimum bytes of a row's layers per notification. A notification costs the compute thread a lock and the
+transfer a write, whatever its size."""
 LayerDone: TypeAlias = Callable[[int], None]
-"""Called with a layer's number when all that a pass writes to its caches is there."""
+"""Called with the number of a layer when the forward pass has written all cache entries of the layer."""
 
 
 class Transfer(Protocol):
-    """What a rank and its head ask of the rank's transfers: the contract of
-    ``weft.transports.worker.RankTransfer``. Nothing waits but ``stop_all``."""
+    """Transfers of a rank, as used by the rank and its engine process. Contract of
+    ``weft.transports.worker.RankTransfer``. Only ``stop_all`` blocks."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -59,7 +60,7 @@ class Transfer(Protocol):
 
 
 class Reports(Protocol):
-    """What a rank's transfers have told: the contract of ``weft.transports.reports.RoomReports``."""
+    """Reports of a rank's transfers. Contract of ``weft.transports.reports.RoomReports``."""
 
     @property
     def descriptor(self) -> int: ...
@@ -69,30 +70,33 @@ class Reports(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRooms:
-    """What a rank moves caches between groups with. Owned by its runner."""
+    """Transfer parts of one rank. The runner of the rank owns and closes them."""
 
     transfer: Transfer
     reports: Reports
     endpoint: Endpoint
-    """Where peers reach this rank."""
+    """Address at which peers reach this rank."""
     memory: Sequence[Sequence[torch.Tensor]]
-    """For each cache kind the tensors that peers read or write: blocks, or the snapshots of a state."""
+    """Per KV cache group, the tensors that peers read or write: blocks, or the snapshots of a state."""
     heard: bool = False
-    """Whether a head is on this rank that must hear of rooms while a step computes."""
+    """True if the engine process on this rank must receive transfer reports while a step computes."""
     close: Callable[[], None]
-    """Ends all of it."""
+    """Closes all parts."""
 
 
 def is_heard(rooms: RankRooms | None) -> bool:
-    """``RankRooms.heard``, of a rank that may have none."""
+    """Return ``RankRooms.heard``; False without transfers."""
     return rooms is not None and rooms.heard
 
 
 class Exports:
-    """Tells ``transfer`` of the plans of one runner, from the thread that computes them."""
+    """Notifies ``transfer`` about the plans of one runner. Used from the compute thread."""
 
     def __init__(self, kv: KVConfig, model_layers: int, dtype: str, transfer: Transfer) -> None:
-        """``model_layers``: further layers of the caches are a drafter's."""
+        """``model_layers``: number of layers of the model; further cache layers belong to a drafter.
+
+        Raises EngineDead if a layer has both a recurrent state and cache entries.
+        """
         self._transfer = transfer
         states = {layer for pool in kv.pools if pool.cache.kind == "state" for layer in pool.cache.layers}
         bytes_of: dict[int, int] = {}
@@ -103,16 +107,17 @@ class Exports:
             raise EngineDead(f"layers {sorted(states & bytes_of.keys())} have both a state and entries")
         self._states = tuple(sorted(states))
         self._bytes_of = {layer: size for layer, size in bytes_of.items() if layer < model_layers}
-        """Of each layer of the model with entries, what a position takes."""
+        """Bytes per position, for each layer of the model with cache entries."""
         self._last = max(self._bytes_of, default=0)
         self._drafters = tuple(sorted(bytes_of.keys() - self._bytes_of.keys()))
 
     def begin(self, ops: Sequence[Op]) -> LayerDone | None:
-        """Before a step's rows, when its ops are carried out. What is to be called behind each layer; None:
-        nobody waits for any."""
+        """Process the Export updates of a step before its rows run. Return the hook to call after each layer;
+        None if no row of the step is exported."""
         rows = []
         for op in ops:
             if isinstance(op, Export):
+                # Block ids must reach the transfer before any notification about their positions.
                 self._transfer.grow(op.key, op.blocks)
                 if op.states:
                     self._transfer.computed(op.key, self._states, 0, op.end)
@@ -126,6 +131,7 @@ class Exports:
             if size is None:
                 return
             for row in rows:
+                # Collect small layers, and notify the transfer once for many bytes or behind the last layer.
                 row.layers += (layer,)
                 row.nbytes += size * (row.op.end - row.op.start)
                 if row.nbytes >= ENOUGH or layer == self._last:
@@ -135,28 +141,29 @@ class Exports:
         return done
 
     def drafted(self, plan: StepPlan) -> None:
-        """The drafter has made all entries of the positions of ``plan`` that are exported."""
+        """Notify the transfer that the drafter's entries of the exported positions of ``plan`` are
+        complete."""
         for op in exported(plan.ops) if self._drafters else ():
             self._transfer.computed(op.key, self._drafters, 0, op.end)
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """A row that is exported, in a pass."""
+    """An exported row within one forward pass."""
 
     op: Export
     layers: tuple[int, ...] = ()
-    """Passed, and not told."""
+    """Layers computed but not yet reported."""
     nbytes: int = 0
-    """Of the row in these."""
+    """Bytes of the row in ``layers``."""
 
 
 def _position_bytes(pool: PoolSpec, dtype: str) -> int:
-    """What a position takes in one layer of a kind."""
+    """Return the bytes of one position in one layer of a KV cache group."""
     blocks = pool.num_blocks + 1  # and the null block
     return pool.nbytes(dtype) // (blocks * pool.block_size * len(pool.cache.layers))
 
 
 def exported(ops: Sequence[Op]) -> list[Export]:
-    """The ``Export`` ops that are about rows of their own plan."""
+    """Return the ``Export`` updates for rows of their own plan."""
     return [op for op in ops if isinstance(op, Export) and not op.states]

@@ -1,30 +1,31 @@
-"""Decode steps captured and replayed: one launch in place of hundreds, CUDA graphs on a GPU.
+"""Decode steps captured and replayed: one launch replaces hundreds. On a GPU the captures are CUDA graphs.
 
-A step of equally many tokens of each row is a function of the rows' slots alone: ids, positions, block tables
-and writes are derived on the device. So one column is all that a graph reads from outside, and its address
-never changes:
+If every row of a decode step has the same number of tokens, the step is a function of the slots of its rows:
+ids, positions, block tables and cache writes are derived on the device. So a graph reads one external column,
+at a fixed address:
 
-    slots      [most rows]   filled before each replay; rows beyond the step's name the spare slot
-    logits     [most tokens, vocab], and the like of hidden states, ids and positions: what a replay leaves,
-               read before the next one
+    slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot
+    logits     [most tokens, vocab]; likewise hidden states, ids and positions: outputs of a replay,
+               read before the next replay
 
-Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
-at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
-prompt in it, is launched op by op.
+The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
+for buckets of rows and of context; both bound the launch grids. Other steps, and all steps with prompt rows,
+are launched op by op.
 
-Where ranks meet over NCCL, a graph holds the communicator of one epoch: it is captured when a step first
-needs it, by all ranks in the same step, and dropped with the epoch, before the communicator can end.
+With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
+step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
 
-On a CPU they are captured calls (weft/runner/programs.py), each made when it is first needed.
+On a CPU, a capture is a list of operator calls (weft/runner/programs.py), made when a step first needs the
+capture.
 
-INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and
-sizes of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every
-rank alike. So ``find`` asks nothing else (what a rank captured already, say). Whether a rank then replays the
-step, captures it or launches the same calls one by one is its own affair. Captures name the epoch's memory
-and end with it.
+INVARIANT for ranks, which meet in the middle of a step: the computation of a step, and the order, kinds and
+sizes of its collectives, follow from its plan, the settings and the earlier plans of the epoch, on every rank
+alike. So ``find`` must not look at anything else, for example at the captures of one rank. A rank alone
+decides only between replay, capture and launch of the same calls. Captures name the memory of the epoch and
+end with the epoch.
 
-A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
-else reads, and its logits are dropped.
+A spare row is at position 0 of a sequence without blocks. The row reads and writes the null block, which no
+real row reads, and its logits are dropped.
 """
 
 from __future__ import annotations
@@ -63,59 +64,62 @@ Tensor = torch.Tensor
 
 
 class Key(NamedTuple):
-    """The bucket of steps that one capture serves."""
+    """Bucket of steps that share one capture."""
 
     rows: int
     each: int
-    """Tokens of a row."""
+    """Tokens per row."""
     context: int
-    """Positions, at most."""
+    """Maximum number of positions of a row."""
     micro_batches: int = 1
     """2 for a step in micro-batches."""
     padded: int = 0
-    """What replicas agreed on: ``Agreement.padded_tokens``; 0: nothing."""
+    """Token count that the replicas agreed on (``Agreement.padded_tokens``); 0 without an agreement."""
     ends: bool = False
-    """Whether the step draws its tokens and moves its slots on, too."""
+    """True if the captured step also samples its tokens and advances its slots."""
 
 
 class Replayed(NamedTuple):
-    """A step that was replayed, or launched in place of that."""
+    """Outputs of a step that was replayed, captured or launched by ``DecodeGraphs.run``."""
 
     logits: Tensor
     """[tokens, vocab], valid until the next step."""
     rows: Callable[[], StepRows]
-    """What is left to do for its rows; to be asked before the next step."""
+    """Callable that returns the rows for sampling. Call before the next step."""
     drawn: Drawn | None
-    """What it drew, where its key ``ends``: then nothing is left to do."""
+    """Sampled tokens, if the key has ``ends``: the step needs no further sampling. Else None."""
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""From a function of fixed tensors to one that does the same again. Tests pass the identity."""
+"""Maps a function over fixed tensors to a function that repeats the same work. Tests pass the identity."""
 
 MOST_ROWS = 512
-"""Steps of more rows are launched op by op: launching costs them little."""
+"""Largest number of rows to capture. In larger steps the cost of launches is small."""
 MOST_EXACT = 64
-"""The same for lazy captures, of which there is one for each number of rows."""
+"""Largest number of rows with exact captures, one per number of rows."""
 MOST_PADDED = PADS[-1]
-"""Most tokens of a replica in a step that others have a part in: there is a capture for each number that they
-may agree on. In a step with more somebody computes a prompt."""
+"""Largest agreed token count of a replica for which steps are captured. Each agreed count has its own
+capture. A step above this limit contains a prompt on some replica."""
 WORTH_CAPTURING = 2
-"""Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
-come and go, some are met once, and to capture takes about what two steps op by op take more than replayed."""
+"""Number of steps of a bucket before a lazy capture, for settings with many buckets. Rows with drafts come
+and go, so some buckets occur once, and a capture costs about as much as two replays save."""
 MOST_KEPT = 512
-"""Captures of a runner. Each takes half a kilobyte a call, or tens to hundreds in all."""
+"""Captures kept per runner. A capture takes half a kilobyte per call: tens to hundreds of kilobytes in
+all."""
 FIRST_CONTEXT = 2048
 
 
 def row_buckets(most: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32, ... up to ``most``, which is the last; coarser from 128 on."""
+    """Return bucket sizes 1, 2, 4, 8, 16, 24, 32, ..; steps of 32 from 128 on. The last bucket is ``most``,
+    limited to ``MOST_ROWS``."""
     most = min(most, MOST_ROWS)
     fine = [1, 2, 4, *range(8, 128, 8), *range(128, MOST_ROWS + 1, 32)]
     return [rows for rows in fine if rows < most] + [most]
 
 
 def context_buckets(most: int) -> list[int]:
-    """2,048 and fourfold upwards; the last is ``most``, a sequence's greatest length."""
+    """Return context buckets: 2,048 and multiples by four; the last bucket is ``most``, the longest
+    sequence."""
     buckets = []
     context = FIRST_CONTEXT
     while context < most:
@@ -125,7 +129,7 @@ def context_buckets(most: int) -> list[int]:
 
 
 def obstacle(model: Model, backends: Backends) -> str | None:
-    """Why decode steps of this model cannot be captured, in words; None when they can."""
+    """Return the reason why decode steps of this model cannot be captured; None if capture is possible."""
     layout = model.mesh.layout
     if layout.expert and layout.data > 1 and model.device.type != "cpu":
         return "replicas agree on how rows travel in each step"
@@ -139,7 +143,7 @@ def obstacle(model: Model, backends: Backends) -> str | None:
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs that share one memory pool: at most one may run at a time."""
+    """Captures functions as CUDA graphs in one shared memory pool, so at most one graph may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -149,10 +153,10 @@ class CudaCapture:
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and makes workspaces, which a capture cannot
+            run()  # compiles kernels and allocates workspaces, which is impossible inside a capture
         here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Threads of others may use the device meanwhile; only this one's calls are captured and checked.
+        # Other threads may use the device meanwhile: only calls of this thread are captured and checked.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
@@ -160,30 +164,29 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """How a runner captures its decode steps."""
+    """Options for the capture of decode steps."""
 
     max_rows: int
-    """Most rows of a step."""
+    """Maximum rows of a step."""
     capture: Capture
     progress: bool = False
-    """Show a bar on stderr."""
+    """True to show a progress bar on stderr."""
     most_each: int = 1
-    """Most tokens of a row."""
+    """Maximum tokens of a row."""
     keeps_hidden: bool = True
-    """Whether somebody reads the hidden states of a step."""
+    """True if the drafter reads the hidden states of a step."""
     micro_batches: bool = False
-    """Capture steps in micro-batches, too: the pair as one graph. For ranks whose collectives can be
-    captured.
-    """
+    """True to capture steps in two micro-batches as well, both in one graph. Requires collectives that can be
+    captured."""
     lazy: bool = False
-    """Capture when a step first needs it: ``capture`` then computes that step, too, also if it raises
-    CannotCapture."""
+    """True to capture when a step first needs the graph. ``capture`` must then compute the step too, even if
+    capture fails with CannotCapture."""
     exact: bool = False
-    """Capture for exactly a step's rows, not for the bucket that holds them. On a CPU."""
+    """True to capture for exact row counts instead of buckets (CPU)."""
 
 
 class DecodeGraphs:
-    """The captured decode steps of one runner, used from its thread only."""
+    """Captured decode steps of one runner. Used from the thread of the runner only."""
 
     def __init__(
         self,
@@ -198,19 +201,20 @@ class DecodeGraphs:
         hidden_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None,
         end: End | None = None,
     ) -> None:
-        """Captures everything, unless lazy: runs each bucket on spare rows.
+        """Capture all buckets on spare rows now, unless ``options.lazy``.
 
-        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``hidden_sink``:
-        called at the end of steps of one token a row, see ``Drafter.hidden_sink``. ``end``: of such steps,
-        too, where nobody drafts; part of what is captured where a step ``draws`` (``find``).
+        ``max_len``: longest sequence. ``launcher``: launcher of the model's collectives. ``hidden_sink``:
+        called at the end of steps with one token per row, see ``Drafter.hidden_sink``. ``end``: samples such
+        steps inside the capture if the step ``draws`` (``find``); None if drafts are made after each step.
         """
         self.keeps = hidden_sink is not None
-        """Whether it is called."""
+        """True if replays call a ``hidden_sink``."""
         self._hidden_sink = hidden_sink
         self.replayed = 0
-        """Steps that ran as a graph."""
+        """Number of steps that ran as a graph."""
         self.uncaptured = False
-        """Whether a step like the last one will be replayed, which that was not."""
+        """True if the last step was slower than later steps of the same bucket will be: the later steps are
+        replayed."""
         self._model = model
         self._cache = cache
         self._backends = backends
@@ -225,19 +229,19 @@ class DecodeGraphs:
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         self._on_host = self._slots.numpy() if device.type == "cpu" else None
-        """The memory of ``_slots``, where the host may write it: the step before has been sampled."""
+        """Host view of ``_slots``, on a CPU: the host may write, because the previous step is complete."""
         tokens = most * options.most_each
         self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        # Rows that fill a step up have no sequence to move on, so steps of exactly their rows end.
+        # An end advances every row, but padding rows have no sequence: only exact captures have ends.
         self._end = end if options.exact else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._wrong = torch.zeros(most, dtype=torch.bool, device=device)
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """By rows and tokens of each: their slots, and their logits."""
-        # Behind a GPU's graph there may be work of its own under way: none is dropped but with its epoch.
+        """Views by (rows, tokens per row): slots and logits."""
+        # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
         self._replays: Recent[Key, Callable[[], None]] = Recent(
             MOST_KEPT if device.type == "cpu" else sys.maxsize
         )
@@ -250,7 +254,7 @@ class DecodeGraphs:
     def _capture(self, options: GraphOptions) -> None:
         began = time.monotonic()
         before = _reserved(self._slots.device)
-        # The largest first: the others then fit in its memory.
+        # The largest graph comes first, so that the smaller graphs fit into its memory.
         each = reversed(range(1, options.most_each + 1))
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
@@ -275,11 +279,12 @@ class DecodeGraphs:
         ids = self._ids[tokens]
         parts = slots.chunk(
             micro_batches
-        )  # as with ``split``, rows by their number; those that fill up are last
+        )  # micro-batches split rows by number, as ``split`` does; filler rows come last
         bounds = [_bound(len(part), each, context) for part in parts]
         exchange = Exchange(rows=padded) if padded else UNAGREED
 
         def run() -> None:
+            # Build the inputs inside the captured function: slots change between replays, shapes do not.
             steps = [
                 replace(self._builder.decode(part, of), exchange=exchange)
                 for part, of in zip(parts, bounds, strict=True)
@@ -301,7 +306,10 @@ class DecodeGraphs:
         return run
 
     def _hidden_of(self, steps: list[StepInput]) -> Tensor:
-        """Of a step, or of two micro-batches, whose collectives then go on under each other's compute."""
+        """Return the hidden states of a step, or of two interleaved micro-batches.
+
+        With two micro-batches, the collectives of each overlap the compute of the other.
+        """
         parts = [self._model.hidden(step, self._cache, self._backends) for step in steps]
         if len(parts) == 1:
             return drive(parts[0])
@@ -312,14 +320,15 @@ class DecodeGraphs:
             self._launcher.threaded(False)
 
     def find(self, plan: StepPlan, draws: bool = False) -> Key | None:
-        """The bucket that holds the plan's step; None when it must be launched op by op. Once a step.
+        """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
 
-        ``draws``: whether all its rows can be drawn by ``end``.
+        Call exactly once per step: the call counts steps per bucket and resets ``uncaptured``. ``draws``:
+        True if ``end`` can draw all rows.
         """
         self.uncaptured = False
         rows = plan.decode
         padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
-        each = 1 if padded and not plan.rows else most_each(plan)  # without rows: other replicas have some
+        each = 1 if padded and not plan.rows else most_each(plan)  # no rows here: other replicas have rows
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
         longest = int(rows.start.max(initial=0)) + each
@@ -332,7 +341,7 @@ class DecodeGraphs:
             return None
         if not self._options.lazy:
             return key
-        if padded:  # rows that are filled up may be more than were agreed on
+        if padded:  # rounding up to the bucket may exceed the agreed token count
             if bucket * each > padded or not self._model.capturable(padded):
                 return None
         elif self._options.exact and not self._model.capturable(bucket * each):
@@ -345,15 +354,17 @@ class DecodeGraphs:
         return key
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> Replayed:
-        """Replays a step. What it gives is valid until the next call.
+        """Run the step of ``plan`` as a replay, or capture the step, or launch op by op. Outputs stay valid
+        until the next call.
 
-        Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
+        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read.
         """
         rows = plan.decode.rows
         each = key.each
         if (views := self._views.get((rows, each))) is None:
             self._views[rows, each] = views = self._slots[:rows], self._logits[: rows * each]
         slots, logits = views
+        # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
         if self._on_host is not None and each == 1:
             self._on_host[:rows] = plan.decode.slot
             self._on_host[rows : key.rows] = self._spare
@@ -362,6 +373,7 @@ class DecodeGraphs:
             staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
             slots.copy_(staged[0])
             self._slots[rows : key.rows] = self._spare
+        # Every branch below launches the same calls in the same order, so ranks may take different branches.
         if key in self._replays:
             self.replay(key)
         elif self._captures and self._model.mesh.launcher.direct:
@@ -380,27 +392,32 @@ class DecodeGraphs:
         return Replayed(logits, left, drawn)
 
     def hidden(self, key: Key, rows: int) -> Tensor:
-        """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
+        """Return hidden states [rows * tokens per row, hidden] of the last replayed step, valid until the
+        next step."""
         return self._hidden[: rows * key.each]
 
     def replay(self, key: Key) -> None:
-        """Launches the captured step of ``key`` on what its columns hold."""
+        """Launch the captured step of ``key`` on the present contents of the slot column."""
         replay = self._replays.get(key)
         assert replay is not None, f"no capture of {key}"
         replay()
         self.replayed += 1
 
     def forget(self) -> None:
-        """An epoch has ended: what was captured lazily may name its memory, and what was met is forgotten.
+        """Drop lazy captures and step counts at the end of an epoch: captures may name memory of the epoch.
 
-        No replay may be under way.
+        No replay may be running.
         """
         if self._options.lazy:
             self._replays.clear()
             self._met.clear()
 
     def _capture_now(self, key: Key) -> None:
-        """Computes a step while capturing it. What cannot be captured was computed all the same."""
+        """Capture a step while computing the step. If capture is impossible, log once and capture nothing
+        from now on.
+
+        The step is computed in both cases.
+        """
         try:
             self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotCapture as error:
@@ -409,17 +426,17 @@ class DecodeGraphs:
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:
-    """Rows of ``each`` tokens that end at ``context`` at most, as far as shapes depend on them."""
+    """Return ``rows`` rows of ``each`` tokens that end at ``context``: upper bounds for shapes."""
     zero = column([0] * rows)
     count = column([each] * rows)
     return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
 
 def _bucket(buckets: list[int], size: int) -> int:
-    """The smallest that is not below ``size``."""
+    """Return the smallest bucket of at least ``size``."""
     return buckets[bisect_left(buckets, size)]
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes that torch holds of a GPU's memory."""
+    """Return the bytes of GPU memory reserved by torch; 0 on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

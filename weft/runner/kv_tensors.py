@@ -1,4 +1,4 @@
-"""The caches' memory: for each cache kind one allocation, for each layer views of it."""
+"""Memory of the caches: one allocation per KV cache group, and views of the allocation per layer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def stacked(
     device: torch.device,
     blocks: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """For each cache kind its tensors, zeros; the first dim of each counts the kind's layers.
+    """Return the tensors of each KV cache group, filled with zeros. The first dim counts the layers of the
+    group.
 
-    Block 0 is the null block: padding of tables points at it, no row's own positions ever do. ``blocks``: for
-    each kind the memory of its blocks, where there is some; of a state those are snapshots, not its slots.
+    Block 0 is the null block: padding in block tables points at block 0, positions of rows never do.
+    ``blocks``: existing memory of the blocks per group, used instead of an allocation. For a state group
+    ``blocks`` holds snapshots, so the slots are always allocated here.
     """
     return [
         _allocated(kv.tensors(pool, _name(dtype)), device)
@@ -34,12 +36,12 @@ def stacked(
 
 
 def snapshots(pool: PoolSpec, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Memory for the snapshots of a recurrent kind, zeros."""
+    """Allocate the snapshots of a recurrent state, filled with zeros."""
     return _allocated(pool.tensors(_name(dtype)), device)
 
 
 def by_layer(kv: KVConfig, memory: Sequence[Sequence[torch.Tensor]]) -> list[LayerCache]:
-    """Each layer's views of ``stacked`` memory, in layer order; shapes as ``LayerCache`` says."""
+    """Return the views of ``stacked`` memory for each layer, in layer order. Shapes: see ``LayerCache``."""
     layers: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
     for kind, pool in enumerate(kv.pools):
         for number, layer in enumerate(pool.cache.layers):
@@ -56,18 +58,18 @@ def _allocated(tensors: Sequence[TensorLayout], device: torch.device) -> list[to
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU they are pages that the system gives when they are first written.
+    """Return a tensor of zeros. On a CPU, the operating system supplies each page at its first write.
 
-    So a cache that a small load never fills costs what was used of it; ``torch.zeros`` would write it all.
-    Pages are of 2 MB where the system has some: a decode step reads 8 kB here and 8 kB there, and with pages
-    of 4 kB misses the address cache as often.
+    A cache that a small load never fills costs only the used pages; ``torch.zeros`` would write all pages.
+    The pages are 2 MB large where possible: a decode step reads 8 kB at scattered places, and with 4 kB pages
+    most of these reads would miss the TLB.
     """
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # the tensor keeps it alive
+    )  # the tensor keeps the mapping alive
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them refuses, and small pages do
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses; small pages work too
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

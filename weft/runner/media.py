@@ -1,8 +1,9 @@
-"""Images on a rank: the embeddings that plans name, rows that read them, positions that count by them.
+"""Images on a rank: embeddings named by plans, prompt rows that read embeddings, and rope positions of
+images.
 
-The head decides what is encoded, and in which blocks of a pool it is; here it is carried out, on the stream
-of the compute, in the order of plans. One image at a time goes through the tower, so its embedding does not
-depend on the others.
+The engine process decides which images are encoded and which blocks of the pool hold an embedding. This
+module executes the decisions in plan order, on the stream of the compute. The tower encodes one image at a
+time, so an embedding does not depend on other images.
 """
 
 from __future__ import annotations
@@ -25,38 +26,39 @@ from weft.types.plan import BindMedia, Encode, GatherMedia, MoveMedia, Op, Segme
 Tensor = torch.Tensor
 
 NO_IMAGE = (0, 0, 1, 1, 1, -1)
-"""The first entry of every slot's spans: text from position 0 on, which is rotated by its position."""
+"""First entry of every slot's spans: text from position 0 on, rotated by plain positions."""
 NOWHERE = (1 << 30, 0, 1, 1, 1, 0)
-"""What fills up a slot's spans."""
+"""Padding behind a slot's spans: begins beyond every position."""
 
 
 class Embedded(Protocol):
-    """What a tower makes of an image: the contract of ``weft.models.vision``."""
+    """Output of a tower for one image: the contract of ``weft.models.vision``."""
 
     @property
     def main(self) -> Tensor:
-        """[rows, hidden]."""
+        """Embedding rows: [rows, hidden]."""
 
     @property
     def levels(self) -> Tensor | None:
-        """[n, rows, hidden] of models with deepstack."""
+        """Deepstack rows: [n, rows, hidden]; None for models without deepstack."""
 
 
 class Tower(Protocol):
-    """The vision tower as the runner calls it: encodes images."""
+    """Vision tower as used by the runner."""
 
     def embed(self, image: Tensor) -> Embedded:
-        """``image``: uint8 [frames, height, width, 3], on the model's device."""
+        """Encode one image: uint8 [frames, height, width, 3], on the device of the model."""
 
 
 def pool_shape(limits: MediaLimits) -> tuple[int, int, int, int]:
-    """[1 + levels, 1 + blocks, rows of a block, width] of a rank's embeddings. Block 0 is the null block."""
+    """Return [1 + levels, 1 + blocks, rows per block, width] of the embeddings of a rank. Block 0 is the null
+    block."""
     return 1 + limits.levels, 1 + limits.blocks, limits.block_rows, limits.width
 
 
 class MediaStore:
-    """The embeddings of one rank. Owned by the runner and used from its thread only; of what transfers write
-    into the same memory, the head says in plans when it is there."""
+    """Embeddings of one rank. Owned by the runner and used from its thread only. Transfers write into the
+    same memory; plans announce the completion of such writes."""
 
     def __init__(
         self,
@@ -69,11 +71,14 @@ class MediaStore:
         send: Callable[[SendMedia], None] | None = None,
         gather: Callable[[Tensor, Tensor, int], None] | None = None,
     ) -> None:
-        """Without ``tower`` no plan may encode an image, without ``limits`` none may have one.
+        """Allocate the pools, or use ``memory`` for the pool on the device.
 
-        ``memory``: ``pool_shape`` in ``dtype``, where transfers take part; else it is allocated. ``send``
-        tells what may leave; ``gather(pool, index, count)`` exchanges the shares of ``count`` rows between
-        ranks: pool is [1 + levels, rows, width], index int64 [count] on its device.
+        Without ``tower`` no plan may encode an image. Without ``limits`` no plan may have an image.
+
+        ``memory``: tensor of ``pool_shape`` in ``dtype``, required if transfers take part. ``send`` announces
+        an embedding that may leave. ``gather(pool, index, count)`` exchanges shares of ``count`` rows between
+        ranks: pool is [1 + levels, rows, width], index int64 [count] on the device of the pool. Raises
+        EngineDead if ``memory`` has another shape or dtype.
         """
         self._tower = tower
         self._patch = 0 if limits is None else limits.patch
@@ -88,18 +93,20 @@ class MediaStore:
         self._host = self._host_pool(limits, dtype)
         self._by_row = pool.view(shape[0], shape[1] * shape[2], shape[3])
         self._bound: dict[int, list[tuple[BindMedia, np.ndarray]]] = {}
-        """Of the last plan, by slot, in order of position; with its blocks."""
+        """Bound images of the last plan, by slot, in order of position: op and block numbers."""
 
     @property
     def pool(self) -> Tensor:
-        """``pool_shape``: what transfers read and write."""
+        """Pool of ``pool_shape``, which transfers read and write."""
         return self._pool
 
     def apply(self, ops: Iterable[Op]) -> float:
-        """Carries out what a plan says of images; seconds that encoding took (on a GPU: to launch it).
+        """Apply the image updates of a plan. Return the seconds for encoding (on a GPU: the seconds to
+        launch).
 
-        Raises EngineDead for what cannot be right.
+        Raises EngineDead for an invalid update.
         """
+        # Every plan binds its images anew.
         self._bound.clear()
         seconds = 0.0
         for op in ops:
@@ -122,7 +129,8 @@ class MediaStore:
         return seconds
 
     def write(self, blocks: bytes, count: int, made: Embedded) -> None:
-        """Keeps an embedding of ``count`` rows in ``blocks``. Raises EngineDead when it has other rows."""
+        """Write an embedding of ``count`` rows into ``blocks``. Raises EngineDead if rows or levels
+        differ."""
         levels = 0 if made.levels is None else len(made.levels)
         if len(made.main) != count or 1 + levels != len(self._pool):
             raise EngineDead(
@@ -135,16 +143,16 @@ class MediaStore:
             self._by_row[1:].index_copy_(1, index, made.levels)
 
     def image(self, op: Encode) -> Tensor:
-        """The pixels of ``op``, as a tower takes them: uint8 [frames, height, width, 3] on the device."""
+        """Return the pixels of ``op`` as input of a tower: uint8 [frames, height, width, 3] on the device."""
         _, rows, columns = op.grid
-        pixels = np.frombuffer(op.pixels, np.uint8).copy()  # torch wants memory that it may write
+        pixels = np.frombuffer(op.pixels, np.uint8).copy()  # copied because torch requires writable memory
         return upload(pixels.reshape(-1, rows * self._patch, columns * self._patch, 3), self._device)
 
     def rows(self, prefill: Segment, shift: int = 0) -> MediaRows | None:
-        """The rows of ``prefill``, the first of a step or micro-batch, that stand for images; None: none.
+        """Return the image rows among the prefill rows; None without image rows.
 
-        The segment is of the last plan, or a part of it; its starts are exact, as of all prefill rows. A row
-        at position p reads what is at ``p + shift``, if the plan has bound it.
+        ``prefill`` is the first segment of a step or micro-batch of the last plan. Starts of prefill rows are
+        exact. A row at position p reads the image at ``p + shift``, if the plan has bound an image there.
         """
         places: list[np.ndarray] = []
         index: list[np.ndarray] = []
@@ -153,6 +161,7 @@ class MediaStore:
             start = int(prefill.start[row]) + shift
             end = start + int(prefill.count[row])
             for op, blocks in self._bound.get(int(prefill.slot[row]), ()):
+                # Overlap of the row's positions [start, end) with the image; a chunk may cut an image.
                 low, high = max(start, op.start), min(end, op.start + op.count)
                 if low >= high:
                     continue
@@ -160,12 +169,14 @@ class MediaStore:
                 index.append(self._rows_of(blocks, low - op.start, high - op.start))
         if not places:
             return None
+        # [2, rows]: merged token row, and row of the pool
         both = upload(np.stack([np.concatenate(places), np.concatenate(index)]), self._device)
         values = self._by_row.index_select(1, both[1])
         return MediaRows(rows=both[0], main=values[0], levels=values[1:] if len(values) > 1 else None)
 
     def clear(self) -> None:
-        """An epoch has ended: nothing is bound. What is in the pool is the head's to know."""
+        """Unbind all images at the end of an epoch. The engine process decides about the contents of the
+        pool."""
         self._bound.clear()
 
     # ----
@@ -197,7 +208,7 @@ class MediaStore:
                     there.copy_(here, non_blocking=True)
 
     def _index(self, blocks: bytes, count: int) -> Tensor:
-        """int64 [count], on the device: the rows of the pool."""
+        """Return int64 [count] on the device: rows of the pool."""
         return upload(self._rows_of(self._blocks(blocks, count), 0, count), self._device)
 
     def _rows_of(self, blocks: np.ndarray, begin: int, end: int) -> np.ndarray:
@@ -218,13 +229,14 @@ class MediaStore:
 
 
 class Spans:
-    """How the positions of each slot count: int32 [slots + 1, 1 + most items, 6], preallocated.
+    """Rope spans of the images of each slot: int32 [slots + 1, 1 + most items, 6], allocated once.
 
-    Entries are those of ``weft.types.media.spans_of``, behind one that stands for the text before them.
+    The first entry covers the text before all images. The other entries are those of
+    ``weft.types.media.spans_of``.
     """
 
     def __init__(self, slots: int, most: int, device: torch.device) -> None:
-        """``slots``: with the spare one, which has text alone for ever."""
+        """``slots``: number of slots with the spare slot, which always has text only."""
         empty = np.array([NO_IMAGE, *[NOWHERE] * most], np.int32)
         self._empty = empty
         self.table = torch.from_numpy(empty).repeat(slots, 1, 1).to(device)
@@ -232,7 +244,8 @@ class Spans:
         self._entries = self.table.view(-1, SPAN)
 
     def alloc(self, slot: int, spans: np.ndarray) -> None:
-        """``slot`` has a new sequence. spans: int32 [items * 6]. Raises EngineDead when they do not fit."""
+        """Set the spans of a new sequence in ``slot``. spans: int32 [items * 6]. Raises EngineDead if the
+        spans do not fit."""
         items = len(spans) // SPAN
         if len(spans) % SPAN or items >= len(self._empty):
             raise EngineDead(f"slot {slot} is allocated with images that do not fit into the table")
@@ -241,16 +254,19 @@ class Spans:
         self.table[slot] = upload(table, self.table.device)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """int64 [3, T]: frame, row and column by which tokens at ``positions`` of ``slots`` are rotated.
+        """Return int64 [3, T]: frame, row and column for the rotation of tokens at ``positions`` of
+        ``slots``.
 
-        slots, positions: int64 [T]. The same calls whatever they hold, none of which asks the host: steps
-        that are replayed have them among theirs.
+        slots, positions: int64 [T]. The calls do not depend on the values and never wait for the device, so
+        captured steps may contain the calls.
         """
+        # [T]: number of spans that begin at or before the token; the last such span applies
         begun = (positions.unsqueeze(1) >= self._starts[slots]).sum(1)
         span = self._entries[torch.add(begun - 1, slots, alpha=len(self._empty))].long()
         count, rows, columns, rope = span[:, 1], span[:, 3], span[:, 4], span[:, 5]
         token = positions - span[:, 0]
         inside = token < count
+        # Text behind an image continues after the longest side of the image.
         behind = rope + token - count + torch.maximum(rows, columns)
         frame = torch.where(inside, rope + token // (rows * columns), behind)
         row = torch.where(inside, rope + token // columns % rows, behind)

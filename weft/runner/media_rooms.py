@@ -1,7 +1,8 @@
-"""Embeddings of images between groups, on a rank: what may leave, and shares of rows that become whole.
+"""Transfers of image embeddings on a rank: embeddings that may leave, and shares of rows joined between
+ranks.
 
-SendMedia      behind the tower that made the embedding, or with one that was there: it may leave
-GatherMedia    each rank has received its share of the rows: they exchange them, in equal padded pieces
+SendMedia      the embedding was encoded or received earlier in stream order: it may leave
+GatherMedia    each rank has received its share of the rows; ranks exchange shares in equal padded pieces
 
 rows of rank 0      1      2          piece of each rank: ceil(rows / ranks), padded
      [ 0 1 2 | 3 4 5 | 6 7 ]          [ 0 1 2 ] [ 3 4 5 ] [ 6 7 7 ]
@@ -25,22 +26,24 @@ from weft.types.rooms import Blocks
 Tensor = torch.Tensor
 
 MOST_BYTES = 32 << 20
-"""Of what one collective brings to a rank: longer embeddings take several."""
+"""Maximum bytes that one collective brings to a rank. Longer embeddings take several collectives."""
 
 
 class Departures:
-    """Tells ``transfer`` of what may leave, from the thread that computes."""
+    """Notifies ``transfer`` of embeddings that may leave. Used from the compute thread."""
 
     def __init__(self, transfer: Transfer, levels: int) -> None:
-        """``levels``: of each embedding, the main one among them."""
+        """``levels``: number of levels of an embedding, including the main level."""
         self._transfer = transfer
         self._levels = tuple(range(levels))
 
     def send(self, op: SendMedia) -> None:
-        """What was launched before this call has made the embedding.
+        """Announce an embedding that earlier launched work has made. Raises EngineDead if rows and blocks
+        disagree.
 
-        INVARIANT: this is the thread that launched it, on the stream that computes it: ``computed`` marks
-        that place of the stream, and the read of the embedding waits for it. On a CPU it is there already.
+        INVARIANT: call from the thread that launched the work, with the same current stream. ``computed``
+        marks the present place of the stream, and the transfer reads the embedding behind the mark. On a CPU
+        the embedding is complete at the call.
         """
         if op.count < 1 or len(op.blocks) != 4 * -(-op.count // BLOCK_ROWS):
             raise EngineDead(f"an embedding of {op.count} rows is sent out of {len(op.blocks) // 4} blocks")
@@ -49,25 +52,28 @@ class Departures:
 
 
 class Shares:
-    """Makes shares of rows whole, between the ranks of ``comm``."""
+    """Joins shares of embedding rows between the ranks of ``comm``."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
     def gather(self, pool: Tensor, index: Tensor, count: int) -> None:
-        """Every rank has its share of ``count`` rows, and has all of them when this returns, in every level.
+        """Exchange shares of ``count`` rows. On return, this rank has all rows in every level of ``pool``.
 
-        pool: [levels, rows, width]; index: int64 [count], where in the pool the rows are. All ranks call it
-        with the same count, at the same point among their collectives.
+        pool: [levels, rows, width]; index: int64 [count], rows of the pool. All ranks must call with the same
+        count, at the same place in their order of collectives.
         """
         ranks, mine = self._comm.size, self._comm.rank
+        # (begin, end) of each rank's rows, and the padded rows per rank
         shares = [balanced_share(count, rank, ranks) for rank in range(ranks)]
         each = -(-count // ranks)
         row_bytes = pool.shape[0] * pool.shape[2] * pool.element_size()
         step = max(MOST_BYTES // (ranks * row_bytes), 1)
         for at in range(0, each, step):
             first, last = shares[mine][0] + at, shares[mine][0] + min(at + step, each)
+            # Shorter shares repeat the last row, so that every rank sends equal pieces.
             rows = torch.arange(first, last, device=index.device).clamp_(max=count - 1)
+            # [ranks, levels, rows of a piece, width]
             made = self._comm.all_gather(pool.index_select(1, index[rows])).result()
             for rank, (begin, end) in enumerate(shares):
                 piece = index[begin + at : min(begin + at + step, end)]
@@ -75,7 +81,8 @@ class Shares:
                     pool.index_copy_(1, piece, made[rank, :, : len(piece)])
 
     def warm_up(self, pool: Tensor) -> None:
-        """The first collective of an epoch makes connections and buffers: it is one that moves nothing."""
+        """Run a first collective of an epoch without effect, because the first call makes connections and
+        buffers."""
         self.gather(pool, torch.zeros(1, dtype=torch.int64, device=pool.device), 1)
 
 
@@ -86,10 +93,10 @@ def media_store(
     dtype: torch.dtype,
     rooms: RankRooms | None,
 ) -> MediaStore:
-    """The embeddings of a rank, in the memory of ``rooms`` where these move them between groups.
+    """Build the store of embeddings of a rank, in the memory of ``rooms`` if transfers take part.
 
-    Where the group takes shares of rows, its ranks exchange some whenever they have formed: the first
-    collective of an epoch makes connections and buffers, and no request is to wait for that.
+    If the group receives shares of rows, its ranks run one exchange whenever the group has formed. The first
+    collective of an epoch makes connections and buffers, and no request should wait for the setup.
     """
     if rooms is None:
         return MediaStore(model.vision, limits, device, dtype)

@@ -1,11 +1,10 @@
-"""A step computed as two micro-batches: two batches with staging buffers of their own, one result in plan
-order.
+"""Steps in two micro-batches: two batches with their own staging buffers, one result in plan order.
 
     hidden of the first    [prefill 0 | decode 0]
     hidden of the second   [prefill 1 | decode 1]
     of the plan            [prefill 0 | prefill 1 | decode 0 | decode 1]
 
-What is done once for a plan stays so: the head over all logits rows, sampling, drafting.
+Work per plan stays undivided: the head over all rows with logits, sampling, and drafts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Tensor = torch.Tensor
 
 
 class MicroBatchedSteps:
-    """Computes plans in micro-batches, for one runner and from its thread."""
+    """Computes plans in micro-batches for one runner, on the thread of the runner."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class MicroBatchedSteps:
         launcher: Launcher,
         ring: StagingRing,
     ) -> None:
-        """``ring``: two buffers for each step that may be in flight."""
+        """``ring``: two buffers for each step in flight."""
         self._model = model
         self._cache = cache
         self._backends = backends
@@ -55,10 +54,12 @@ class MicroBatchedSteps:
     def hidden(
         self, plan: StepPlan, buffers: list[StagingBuffer], *, whole: bool, done: LayerDone | None = None
     ) -> tuple[Tensor, list[Stretch]]:
-        """Hidden states [T, hidden] of all tokens if ``whole``, else of those with logits; and their times.
+        """Compute the hidden states of a plan. Return the states and the time of each stretch of compute.
 
-        ``buffers`` gets the two that the step uses; they go back by ``release``. ``done`` is called when both
-        micro-batches have passed a layer: the second one passes it last.
+        States are [T, hidden] of all tokens if ``whole``, else [L, hidden] of the rows with logits, in plan
+        order. ``buffers`` receives the two staging buffers of the step; return the buffers with ``release``.
+        ``done(layer)`` is called when the second micro-batch has passed the layer: the first micro-batch
+        always passes earlier. Raises EngineDead if the plan cannot be split.
         """
         micro_batches = split(plan)
         if micro_batches is None:
@@ -73,6 +74,7 @@ class MicroBatchedSteps:
             self._model.hidden(step, self._cache, self._backends, None if whole else step.logits_index, hook)
             for step, hook in zip(steps, (None, done), strict=True)
         )
+        # Collectives of one micro-batch run beside the compute of the other.
         self._launcher.threaded(True)
         try:
             made = interleave(first, second, self._turn)
@@ -82,12 +84,12 @@ class MicroBatchedSteps:
         return merged(made, micro_batches, whole=whole), self._stretches()
 
     def release(self, buffers: list[StagingBuffer]) -> None:
-        """The step's result was read."""
+        """Return the buffers of a step to the ring after its result was read. Empties ``buffers``."""
         while buffers:
             self._ring.release(buffers.pop())
 
     def clear(self) -> None:
-        """No step is in flight any more."""
+        """Reset the ring: no step is in flight."""
         self._ring.clear()
 
     def _turn(self, micro_batch: int) -> None:
@@ -103,17 +105,19 @@ class MicroBatchedSteps:
 
 
 def exchange_of(plan: StepPlan, micro_batches: MicroBatches) -> Exchange:
-    """What ranks know of both micro-batches. It is one for both: they communicate in the same form."""
+    """Return the exchange for both micro-batches. Ranks use the same form for both."""
     if plan.agreed is not None:
         return Exchange(rows=plan.agreed.padded_tokens)
     return Exchange(rows=max(micro_batches.first.tokens, micro_batches.second.tokens))
 
 
 def merged(made: Sequence[Tensor], micro_batches: MicroBatches, *, whole: bool) -> Tensor:
-    """Both micro-batches' rows in the order of the plan: all tokens' if ``whole``, else those with logits."""
+    """Return the rows of both micro-batches in plan order: all tokens if ``whole``, else the rows with
+    logits."""
     prefills = []
     for micro_batch in (micro_batches.first, micro_batches.second):
         prefills.append(micro_batch.prefill.tokens if whole else int(micro_batch.prefill.logits.sum()))
+    # (p0, d0) and (p1, d1): prefill and decode rows of each micro-batch, each [rows, hidden]
     (p0, d0), (p1, d1) = (
         part.split([rows, len(part) - rows]) for part, rows in zip(made, prefills, strict=True)
     )

@@ -1,4 +1,4 @@
-"""A plan's columns as a step needs them: whose each token is, which rows have logits. On the host."""
+"""Host columns of a plan as needed by a step: the row of each token, and the rows with logits."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from weft.types.plan import Segment, StepPlan
 
 
 def most_each(plan: StepPlan) -> int:
-    """Most tokens of a row, in a plan of decode rows alone, all of which draw behind each; 0 of any other."""
+    """Return the largest token count of a row if the plan has decode rows only and every token samples; else
+    0."""
     rows = plan.decode
     if plan.prefill.rows or not rows.rows:
         return 0
     most = int(rows.count.max())
-    if rows.sample is rows.count and rows.logits is rows.count:  # as the scheduler makes them
+    if rows.sample is rows.count and rows.logits is rows.count:  # the scheduler shares the arrays
         return most
     alike = (rows.logits == rows.count).all() and (rows.sample == rows.count).all()
     return most if alike else 0
 
 
 def even(plan: StepPlan, each: int) -> bool:
-    """Whether all of the plan's rows are decode rows of ``each`` tokens, the most that one has."""
+    """Return True if every decode row has ``each`` tokens. ``each``: result of ``most_each``; 0 is never
+    even."""
     return each == 1 or (each > 1 and int(plan.decode.count.min()) == each)
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``starts[0] .. starts[0] + lengths[0] - 1, starts[1] ..``: consecutive ranges, one array."""
+    """Return ranges in one int64 array: ``lengths[0]`` numbers from ``starts[0]`` on, and so on."""
     lengths = lengths.astype(np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -35,14 +37,15 @@ def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """int64 [n + 1]: 0 and the running sums of ``lengths``."""
+    """Return int64 [n + 1]: 0 and the running sums of ``lengths``."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def row_columns(prefill: Segment, decode: Segment) -> list[np.ndarray]:
-    """Slot and count of each row; each token's row and place in it; the offsets of each segment's rows."""
+    """Return slot and count of each row; row and place in the row of each token; row offsets of both
+    segments."""
     count = np.concatenate([prefill.count, decode.count])
     return [
         np.concatenate([prefill.slot, decode.slot]),
@@ -55,9 +58,11 @@ def row_columns(prefill: Segment, decode: Segment) -> list[np.ndarray]:
 
 
 def logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(merged rows with logits; for sampled and for prompt entries: slot, row of the logits)."""
+    """Return (merged rows with logits, [slot, logits row] of sampled entries and of prompt entries)."""
     both = (plan.prefill, plan.decode)
     ends = np.cumsum(np.concatenate([s.count for s in both]).astype(np.int64))
+    # [rows]: slot, number of logits, number of samples. The last tokens of a row have logits; the last logits
+    # are sampled.
     slot = np.concatenate([s.slot for s in both])
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
@@ -72,10 +77,11 @@ def logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def verify_columns(plan: StepPlan, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [decode rows, most drafts]: (number of the sample, merged row) of each draft; -1 pads the latter.
+    """Return two int64 [decode rows, most drafts]: sample index and merged row of each draft; -1 pads merged
+    rows.
 
-    A draft is the id of its merged row; the sample at the same position comes from the row before. ``each``:
-    tokens that every row takes up, where rows of fewer are filled up.
+    The id of a draft is at its merged row. The sample to compare with comes from the preceding row. ``each``:
+    tokens per padded row; 0 for rows without padding.
     """
     count = plan.decode.count.astype(np.int64)
     place = np.arange(int(count.max(initial=1)) - 1)

@@ -1,10 +1,10 @@
-"""Embeddings: the hidden states of a prompt that are returned, gathered over the steps that compute it.
+"""Embeddings: pooled hidden states of a prompt, gathered over the steps of the prompt.
 
     last    the state of the prompt's last position
-    mean    the mean of all positions' states; sums are of float64, whatever the model computes in
+    mean    the mean of the states of all positions; sums are float64 for every model dtype
 
-States are those after the final norm, which the head would read. A slot whose sequence wants a mean begins at
-position 0, as what others have computed is in no cache that has states.
+States are taken after the final norm, as the head would read them. A sequence with a mean starts at position
+0: a cached prefix has no hidden states to sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODES = {"": _NONE, "last": _LAST, "mean": _MEAN}
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The embeddings that a step has completed."""
+    """Embeddings completed by a step."""
 
     rows: np.ndarray
     """int64 [n], ascending: rows of the plan."""
@@ -36,7 +36,7 @@ class Pooled:
 
 
 class Pooler:
-    """Keeps the sums of each slot. Owned by the runner and used from its thread only."""
+    """Sums of hidden states per slot. Owned by the runner and used from its thread only."""
 
     def __init__(self, num_slots: int, hidden: int, device: torch.device) -> None:
         self._shape = (num_slots, hidden)
@@ -44,10 +44,10 @@ class Pooler:
         self._mode = np.zeros(num_slots, np.int8)
         self._known = np.zeros(num_slots, np.int64)
         self._sums: Tensor | None = None
-        """float64 [slots, hidden], once a sequence has asked for a mean."""
+        """float64 [slots, hidden]; None until a sequence asks for a mean."""
 
     def apply(self, ops: Iterable[Op]) -> None:
-        """Follows slots that are allocated and freed. Raises EngineDead for what cannot be right."""
+        """Follow slot allocation and release. Raises EngineDead for an embedding that cannot be computed."""
         for op in ops:
             if isinstance(op, FreeSlot):
                 self._mode[op.slot] = _NONE
@@ -66,15 +66,19 @@ class Pooler:
             self._sums[op.slot].zero_()
 
     def clear(self) -> None:
-        """All slots are free."""
+        """Mark all slots as free."""
         self._mode.fill(_NONE)
 
     def wants(self, plan: StepPlan) -> bool:
-        """Whether ``take`` needs the hidden states of all tokens of ``plan``."""
+        """Return True if ``take`` needs the hidden states of all tokens of ``plan``."""
         return bool(plan.prefill.rows and self._mode[plan.prefill.slot].any())
 
     def take(self, plan: StepPlan, hidden: Tensor) -> Pooled | None:
-        """hidden: [T, hidden] of the plan's tokens, prefill rows first. None where no prompt is complete."""
+        """Add the hidden states of a step. Return the embeddings of prompts that are complete; None if no
+        prompt is.
+
+        hidden: [T, hidden] of the plan's tokens, prefill rows first.
+        """
         prefill = plan.prefill
         offsets = offsets_of(prefill.count)
         rows: list[int] = []
@@ -83,6 +87,7 @@ class Pooler:
             slot = int(prefill.slot[row])
             begin, end = int(offsets[row]), int(offsets[row + 1])
             mean = self._mode[slot] == _MEAN
+            # [tokens of the row, hidden] -> [hidden]; a prompt may span several chunks
             if mean:
                 assert self._sums is not None
                 self._sums[slot].add_(hidden[begin:end].sum(0, dtype=torch.float64))

@@ -1,13 +1,13 @@
-"""Decode steps on a CPU without Python: operator calls captured once, run by the CPU extension.
+"""Decode steps on a CPU without Python: operator calls captured once, replayed by the CPU extension.
 
-A step of one token a row is the same sequence of operator calls for every step of as many rows, on tensors
-that are either the same (weights, caches, slot columns) or made by an earlier call. ``capture_calls`` runs
-such a function once, watches its calls below Python, and returns a function that makes the same calls again
-from C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
-capture, so it must follow from the number of rows and the bucket of context alone.
+All steps with one token per row and the same number of rows make the same sequence of operator calls. The
+tensors of a call are either fixed (weights, caches, slot columns) or results of earlier calls.
+``capture_calls`` runs the function of such a step once and records its calls below Python. The returned
+function repeats the calls from C++ (csrc/program.cpp). A capture fixes all host values of the function
+(shapes, slices, branches). So host values may depend only on the number of rows and on the context bucket.
 
-Collectives in shared memory are calls like others (csrc/collectives.cpp). They name the memory of one epoch,
-so a program with such calls is of that epoch: afterwards it raises CommLost.
+Collectives in shared memory are recorded like other calls (csrc/collectives.cpp). Such calls name the memory
+of one epoch, so the program is valid in that epoch only: later runs raise CommLost.
 """
 
 from __future__ import annotations
@@ -34,25 +34,28 @@ Tensor = torch.Tensor
 class _Call:
     op: torch._ops.OpOverload
     arguments: list[Any]
-    """In the order of the schema."""
+    """Values in schema order."""
     results: list[Any]
     reads: list[int] = field(default_factory=list)
-    """Registers."""
+    """Registers of the arguments."""
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down every operator call. Tensors are kept alive, so that one is known by its identity."""
+    """Records every operator call. Tensors stay alive during the capture, so that ids of tensors stay
+    unique."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing here is compiled. Else torch imports its compiler: seconds, at a first token."""
+        """Return False: nothing here is compiled. Without this method torch imports its compiler, which takes
+        seconds."""
         return False
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.obstacle: CannotCapture | None = None
-        """The first call that a program cannot hold. The function goes on: what it does it does once."""
+        """First call that a program cannot repeat. The function still runs to its end, because the step needs
+        the results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -65,7 +68,7 @@ class _Watch(TorchDispatchMode):
         made = func(*args, **given)
         results = list(made) if isinstance(made, tuple | list) else [made]
         if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
-            return made  # a fact of types, say: the same each time
+            return made  # a query about types, for example: always the same answer
         if any(result is not None and not isinstance(result, Tensor) for result in results):
             self.obstacle = self.obstacle or CannotCapture(f"{func} gives the host a value")
         self.calls.append(_Call(func, arguments, results))
@@ -73,11 +76,11 @@ class _Watch(TorchDispatchMode):
 
 
 def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> Callable[[], None]:
-    """Runs ``run`` once, and returns what does the same again without Python.
+    """Run ``run`` once and return a function that repeats the same operator calls without Python.
 
-    ``launcher`` is told of the collectives that are replayed. Raises CannotCapture, when ``run`` has ended,
-    if one of its calls read a value on the host. What is returned raises CommLost when a collective fails; of
-    its other calls what they raise.
+    Raises CannotCapture, after ``run`` has ended, if a call returned a value to the host. ``launcher``
+    records the replayed collectives. The returned function raises CommLost if a collective fails, and
+    otherwise the errors of its calls.
     """
     with _Watch() as watch:
         run()
@@ -90,7 +93,7 @@ def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> 
 
 
 def _replay(program: Any, launcher: Launcher) -> None:
-    """Runs a program with collectives in it."""
+    """Run a program with collectives, and report their times to ``launcher`` if the launcher records."""
     times = torch.ops.weft_cpu.ring_times.default
     if launcher.recording:
         times(True)
@@ -105,12 +108,13 @@ def _replay(program: Any, launcher: Launcher) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """An operator's schema, whose every attribute takes torch as long to give as a small operator takes."""
+    """Cached schema of an operator. Torch takes as long for one attribute of a schema as for a small
+    operator."""
 
     named: tuple[tuple[str, Any], ...]
     """Name and default of each argument."""
     kinds: tuple[str, ...]
-    """Type of each."""
+    """Type of each argument."""
 
 
 @functools.cache
@@ -123,7 +127,7 @@ def _signature(op: torch._ops.OpOverload) -> _Signature:
 
 
 class _Code:
-    """A program written down: ``Code`` in csrc/program.cpp has the same numbers."""
+    """Encoded program. The numbers equal those of ``Code`` in csrc/program.cpp."""
 
     NONE, TENSOR, READ, INT, FLOAT, BOOL, STRING, INTS, TYPE, DEVICE, OBJECT, TENSORS = range(12)
 
@@ -140,7 +144,7 @@ class _Code:
         self.tensors.append(value)
 
     def program(self) -> Any:
-        """A ``Program`` of it."""
+        """Build the ``Program`` from the encoded calls."""
         program: Any = torch.classes.weft_cpu.Program()
         for value in self.objects:
             program.object(value)
@@ -149,17 +153,18 @@ class _Code:
 
 
 class _Builder:
-    """From calls to a ``Program``."""
+    """Builds a ``Program`` from recorded calls."""
 
     def __init__(self, calls: list[_Call]) -> None:
         self._calls = calls
         self._register: dict[int, int] = {}
-        """By identity of the tensor that a call made."""
+        """Register of each tensor made by a call, by ``id``."""
         self._code = _Code()
 
     def program(self) -> Any:
-        """The program. Raises CannotCapture for an argument of a kind that is not known."""
+        """Build the program. Raises CannotCapture for an argument of an unsupported type."""
         results = [self._results(call) for call in self._calls]
+        # Last call that uses each register: the program frees a register behind its last use.
         last: dict[int, int] = {}
         for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
             for register in (*self._reads(call.arguments), *made):
@@ -179,7 +184,8 @@ class _Builder:
         return code.program()
 
     def _results(self, call: _Call) -> list[int]:
-        """A register for each tensor that is new; -1 for an argument that was written in place."""
+        """Return a register per new tensor; -1 for other results (an argument written in place, or no
+        tensor)."""
         registers = []
         for result in call.results:
             new = isinstance(result, Tensor) and not any(result is value for value in call.arguments)
@@ -209,7 +215,8 @@ class _Builder:
             else:
                 numbers += (code.READ, register)
         elif isinstance(value, bool | int | float) and kind == "Tensor":
-            code.tensor(code.TENSOR, torch.tensor(value))  # without dims, it promotes types as a number does
+            # A 0-dim tensor takes part in type promotion like a number.
+            code.tensor(code.TENSOR, torch.tensor(value))
         elif isinstance(value, bool):
             numbers += (code.BOOL, int(value))
         elif isinstance(value, float) or (isinstance(value, int) and "float" in kind):
@@ -234,7 +241,8 @@ class _Builder:
             raise CannotCapture(f"{call.op} takes {value!r}")
 
     def _thing(self, call: _Call, value: Any) -> None:
-        """What is neither a tensor nor a number."""
+        """Encode an argument that is neither a tensor nor a number. Raises CannotCapture for unsupported
+        types."""
         code = self._code
         if isinstance(value, torch.dtype):
             code.tensor(code.TYPE, torch.empty(0, dtype=value))
@@ -256,9 +264,9 @@ class _Builder:
 
 @functools.cache
 def _name(op: torch._ops.OpOverload) -> str:
-    """``namespace::name.overload``."""
+    """Return ``namespace::name.overload``."""
     return str(op.name())
 
 
-#: c10's numbers.
+#: Numbers of c10::MemoryFormat.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}

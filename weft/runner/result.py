@@ -1,4 +1,4 @@
-"""From tensors on the device to a ``StepResult``."""
+"""Conversion of device tensors to a ``StepResult``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepRes
 
 @dataclass(slots=True)
 class Drawn:
-    """What a captured step drew: one token a row and nothing else. Like a ``HostCopy`` that has arrived."""
+    """Tokens of a captured step that sampled: one token per row, no logprobs. Same interface as a complete
+    ``HostCopy``."""
 
     tokens: np.ndarray
     """int64 [rows]."""
@@ -32,11 +33,11 @@ class Drawn:
         return True
 
     def wait(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Nothing is under way."""
+        """Return at once: the values are on the host already."""
 
 
 class HostCopy:
-    """A step's sampled output on its way to the host. Read after ``wait``."""
+    """Copy of the sampled output of a step to the host. Read the fields only after ``wait``."""
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class HostCopy:
         drafts: torch.Tensor | None = None,
         pooled: Pooled | None = None,
     ) -> None:
-        """Starts the copies; they follow the step's kernels in stream order.
+        """Start the copies. The stream orders the copies after the kernels of the step.
 
-        accepted: int64 [decode rows], None for all 0. drafts: int64 [rows with next_k > 0, most drafts], None
-        where there is no such row.
+        accepted: int64 [decode rows]; None if no row has drafts. drafts: int64 [rows with next_k > 0, most
+        drafts]; None if no row wants drafts.
         """
         self._cuda = output.tokens.is_cuda
         self.accepted = None if accepted is None else self._start(accepted)
@@ -80,14 +81,15 @@ class HostCopy:
         )
 
     def there(self) -> bool:
-        """Whether the copies have arrived."""
+        """Return True if the copies are complete."""
         return self._event is None or self._event.query()
 
     def wait(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when the copies are there. Raises EngineDead after ``deadline`` (monotonic seconds).
+        """Wait for the copies. Raises EngineDead after ``deadline`` (monotonic seconds).
 
-        ``check`` raises when the device computes garbage, and then so does this: a collective that was
-        aborted ends like any other. Of a CPU that needs no asking.
+        ``check`` raises if results of a GPU cannot be trusted: an aborted collective ends like any other
+        collective. ``check`` runs during the wait and once after the wait. On a CPU nothing is waited for or
+        checked.
         """
         while not self.there():
             if time.monotonic() > deadline:
@@ -99,7 +101,7 @@ class HostCopy:
 
 
 def synchronize(device: torch.device, timeout: float) -> None:
-    """Waits until a GPU has done all that was launched. Raises EngineDead after ``timeout`` seconds."""
+    """Wait until a GPU has completed all launched work. Raises EngineDead after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
@@ -110,7 +112,7 @@ def synchronize(device: torch.device, timeout: float) -> None:
 
 
 def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
-    """The result of ``plan``: rows with logits, in plan order."""
+    """Build the result of ``plan`` from rows with logits, in plan order. ``copy`` must be complete."""
     if isinstance(copy, Drawn):
         return _plain(plan, copy.tokens, copy.error, EMPTY)
     if most_each(plan) == 1 and copy.logprobs is None:
@@ -118,6 +120,7 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
+    # [n]: plan rows with logits, their number of sampled tokens and of prompt logprobs
     rows = np.flatnonzero(logits)
     sampled = sample[rows]
     known = (logits - sample)[rows]
@@ -125,10 +128,10 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     prompt_owner = np.repeat(np.arange(len(rows)), known)
     offsets = offsets_of(sampled)
     accepted = np.zeros(len(rows), np.int64)
-    if copy.accepted is not None:  # decode rows all have logits, and come last
+    if copy.accepted is not None:  # every decode row has logits, and decode rows come last
         accepted[len(rows) - plan.decode.rows :] = copy.accepted.numpy()
     sampling = np.flatnonzero(sampled)
-    # Behind the last token that is accepted come those of a history that never was.
+    # Only the sample behind the last accepted draft counts: later samples belong to rejected drafts.
     wrong = [sampling[copy.error.numpy()[offsets[sampling] + accepted[sampling]]]]
     if copy.prompt_logprobs is not None:
         wrong.append(prompt_owner[copy.prompt_logprobs.entries[copy.prompt_logprobs.error.numpy()]])
@@ -151,7 +154,7 @@ def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
 
 
 def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:
-    """The same of one token a row and nothing else, as most steps are: their rows and offsets are counts."""
+    """Build the result of a step with one token per row and no logprobs, the common case."""
     counted, before, none = _counts(plan.decode.rows)
     return StepResult(
         step=plan.step,
@@ -166,7 +169,7 @@ def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.nda
 
 @functools.lru_cache(maxsize=64)
 def _counts(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read-only columns: 0 to ``rows``, the same without the last, and as many zeros as rows."""
+    """Return read-only columns: 0 to ``rows`` inclusive, 0 to ``rows - 1``, and ``rows`` zeros."""
     counted = column(np.arange(rows + 1))
     return counted, counted[:-1], column(np.zeros(rows))
 
@@ -175,6 +178,7 @@ def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:
     if proposed is None:
         return EMPTY
     next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])
+    # [rows with drafts, most]: True for real drafts, False for padding
     there = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
     return column(proposed.numpy()[there])
 
@@ -187,7 +191,8 @@ def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:
 
 
 def _rows(tensors: LogprobTensors | None, owner: np.ndarray, rows: int) -> LogprobRows | None:
-    """``owner``: result row of each entry that could have logprobs; those that have are ``entries``."""
+    """Build logprob rows. ``owner``: result row of every possible entry; ``tensors.entries`` selects
+    entries."""
     if tensors is None:
         return None
     counts = np.bincount(owner[tensors.entries], minlength=rows)

@@ -1,12 +1,12 @@
-"""The runner: carries out plans on one device.
+"""Runner: executes step plans on one device.
 
-    forward(plan)   ops, staging, drive(model.steps(batch))      launched, not waited for
-    sample(handle)  ids into history[slot], num_computed moves   launched, not waited for
-                    by as many tokens as were right; new drafts
-    read(handle)    StepResult                                   the one wait, with a deadline
+    forward(plan)   slot updates, staging, drive(model.steps(batch))   launched, not waited for
+    sample(handle)  ids go into history[slot]; num_computed grows by   launched, not waited for
+                    the number of accepted tokens; new drafts
+    read(handle)    StepResult                                         the only wait, with a deadline
 
-Order per step is forward, sample; several steps are launched in plan order. A step reads what the one
-before it wrote on the device, so nothing is waited for in between.
+The order for each step is forward, then sample. Steps are launched in plan order, and several steps may be in
+flight. A step reads the ids and lengths of the previous step on the device, so launching never waits.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ log = get_logger(__name__)
 
 Tensor = torch.Tensor
 RowsLeft: TypeAlias = Callable[[], StepRows]
-"""What is left to do for a step's rows; to be asked before the next step's forward."""
+"""Callable that returns the ``StepRows`` of a step. Call before the next step's forward reuses the
+buffers."""
 
 
 class Runner:
-    """One rank's share of every step. The caller keeps to the order of the module's docstring."""
+    """One rank's share of every step. Callers must follow the call order in the module docstring."""
 
     def __init__(
         self,
@@ -81,12 +82,12 @@ class Runner:
         embeddings: RankRooms | None = None,
         processed: bool = False,
     ) -> None:
-        """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
-        ``processed``: see ``Sampler``.
+        """Allocate the caches and, with ``graphs``, set up (unless lazy: run) the capture of decode steps.
 
-        With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
-        runs the model's collectives; the runner closes it, and ``rooms`` and ``embeddings``, in whose memory
-        its caches lie, and images.
+        ``depth``: number of steps that may be in flight. ``poison``: overwrite recycled staging buffers
+        (tests). ``processed``: see ``Sampler``. ``speculation``: selects the drafter. ``launcher``: runs the
+        collectives of the model. ``rooms`` and ``embeddings``: transfers of KV and of image embeddings; the
+        caches lie in the memory of these transfers. ``close`` closes the launcher and both transfers.
         """
         self.kv = kv
         self._model, self._backends, self._device = model, backends, device
@@ -114,56 +115,60 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(rooms)))
-        self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
+        self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
         self._failed = False
-        """Whether a step failed; until ``reset``."""
+        """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
-        """Decode steps that are replayed; None where none is."""
+        """Captured decode steps; None if decode steps are not captured."""
 
     @property
     def cache(self) -> Sequence[LayerCache]:
-        """Each layer's caches. Tests poison them; nobody else writes."""
+        """Caches of each layer. Tests overwrite the caches; other callers only read."""
         return self._cache
 
     @property
     def transfer(self) -> Transfer | None:
-        """What moves caches to and from other groups; None in a group that does everything itself."""
+        """Transfers of KV caches to and from other groups; None in a unified group."""
         return None if self._rooms is None else self._rooms.transfer
 
     @property
     def reports(self) -> Reports | None:
-        """What ``transfer`` tells this rank's head."""
+        """Reports of ``transfer`` for the engine process of this rank; None without transfers."""
         return None if self._rooms is None else self._rooms.reports
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where ranks of other groups reach ``transfer``."""
+        """Address at which ranks of other groups reach ``transfer``; None without transfers."""
         return None if self._rooms is None else self._rooms.endpoint
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """What keeps logits from being bitwise equal whatever is computed beside a row; empty: they are."""
+        """Names of the parts that make logits depend on the batch; empty if logits are bitwise invariant."""
         attention = [b for b in self._backends if not b.invariant]
         return (*(f"attention ({type(b).__name__})" for b in attention), *self._model.varying)
 
     def forward(self, plan: StepPlan) -> StepHandle:
-        """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
+        """Launch a step up to its logits and return a handle.
+
+        An invalid plan raises EngineDead later, in ``read``.
+        """
         handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=NOT_YET)
         handle.forwarded = self._queue.submit(self._forward, handle)
         return handle
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
-        """Launches the step's sampling: ids go into history, lengths move, results start for the host.
+        """Launch the sampling of a step: ids go into history, lengths advance, the copy to the host starts.
 
-        ``masks``: of a plan that is ``constrained``; they need not be there when its forward is launched.
+        ``masks``: token masks, only for a plan with ``constrained``. Masks may be made after ``forward`` was
+        called.
         """
         handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def done(self, handle: StepHandle) -> bool:
-        """Whether ``read`` would not wait."""
+        """Return True if ``read`` would return or raise without waiting."""
         if handle.sampled is None or not (handle.forwarded.done() and handle.sampled.done()):
             return False
         if handle.sampled.exception() is not None or handle.forwarded.exception() is not None:
@@ -172,9 +177,10 @@ class Runner:
         return copy.there()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised.
+        """Wait for the step, release its buffers and return its result.
 
-        When an interrupt cut the wait short, it can be called again.
+        Raises EngineDead after the deadline, and every exception of the step. After an interrupt the call may
+        be repeated.
         """
         deadline = time.monotonic() + self._timeout
         result_of(handle.forwarded, deadline)
@@ -192,8 +198,11 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, most: int, progress: bool = False) -> None:
-        """Computes prompts of up to ``most`` tokens, before there is any sequence, and waits for them: in
-        slot 0, which has no blocks yet. See ``weft.runner.warm_up``."""
+        """Compute prompts of up to ``most`` tokens and wait for the results, before any sequence exists.
+
+        The prompts use slot 0, which has no blocks yet, so all cache writes go to the null block. See
+        ``weft.runner.warm_up``.
+        """
         began = time.monotonic()
         computed = self._state.num_computed[:1]
         made = plans(most, self.kv.max_model_len)
@@ -208,9 +217,11 @@ class Runner:
         log.info("%d prompts computed to warm up, in %.1f s", len(made), time.monotonic() - began)
 
     def reset(self) -> None:
-        """Forgets every sequence and every step in flight: slots are free, any step may be the next.
+        """Forget every sequence and every step in flight: all slots are free, and any step number may come
+        next.
 
-        Weights and memory stay. Raises EngineDead when what was launched does not end.
+        Weights and allocated memory stay. Raises EngineDead if launched work does not end within the step
+        timeout.
         """
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
@@ -229,19 +240,20 @@ class Runner:
         self._failed = False
 
     def close(self) -> None:
-        """Ends the device thread, the launcher's and the trace."""
+        """Close the device thread, the transfers, the launcher and the trace."""
         self._queue.close()
         for rooms in (self._rooms, self.embeddings):
             if rooms is not None:
                 rooms.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
-            self.graphs.forget()  # their communicators end when they are gone
+            self.graphs.forget()  # captured collectives must go before the communicators end
         if self._trace is not None:
             self._trace.close()
 
     def _forward(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
-        # Behind a step that failed none may run: its collectives would pair with others' of the failed one.
+        # No step may run after a failed step: its collectives would pair with the collectives that other
+        # ranks still run for the failed step.
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
@@ -252,9 +264,11 @@ class Runner:
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
         plan = handle.plan
+        # -1 as ``_next_step`` means that any step number may come first.
         if plan.step != self._next_step >= 0:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
+        # The drafter looks at the slots and blocks before any slot update changes them.
         if self.drafter is not None:
             self.drafter.prepare(plan.ops)
         for op in plan.ops:
@@ -267,6 +281,7 @@ class Runner:
                 self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
+        # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
         self._states.apply(plan.ops)
         self._pooler.apply(plan.ops)
         handle.encode_seconds = self._media.apply(plan.ops)
@@ -275,6 +290,7 @@ class Runner:
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
         began = time.monotonic()
+        # A step with exported rows is never replayed: a replay calls no layer hook.
         made = self._replay(plan, handle) if done is None else None
         if made is not None or plan.micro_batches == 1:
             rows, logits = made or self._compute(plan, handle, done)
@@ -291,8 +307,10 @@ class Runner:
         return rows, logits
 
     def _export(self, plan: StepPlan) -> LayerDone | None:
-        """What is to be called behind each layer, of a plan with rows that are exported. Such a plan is not
-        replayed: a replay passes no layer."""
+        """Return the hook to call after each layer of a plan with exported rows; None if no row is exported.
+
+        Raises EngineDead if the plan exports positions and this rank has no transfers.
+        """
         if self._exports is not None:
             return self._exports.begin(plan.ops)
         if any(isinstance(op, Export) for op in plan.ops):
@@ -300,11 +318,16 @@ class Runner:
         return None
 
     def _replay(self, plan: StepPlan, handle: StepHandle) -> tuple[RowsLeft, Tensor] | None:
-        """The step's logits, where a graph was captured for such steps."""
+        """Run the step as a captured graph and return its rows and logits; None if the step must run op by
+        op.
+
+        Fills ``hidden``, ``each``, ``drawn`` and ``uncaptured`` of ``handle``.
+        """
         assert handle.buffer is not None
         if self.graphs is None:
             return None
         direct = self._sampler.slots.direct
+        # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
         rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
         draws = rests and not plan.constrained and bool(direct[plan.decode.slot].all())
         key = self.graphs.find(plan, draws)
@@ -322,18 +345,19 @@ class Runner:
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
     ) -> tuple[RowsLeft, Tensor, list[Stretch]]:
-        """The step's logits, computed as two micro-batches."""
+        """Compute the step as two micro-batches. Return its rows, its logits and the times of the parts."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
         whole = self._reads_hidden(plan)
         hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
+        # Drafter and pooler read the hidden states of all tokens; the head needs only the rows with logits.
         if whole:
             self._keep(handle, hidden)
             hidden = hidden[logits_index]
         return lambda: rows, drive(self._model.logits(hidden)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[RowsLeft, Tensor]:
-        """The step's logits."""
+        """Compute the step op by op. Return its rows and its logits."""
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
@@ -346,11 +370,11 @@ class Runner:
         return lambda: batch, drive(self._model.logits(wanted))
 
     def _reads_hidden(self, plan: StepPlan) -> bool:
-        """Whether somebody reads the hidden states of all the plan's tokens."""
+        """Return True if the drafter or the pooler reads the hidden states of all tokens of the plan."""
         return (self.drafter is not None and self.drafter.reads_hidden) or self._pooler.wants(plan)
 
     def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
-        """``hidden``, [T, hidden] of all the step's tokens, for whoever reads them."""
+        """Store ``hidden``, [T, hidden] of all tokens of the step, for the pooler and the drafter."""
         handle.pooled = self._pooler.take(handle.plan, hidden) if self._pooler.wants(handle.plan) else None
         if self.drafter is not None and self.drafter.reads_hidden:
             handle.hidden = hidden
@@ -380,6 +404,7 @@ class Runner:
         output = self._sampler.sample(
             logits, rows, state.history, state.num_prompt, NO_MASKS if masks is None else masks
         )
+        # Samples are on the device; accepted drafts decide how far each slot advances.
         accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
@@ -388,15 +413,17 @@ class Runner:
         return HostCopy(output, accepted, drafts, handle.pooled)
 
     def _sampled(self, handle: StepHandle) -> None:
-        """A step's ids are in the history, and so are its drafts."""
+        """Record that the ids and drafts of a step are in the history: notify transfers, note times of the
+        drafter."""
         if self._exports is not None:
             self._exports.drafted(handle.plan)
         if handle.times is not None:
             handle.times = replace(handle.times, drafting=self._launcher.take())
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
-        """New drafts, which are in history when this returns."""
+        """Propose drafts and write them into history. Return the drafts; None if no row wants drafts."""
         state = self._state
+        # ``hidden_sink`` already gave the hidden states to the drafter within the replay.
         kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
         if kept and drafter.is_idle(handle.plan):
             handle.hidden = None

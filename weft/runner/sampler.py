@@ -1,11 +1,11 @@
-"""The sampler: parameters of every slot, and one call a step that turns logits into tokens.
+"""Sampler: the parameters of every slot, and one call per step that turns logits into tokens.
 
-``slots`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is
-decided from these host copies; ids and positions come from device tensors alone, so ``sample`` of step N + 1
-can be launched before step N was read. Nothing here waits for a CUDA device.
+``slots`` stores the parameters from ``AllocSlot``. Host copies decide which rows need masks, penalties,
+filters or logprobs. Ids and positions come only from device tensors, so ``sample`` of step N + 1 may be
+launched before step N was read. No function here waits for a CUDA device.
 
-Order: ``sample`` of a step reads the host copies when it is called, so it must be called before any slot is
-allocated or freed for a later step.
+Order: ``sample`` reads the host copies at call time. Call ``sample`` of a step before any slot is allocated
+or freed for a later step.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from weft.types.plan import TokenMasks
 Tensor = torch.Tensor
 
 End: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From logits [rows, >= vocab] and slots (int64 [rows], on the device) to tokens int64 [rows] and errors bool
-[rows], with what ``Sampler.end`` says."""
+"""Function of logits [rows, >= vocab] and slots (int64 [rows], on the device). Returns tokens int64 [rows]
+and errors bool [rows]. See ``Sampler.end``."""
 
 NO_MASKS = TokenMasks()
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
+"""Logits processed at once (rows * vocabulary). Bounds the memory of a step with many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRows:
-    """Which logits are sampled (S entries) and which give logprobs of a known prompt token (P entries).
+    """Rows of logits to sample (S entries), and rows for logprobs of known prompt tokens (P entries).
 
-    ``*_host`` are numpy integers, the rest int64 on the device. ``position`` is the absolute position of the
-    token that the logits predict: for sampled entries the one to be drawn, for prompt entries one whose id
-    is in the history. ``logits_row`` is a row of the logits.
+    ``*_host`` are numpy integers, the other columns int64 on the device. ``position`` is the absolute
+    position of the predicted token: the token to draw (sampled entries), or a token in the history (prompt
+    entries). ``logits_row`` is a row of the logits.
     """
 
     slot_host: np.ndarray
@@ -71,21 +71,22 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """A step's samples, on the device, in the order of the ``SampleRows``."""
+    """Samples of a step on the device, in the order of ``SampleRows``."""
 
     tokens: Tensor
-    """int64 [S]; 0 where ``error``, so that it can be fed on until the host reads the error."""
+    """int64 [S]; 0 where ``error``, so that later steps can compute with the token until the host reads the
+    error."""
     error: Tensor
     """bool [S]."""
     logprobs: LogprobTensors | None
-    """For entries whose slot asks for logprobs; None when none does."""
+    """Entries of slots with logprobs enabled; None without such entries."""
     prompt_logprobs: LogprobTensors | None
-    """For the P entries; None when there is none."""
+    """The P entries; None without such entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """R entries of one class, on the device except for the lists."""
+    """R entries of one class, on the device except ``slot_host``."""
 
     slot_host: np.ndarray
     slot: Tensor
@@ -94,9 +95,9 @@ class _Rows:
     floats: Tensor
     ints: Tensor
     words: Tensor
-    """int32 [masks, .]: of the whole step."""
+    """int32 [masks, .]: allowed tokens as bits, for the whole step."""
     mask: Tensor
-    """int64: each row's mask; of rows that have none, any number."""
+    """int64: index of each row's mask; any number for rows without a mask."""
 
     def at(self, rows: slice) -> _Rows:
         return _Rows(
@@ -126,12 +127,13 @@ class Sampler:
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, processed: bool = False
     ) -> None:
-        """``processed``: logprobs of sampled tokens are those after steps 1 to 6 of the rule, not before."""
+        """``processed``: return logprobs of sampled tokens after steps 1 to 6 of the sampling rule instead of
+        before."""
         self._vocab = vocab_size
         self._processed = processed
         self._device = torch.device(device)
         self.slots = SlotParams(num_slots, vocab_size, self._device)
-        """Whoever allocates and frees slots says so here."""
+        """Parameters per slot. The runner allocates and frees slots here."""
         empty = torch.empty(0, dtype=torch.int64, device=self._device)
         self._no_masks = empty.int(), empty
 
@@ -143,11 +145,12 @@ class Sampler:
         num_prompt: Tensor,
         masks: TokenMasks = NO_MASKS,
     ) -> SampleOutput:
-        """Draws the tokens of a step, by the sampling rule.
+        """Draw the tokens of a step by the sampling rule (``weft/ops/sampling.py``).
 
-        logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content
-        from an entry's position on is arbitrary; num_prompt int64 [slots]. ``masks``: of some of the S
-        entries. Logprobs of sampled tokens know nothing of them, unless these are to be processed.
+        logits: [L, >= vocab] of any float dtype, never written. history: int [slots, max_len]; content from
+        an entry's position on is arbitrary. num_prompt: int64 [slots]. ``masks``: grammar masks for some of
+        the S entries. Logprobs of sampled tokens ignore the masks, unless the sampler was made with
+        ``processed``.
         """
         tokens, error = self._draw_all(logits, rows, history, num_prompt, masks)
         return SampleOutput(
@@ -158,9 +161,12 @@ class Sampler:
         )
 
     def end(self, state: SlotState, moves: bool, logits: Tensor) -> End | None:
-        """What ends a step of one token a row in one call of the CPU extension, where all its slots are
-        ``direct`` and have no masks: ``sample``, and behind it ids go into the history and lengths move (and
-        recurrent states, with ``moves``). None where there is no such call for ``logits`` like these."""
+        """Return a function that ends a decode step in one call of the CPU extension; None if the extension
+        cannot process ``logits``.
+
+        The function requires one token per row, ``direct`` slots and no masks. Besides sampling, the function
+        writes ids into the history and advances lengths and, with ``moves``, recurrent states.
+        """
         if not direct.serves(logits):
             return None
         floats, ints = (torch.from_numpy(rows) for rows in (self.slots.floats, self.slots.ints))
@@ -187,6 +193,7 @@ class Sampler:
         if (classes == GREEDY).all() and direct.serves(logits):
             tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
             return tokens.masked_fill_(error, 0), error
+        # Sort entries by class, draw class by class, and restore the order of entries at the end.
         order = np.argsort(classes, kind="stable")
         permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
         step = self._rows_of(rows, order, permuted, masks)
@@ -201,13 +208,14 @@ class Sampler:
         return tokens, error
 
     def _classes_of(self, rows: SampleRows, masks: TokenMasks) -> np.ndarray:
-        """int64 [S]: what each entry needs."""
+        """Return the class bits of each entry: int64 [S]."""
         classes: np.ndarray = self.slots.classes[rows.slot_host]
         classes[masks.entries] |= MASK
         return classes
 
     def _rows_of(self, rows: SampleRows, order: np.ndarray, place: Tensor | None, masks: TokenMasks) -> _Rows:
-        """The entries ``order``; ``place``: the same on the device, None for all as they are."""
+        """Gather the entries ``order``. ``place``: ``order`` on the device, None if ``order`` is the
+        identity."""
         slots = rows.slot_host[order]
         at = slice(None) if place is None else place
         return _Rows(
@@ -221,8 +229,8 @@ class Sampler:
         )
 
     def _upload_masks(self, masks: TokenMasks, order: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(words int32 [masks, .], the mask of each entry in ``order``) on the device; two empty ones without
-        masks."""
+        """Upload masks: (words int32 [masks, .], index of the mask of each entry in ``order``). Without
+        masks, return two empty tensors."""
         if not len(masks.entries):
             return self._no_masks
         words, places = words_of(masks, order)
@@ -234,7 +242,10 @@ class Sampler:
         return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
 
     def _parts(self, classes: np.ndarray, whole: bool) -> Iterator[tuple[int, slice]]:
-        """Runs of equal (sorted) classes, cut into chunks; ``whole``: but for those drawn directly."""
+        """Yield (class, slice) for runs of equal classes, cut into chunks. ``classes`` must be sorted.
+
+        ``whole``: do not cut classes that the CPU extension draws directly.
+        """
         kinds, starts = np.unique(classes, return_index=True)
         ends = np.append(starts, len(classes))[1:]
         for kind, start, end in zip(kinds, starts, ends, strict=True):
@@ -243,7 +254,8 @@ class Sampler:
                 yield int(kind), slice(begin, min(begin + size, end))
 
     def _take(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Rows of the logits without padded columns: [R, V]. A view where that costs nothing to find out."""
+        """Return rows of the logits without padded columns: [R, V]. On a CPU, consecutive rows are returned
+        as a view."""
         logits = logits[:, : self._vocab]
         if rows.device.type == "cpu":
             first = int(rows[0])
@@ -255,7 +267,9 @@ class Sampler:
     def _draw(
         self, logits: Tensor, rows: _Rows, kind: int, history: Tensor, num_prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
+        """Draw rows of one class: (tokens int64 [R], error bool [R]). Tokens of rows with an error are
+        arbitrary."""
+        # Prefer the CPU extension: directly on the logits if steps 1 to 3 do nothing, else on the changed x.
         if (fast := direct.serves(logits)) and kind & ~MASK in DIRECT:
             masks = (rows.words, rows.mask) if kind & MASK else None
             return self._draw_directly(logits, rows.logits_row, rows, kind, masks)
@@ -271,7 +285,8 @@ class Sampler:
     def _changed(
         self, logits: Tensor, rows: _Rows, kind: int, fast: bool, history: Tensor, num_prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(x [R, V] after steps 1 to 3, error bool [R] of what they may hide)."""
+        """Apply steps 1 to 3: (x [R, V], error bool [R]). The error covers values that steps 1 to 3 may
+        hide."""
         x, error = self._changeable(logits, rows, kind, fast)
         if kind & LISTS:
             self._apply_lists(x, rows, history, num_prompt)
@@ -280,8 +295,10 @@ class Sampler:
         return x, error
 
     def _changeable(self, logits: Tensor, rows: _Rows, kind: int, fast: bool) -> tuple[Tensor, Tensor]:
-        """(x [R, V] behind masks, error bool [R] of what steps 1 to 3 may hide). x is a view of the logits
-        where these change nothing."""
+        """Return x [R, V] after masks, and error bool [R]: broken rows, before steps 1 to 3 hide the cause.
+
+        x is a view of the logits if no step changes x.
+        """
         if kind & MASK and fast:
             return direct.allow_bits(logits, rows.logits_row, self._vocab, (rows.words, rows.mask))
         x = ops.to_x(self._take(logits, rows.logits_row), self._vocab)
@@ -296,8 +313,10 @@ class Sampler:
     def _draw_directly(
         self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int, masks: direct.Masks | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension; with
-        ``masks``, which are still to be applied."""
+        """Run steps 4 to 7, without top_k and top_p, in the CPU extension.
+
+        ``at``: rows of ``x`` to draw; None for all. ``masks``: masks that were not applied to ``x`` yet.
+        """
         place = torch.arange(len(x)) if at is None else at
         if kind & GREEDY:
             return direct.greedy(x, place, self._vocab, masks)
@@ -305,7 +324,7 @@ class Sampler:
         return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
 
     def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
-        """Steps 6 and 7 of rows of one class: [R, V] -> int64 [R]."""
+        """Run steps 6 and 7 on rows of one class: [R, V] -> int64 [R]."""
         noise = rows.noise()
         if not kind & (TOP_K | TOP_P):
             return ops.sample_open(x, rows.real("min_p") if kind & MIN_P else None, noise)
@@ -325,6 +344,8 @@ class Sampler:
 
     def _apply_penalties(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
         longest = history.shape[1]
+        # [R, longest]: on a CPU only up to the last position; elsewhere reading that position would wait for
+        # the device
         if self._device.type == "cpu":
             longest = int(rows.position.max())
         penalties = ops.Penalties(
@@ -335,6 +356,7 @@ class Sampler:
         ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
 
     def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        # Collect (row, id) pairs over all rows, then change x with one call per effect.
         lists = [self.slots.lists[slot] for slot in rows.slot_host]
         entries = [(row, of) for row, of in enumerate(lists) if of is not None]
         allowed = [(row, of.allowed) for row, of in entries if of.allowed is not None]
@@ -350,7 +372,7 @@ class Sampler:
         for row, of in entries:
             if of.words is not None:
                 words = of.words
-                # The host's slot: a tensor as the one index would be read back from the device.
+                # Index with the slot on the host: a tensor index would be read back from the device.
                 ids = history[int(rows.slot_host[row])]
                 done = ops.completes(ids, rows.position[row], words.prefixes, words.lengths)
                 masks.append((torch.full_like(words.last, row), words.last, done))
@@ -375,6 +397,7 @@ class Sampler:
         entries = np.flatnonzero(asked >= 0)
         if not len(entries):
             return None
+        # Processed logprobs depend on the class of a row, so rows are sorted by class, as in ``_draw_all``.
         if self._processed:
             classes = self._classes_of(rows, masks)[entries]
             by_class = np.argsort(classes, kind="stable")
@@ -403,8 +426,10 @@ class Sampler:
         history: Tensor,
         num_prompt: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of what ``tokens`` were drawn from: rows of one class after steps 1 to 3, and 5 and 6 where they
-        are not drawn greedily."""
+        """Return (ids, values, rank, broken) of the distribution that ``tokens`` were drawn from.
+
+        ``rows`` are of one class. x has passed steps 1 to 3, and unless greedy also steps 5 and 6.
+        """
         x, _ = self._changed(logits, rows, kind, False, history, num_prompt)
         if not kind & GREEDY:
             x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
@@ -416,7 +441,8 @@ class Sampler:
         count = len(rows.prompt_slot_host)
         if not count:
             return None
-        # An id outside the vocabulary (a placeholder) has no logprob of its own; any valid id stands in.
+        # A placeholder id lies outside the vocabulary and has no logprob. Any valid id may replace the
+        # placeholder.
         tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
         asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
         return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)

@@ -1,4 +1,4 @@
-"""Sampling parameters of every slot, on the host, and what each slot's rows need of a sampler."""
+"""Sampling parameters of every slot on the host, and the classes of work that the sampler needs per slot."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from weft.types.sampling import TokenParams
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
 
-# What a row needs, as bits of its class; rows are worked on class by class.
+# Bits of a row's class: the sampling work of the row. Rows of one class are processed together.
 GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P, MASK = (1 << bit for bit in range(7))
-DIRECT = (0, GREEDY, MIN_P)  # classes that need neither changed logits nor an order of the tokens
+DIRECT = (0, GREEDY, MIN_P)  # classes without changed logits and without sorting
 STAGE = 7
-"""The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
+"""Bits from here on hold the index of the first of ``ops.WIDTHS`` that is at least the row's top_k."""
 
 
 class SlotParams:
-    """Parameters of each slot from its ``alloc`` to its ``free``; between them what the columns hold is
-    arbitrary.
+    """Parameters of each slot from ``alloc`` to ``free``. Columns of free slots are arbitrary.
 
     floats    float64 [slots, FLOATS]
     ints      int64 [slots, INTS]
     classes   int64 [slots]
-    direct    bool [slots]: of a class in ``DIRECT``, without logprobs
-    lists     of single tokens, where there are some
+    direct    bool [slots]: True for a class in ``DIRECT`` without logprobs
+    lists     token lists per slot; None for a slot without lists
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -46,7 +45,7 @@ class SlotParams:
         self.lists: list[Lists | None] = [None] * num_slots
 
     def alloc(self, op: AllocSlot) -> None:
-        """Gives the slot its sequence's parameters. Raises EngineDead when the slot is taken."""
+        """Store the parameters of a new sequence. Raises EngineDead if the slot is in use."""
         if self._taken[op.slot]:
             raise EngineDead(f"sampler: slot {op.slot} is given to a sequence before the last one was freed")
         params = op.params
@@ -61,14 +60,14 @@ class SlotParams:
         self.direct[op.slot] = kind in DIRECT and params.logprobs < 0
 
     def free(self, slot: int) -> None:
-        """Frees the slot. Raises EngineDead when it has no sequence."""
+        """Free the slot. Raises EngineDead if the slot is free already."""
         if not self._taken[slot]:
             raise EngineDead(f"sampler: slot {slot} is freed and has no sequence")
         self._taken[slot] = False
         self.lists[slot] = None
 
     def clear(self) -> None:
-        """Frees every slot."""
+        """Free every slot."""
         self._taken.fill(False)
         self.lists = [None] * len(self.lists)
 

@@ -1,10 +1,11 @@
-"""What the device knows of each slot: the truth that plans only bound from above.
+"""Slot state on the device: the true ids and lengths. Plans only hold upper bounds.
 
-``history`` holds every id of the sequence, prompt and output, the output written by sampling itself; so a
-step can be launched before the one ahead of it was read, and a sequence that sat out any number of steps
-still continues with its true last token. Positions and cache indices derive from ``num_computed`` here.
+``history`` contains every id of a sequence, prompt and output. Sampling writes the output ids. So a step can
+be launched before the previous step was read, and a sequence continues with its true last token after any
+number of steps without a row. Positions and cache indices derive from ``num_computed``.
 
-Owner: the runner, which applies a plan's ops before the plan's compute, on the same stream and thread.
+Owner: the runner. The runner applies the slot updates of a plan before the computation of the plan, on the
+same stream and thread.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ Tensor = torch.Tensor
 
 
 class SlotState:
-    """Per-slot tensors, preallocated for the whole life of the group.
+    """Tensors per slot, allocated once for the lifetime of the group.
 
-    history       int32 [slots + 1, max_len + 1]; beyond a slot's known length its content is arbitrary
-    num_computed  int64 [slots + 1]: positions whose cache is written
+    history       int32 [slots + 1, max_len + 1]; content beyond the known length of a slot is arbitrary
+    num_computed  int64 [slots + 1]: number of positions in the cache
     num_prompt    int64 [slots + 1]
-    live          int64 [slots + 1]: the copy of the recurrent state that holds for num_computed. Arbitrary at
-                  position 0, where no state is read; ``LoadState`` and every step set it
-    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
-                  entries for a state
-    spans         where each slot's images are; None where positions do not count by them
+    live          int64 [slots + 1]: copy of the recurrent state after num_computed positions. Arbitrary at
+                  position 0, where no state is read; ``LoadState`` and every step set the value
+    tables        per KV cache group, int32 [slots + 1, entries]: block ids, 0 beyond the appended blocks;
+                  0 entries for a state
+    spans         positions of images per slot; None unless positions count by images
 
-    The last row, ``spare``, has no sequence and stays 0: what pads a step to a fixed number of rows names
-    it, and computes token 0 at position 0 in the null block.
+    The last row, ``spare``, has no sequence and stays 0. Padding rows of a step name the spare row, and
+    compute token 0 at position 0 in the null block.
     """
 
     def __init__(self, kv: KVConfig, device: torch.device) -> None:
@@ -62,14 +63,13 @@ class SlotState:
         has_spans = media is not None and media.sections
         self.spans = Spans(slots, media.most_items, device) if media is not None and has_spans else None
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
-        # Host mirrors: the generation in each slot, and the length of its tables. Only for checks and
-        # offsets.
+        # Host mirrors for checks and offsets: generation and table length of each slot.
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
         self._covered: tuple[bytes, bytes, np.ndarray] | None = None
-        """Of the segment validated last, if nothing has changed since: slots, generations, and the positions
-        of each row that its block tables cover."""
+        """Slots, generations, and positions covered by the block tables of each row, for the last validated
+        segment. None after any slot update."""
 
     @property
     def num_slots(self) -> int:
@@ -77,26 +77,26 @@ class SlotState:
 
     @property
     def spare(self) -> int:
-        """The row of no sequence."""
+        """Index of the row without a sequence."""
         return len(self._live)
 
     def clear(self) -> None:
-        """Every slot is free. What its rows hold, the next sequence writes over."""
+        """Free every slot. The next sequence of a slot overwrites the contents."""
         self._live.fill(False)
         self._entries.fill(0)
         self._covered = None
 
     def apply(self, op: Op) -> None:
-        """Carries out one op. Raises EngineDead when it contradicts the table (a diverged group)."""
+        """Apply one slot update. Raises EngineDead if the update contradicts the table (a diverged group)."""
         self._covered = None
         if isinstance(op, AppendEach):
             self._append_each(op)
             return
-        if isinstance(op, OfNoSlot):  # of no slot
+        if isinstance(op, OfNoSlot):
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
-        if isinstance(op, SaveState | LoadState | Export | BindMedia):  # carried out by others
+        if isinstance(op, SaveState | LoadState | Export | BindMedia):  # applied by other parts
             if not self._live[op.slot]:
                 raise EngineDead(f"slot {op.slot} is named by a {type(op).__name__}, and is free")
         elif isinstance(op, AllocSlot):
@@ -115,16 +115,17 @@ class SlotState:
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         self._entries[:, op.slot] = 0
         self.history[op.slot, :known] = self._upload(op.token_ids)
-        # Not ``x[slot] = number``: a GPU copies that from pageable memory, and the host waits for it.
+        # Not ``x[slot] = number``: on a GPU the number would be copied from pageable memory, and the host
+        # would wait.
         self.num_computed[op.slot].fill_(op.num_cached)
         self.num_prompt[op.slot].fill_(op.num_prompt)
-        for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
+        for table in self.tables:  # padding must write to the null block, not to another sequence's block
             table[op.slot] = 0
         if self.spans is not None:
             self.spans.alloc(op.slot, op.spans)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """``Spans.rope_positions``; None where positions do not count by images."""
+        """Return ``Spans.rope_positions``; None if positions do not count by images."""
         return None if self.spans is None else self.spans.rope_positions(slots, positions)
 
     def _free(self, op: FreeSlot) -> None:
@@ -152,18 +153,20 @@ class SlotState:
         at = self._entries[op.kind, slots]
         if at.max() >= table.shape[1]:
             raise EngineDead("the block table of a slot overflows")
-        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three
+        # No slot is named twice, so one scatter writes all entries.
+        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three columns
         table[where[0], where[1]] = where[2].int()
         self._entries[op.kind, slots] = at + 1
 
     def advance(self, slots: Tensor, counts: Tensor, accepted: Tensor | None, *, moves: bool) -> None:
-        """A step has computed ``counts`` positions of each of ``slots``, int64 [rows].
+        """Advance slots after a step. slots, counts: int64 [rows], positions computed per row.
 
-        accepted: int64 [decode rows], the last of the rows: drafts that were right, where a row had any; what
-        was computed of the others is not counted. None: no row had drafts. With ``moves`` the recurrent state
-        that holds is the one of the last position that counts.
+        accepted: int64 [decode rows], accepted drafts of the last rows; positions of rejected drafts do not
+        count. None: no row had drafts. With ``moves``, ``live`` selects the recurrent state after the last
+        counted position.
         """
         if accepted is not None:
+            # Decode rows come last. A decode row counts its newest token and the accepted drafts.
             first = len(slots) - len(accepted)
             counts = torch.cat([counts[:first], accepted + 1])
         self.num_computed.index_add_(0, slots, counts)
@@ -175,17 +178,20 @@ class SlotState:
             self.live.index_copy_(0, slots, torch.nn.functional.pad(accepted, (first, 0)))
 
     def draft(self, slots: Tensor, ends: Tensor, drafts: Tensor, next_k: np.ndarray) -> None:
-        """Puts ``drafts`` [rows with next_k > 0, most] behind the newest token, at ``ends``, of those slots.
+        """Write ``drafts`` [rows with next_k > 0, most] behind the newest token of each such row, at
+        ``ends``.
 
-        slots, ends: int64 [rows]. Behind a row's own drafts the history is arbitrary, so all may be written.
+        slots, ends: int64 [rows]. History behind the drafts of a row is arbitrary, so padding may be written
+        too.
         """
         rows = np.flatnonzero(next_k)
         if len(rows) < len(next_k):
             at = upload(rows, slots.device)
             slots = slots[at]
             ends = ends[at]
+        # [rows, most]
         places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
-        # The last place of a row is no position.
+        # The last column of the history is no position: writes beyond the longest sequence end up there.
         places.clamp_(max=self.history.shape[1] - 1)
         self.history[slots.unsqueeze(1), places] = drafts.to(self.history.dtype)
 
@@ -197,8 +203,8 @@ class SlotState:
             raise EngineDead(f"slot {slot} is named with generation {gen}, which is not in it")
 
     def validate(self, segment: Segment) -> None:
-        """Before anything is launched: every row names a live sequence whose tables cover its positions, and
-        those of its next drafts."""
+        """Check a segment before anything is launched. Raises EngineDead unless every row names a live
+        sequence and the block tables cover the positions of the row and of its next drafts."""
         if not segment.rows:
             return
         ends = segment.start.astype(np.int64) + segment.count + segment.next_k
@@ -206,8 +212,10 @@ class SlotState:
             raise EngineDead("a row's positions lie beyond its block table")
 
     def _covers(self, segment: Segment) -> np.ndarray:
-        """How many positions of each row its block tables cover. Raises EngineDead unless every row names a
-        live sequence."""
+        """Return int64 [rows]: positions covered by the block tables of each row. Raises EngineDead unless
+        every row names a live sequence."""
+        # Decode steps often repeat the rows of the previous step; without slot updates between, the answer is
+        # the same.
         names = segment.slot.tobytes(), segment.gen.tobytes()
         if self._covered is not None and self._covered[:2] == names:
             return self._covered[2]

@@ -1,12 +1,12 @@
-"""Host to device staging: each step in flight owns its buffers.
+"""Staging of columns from host to device: each step in flight owns its buffers.
 
-    host   | column | column | ...            pinned where the device is a GPU
+    host   | column | column | ...            pinned if the device is a GPU
              └── one copy ──┐
-    device | column | column | ...            the same memory where the device is the CPU
+    device | column | column | ...            the same memory if the device is the CPU
 
-A buffer goes back to the ring when its step's result was read; until then nobody rewrites it, so a copy
-that is still in flight can't be torn. ``poison`` fills a recycled buffer with absurd indices: a step that
-still looked at it would fail loudly.
+A buffer returns to the ring after the result of its step was read. Until then no other step writes the
+buffer, so a running copy always sees complete columns. ``poison`` fills a recycled buffer with absurd
+indices, so that a step that still reads the buffer fails loudly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POISON = -(1 << 62)
 
 
 class StagingBuffer:
-    """Columns of one step, int64, appended on the host and copied in one piece.
+    """int64 columns of one step, appended on the host and copied to the device at once.
 
     Views returned by ``tensor`` are valid until the buffer is released.
     """
@@ -41,13 +41,13 @@ class StagingBuffer:
         self._on_device = torch.empty_like(self._host, device=self._device) if self._cuda else self._host
 
     def begin(self, total: int) -> None:
-        """Empties the buffer and makes room for ``total`` entries."""
+        """Empty the buffer and make room for ``total`` entries."""
         if total > len(self._numpy):
             self._allocate(max(total, 2 * len(self._numpy)))
         self._used = 0
 
     def add(self, column: np.ndarray) -> slice:
-        """Appends a column; the slice names it for ``tensor``. Raises EngineDead beyond ``begin``'s total."""
+        """Append a column and return its slice for ``tensor``. Raises EngineDead beyond the capacity."""
         end = self._used + len(column)
         if end > len(self._numpy):
             raise EngineDead("a step staged more than it reserved")
@@ -57,32 +57,33 @@ class StagingBuffer:
         return where
 
     def upload(self) -> None:
-        """Starts the copy. On the CPU there is none to make."""
+        """Start the copy to the device. No copy is needed on a CPU."""
         if self._cuda:
             self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
             assert self._event is not None
             self._event.record()
 
     def tensor(self, where: slice) -> torch.Tensor:
-        """int64 view on the device of a column; call after ``upload``."""
+        """Return the int64 view of a column on the device. Call after ``upload``."""
         return self._on_device[where]
 
     def wait(self, deadline: float) -> None:
-        """Waits until no copy reads the host side. Raises EngineDead after ``deadline`` (monotonic s)."""
+        """Wait until no copy reads the host memory. Raises EngineDead after ``deadline`` (monotonic
+        seconds)."""
         while self._event is not None and not self._event.query():
             if time.monotonic() > deadline:
                 raise EngineDead("a staging copy did not finish in time")
             time.sleep(0.0001)
 
-    @torch.inference_mode()  # a buffer that grew did so in this mode, and can be written in no other
+    @torch.inference_mode()  # a buffer that grew was allocated in this mode: no other mode may write
     def poison(self) -> None:
-        """Fills the buffer, on the device too, so that any later use shows."""
+        """Overwrite the buffer on host and device, so that any later use is noticed."""
         self._host.fill_(POISON)
         self._on_device.fill_(POISON)
 
 
 class StagingRing:
-    """A ring of staging buffers, as many as steps may be in flight."""
+    """Ring of staging buffers, one per step in flight."""
 
     def __init__(
         self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0
@@ -93,9 +94,9 @@ class StagingRing:
         self._timeout = timeout
 
     def acquire(self) -> StagingBuffer:
-        """A buffer that no step uses; its user calls ``begin``.
+        """Return a free buffer, after its last copy has ended. The caller calls ``begin``.
 
-        Raises EngineDead when more steps are in flight than the ring holds.
+        Raises EngineDead if more steps are in flight than the ring has buffers.
         """
         if not self._free:
             raise EngineDead("more steps in flight than staging buffers")
@@ -104,11 +105,11 @@ class StagingRing:
         return buffer
 
     def clear(self) -> None:
-        """Takes new buffers in place of all: steps that failed never give theirs back."""
+        """Replace all buffers by new buffers: failed steps never return theirs."""
         self._free = self._make()
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Gives a buffer back; its step's result was read."""
+        """Return a buffer after the result of its step was read."""
         if self._poison:
             buffer.wait(time.monotonic() + self._timeout)
             buffer.poison()

@@ -1,9 +1,9 @@
-"""Recurrent states between slots and snapshots: carries out the plan's ``SaveState`` and ``LoadState``.
+"""Recurrent states between slots and snapshots: executes ``SaveState`` and ``LoadState`` of a plan.
 
-    slots        [layers, slots + 1, copies, *shape]    for each part of each state kind; layers use them
-    snapshots    [layers, 1 + blocks, *shape]           only what is here does
+    slots        [layers, slots + 1, copies, *shape]    per part of each state group; layers use the slots
+    snapshots    [layers, 1 + blocks, *shape]           used by this module only
 
-Copies are batched over layers, and on a GPU over rows: a handful of launches, however many rows there are.
+Copies are batched over layers, and on a GPU also over rows: a few launches for any number of rows.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from weft.types.plan import LoadState, Op, SaveState
 Tensor = torch.Tensor
 
 PASSING_BYTES = 64 << 20
-"""What a batch of copies may take besides its ends: states pass through a buffer, as their places are known
-on the device only."""
+"""Maximum bytes of the buffer between source and destination in one batch of copies. The buffer is needed
+because row indices are known on the device only."""
 
 
 class _Kind:
-    """One state kind: for each part its slots and its snapshots, both ``[layers, rows, elements]``."""
+    """One state group: slots and snapshots of each part, both ``[layers, rows, elements]``."""
 
     def __init__(self, slots: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
         self.copies = slots[0].shape[2]
         self.num_slots = slots[0].shape[1] - 1
         self.num_blocks = snapshots[0].shape[1] - 1
         self.batched = slots[0].device.type != "cpu"
-        """Whether rows go together, through a buffer, or one by one: on a CPU that is ten times as fast."""
+        """True to copy all rows at once through a buffer (GPU); False to copy row by row, ten times as fast
+        on a CPU."""
         self.slots = [part.view(part.shape[0], part.shape[1] * part.shape[2], -1) for part in slots]
         self.snapshots = [part.flatten(2) for part in snapshots]
 
     def copy(self, ends: Sequence[tuple[Tensor, Tensor]], to: Tensor, rows: Tensor) -> None:
-        """For each (source, destination) of ``ends``: row ``to[i]`` becomes row ``rows[i]``, int64 [n]."""
+        """Copy row ``rows[i]`` to row ``to[i]`` for each (source, destination) of ``ends``. to, rows: int64
+        [n]."""
         if not self.batched:
             for begin, end in zip(rows.tolist(), to.tolist(), strict=True):
                 for source, destination in ends:
@@ -54,9 +56,10 @@ class _Kind:
 
 
 class States:
-    """The snapshots of every state kind, and the way from and to the slots.
+    """Snapshots of every state group, and copies between snapshots and slots.
 
-    Owner: the runner, which applies a plan's ops on the stream of its compute, before it.
+    Owner: the runner. The runner applies a plan's updates before the computation, on the stream of the
+    compute.
     """
 
     def __init__(
@@ -67,9 +70,9 @@ class States:
         dtype: torch.dtype,
         blocks: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
-        """``memory``: for each cache kind its tensors over all its layers, as ``kv_tensors.stacked`` made
-        them, in a model of ``dtype``. ``live``: int64 [slots + 1], the copy of each slot that holds.
-        ``blocks``: for each cache kind the memory of its blocks, where there is some."""
+        """``memory``: tensors of each KV cache group over all layers, from ``kv_tensors.stacked``. ``live``:
+        int64 [slots + 1], the valid state copy of each slot. ``dtype``: dtype of the model. ``blocks``:
+        snapshot memory per group, if allocated elsewhere."""
         self._live = live
         self._kinds = {
             number: _Kind(
@@ -80,17 +83,18 @@ class States:
         }
 
     def snapshots(self, kind: int) -> Sequence[Tensor]:
-        """The snapshots of ``kind``: for each part ``[layers, 1 + blocks, elements]``. Tests look at them."""
+        """Return the snapshots of a state group, per part ``[layers, 1 + blocks, elements]``. For tests."""
         return self._kinds[kind].snapshots
 
     def apply(self, ops: Iterable[Op]) -> None:
-        """Carries out what there is to do here among the ops of a plan, in their order.
+        """Execute the ``SaveState`` and ``LoadState`` updates of a plan, in order.
 
-        Nothing else in a plan's ops changes a state, so the others may be applied before. Raises EngineDead
-        for an op that cannot be right.
+        No other update changes a state, so the other updates may run earlier. Raises EngineDead for an
+        invalid update.
         """
         if not self._kinds:
             return
+        # Consecutive updates of one type and group become one batch.
         run: list[SaveState | LoadState] = []
         for op in ops:
             if isinstance(op, SaveState | LoadState):
@@ -102,7 +106,7 @@ class States:
             self._carry_out(run)
 
     def _carry_out(self, run: list[SaveState | LoadState]) -> None:
-        """``run``: of one type and kind."""
+        """Copy states for ``run``: updates of one type and one state group."""
         kind = self._kinds.get(run[0].kind)
         if kind is None:
             raise EngineDead(f"step copies a state of cache kind {run[0].kind}, which has none")
@@ -113,14 +117,16 @@ class States:
         if blocks.min() < 1 or blocks.max() > kind.num_blocks or back.min() < 0 or back.max() >= kind.copies:
             raise EngineDead("step copies a state from or to where there is none")
         save = isinstance(run[0], SaveState)
+        # Two copies to one place in one batch would have no defined order.
         if len(np.unique(blocks if save else slots)) != len(run):
             raise EngineDead("step copies two states to one place")
         slot, block, behind = upload(columns, self._live.device)
         if save:
+            # [n]: flat rows (slot, copy). ``back`` counts from the live copy towards older positions.
             rows = slot * kind.copies + self._live[slot] - behind
             kind.copy(list(zip(kind.slots, kind.snapshots, strict=True)), block, rows)
         else:
-            self._live.index_fill_(0, slot, 0)  # a number by index would be copied, and waited for
+            self._live.index_fill_(0, slot, 0)  # assignment by index would copy the number and wait
             kind.copy(list(zip(kind.snapshots, kind.slots, strict=True)), slot * kind.copies, block)
 
 

@@ -1,4 +1,4 @@
-"""A step in flight, as whoever launches it holds it."""
+"""Handle of a step in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_YET = Settled(None, EngineDead("a step was not launched"))
 
 @dataclass(slots=True)
 class StepHandle:
-    """A step in flight. Owned by the caller of ``forward`` until ``read``, which ends it."""
+    """A step in flight. The caller of ``forward`` owns the handle until ``read``."""
 
     plan: StepPlan
     launched: float
@@ -27,18 +27,19 @@ class StepHandle:
     sampled: Work | None = None
     buffer: StagingBuffer | None = field(default=None, repr=False)
     hidden: Tensor | None = field(default=None, repr=False)
-    """[T, hidden] of the step's tokens, where a drafter reads them."""
+    """[T, hidden] of the tokens of the step, only if a drafter reads hidden states."""
     each: int = 0
-    """Tokens that every row takes up there; 0: as many as it has."""
+    """Tokens per row in ``hidden``, for padded rows; 0: rows are not padded."""
     uncaptured: bool = False
-    """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
+    """True if the step was slower than later steps of the same bucket will be, because only later steps are
+    replayed. Valid after ``read``."""
     micro_batches: list[StagingBuffer] = field(default_factory=list, repr=False)
-    """Buffers of a step in micro-batches."""
+    """Staging buffers of a step in micro-batches."""
     pooled: Pooled | None = field(default=None, repr=False)
-    """Embeddings that the step has completed."""
+    """Embeddings completed by the step."""
     encode_seconds: float = 0.0
-    """What encoding images took (on a GPU: to launch it)."""
+    """Seconds for encoding images; on a GPU, seconds to launch the encoding."""
     drawn: Drawn | None = None
-    """Of a step that was sampled as it was computed; from when ``forwarded`` has ended."""
+    """Tokens of a step that was sampled inside its capture; else None. Valid once ``forwarded`` has ended."""
     times: StepTimes | None = None
-    """Where its time went, once it was read; None on a rank alone."""
+    """Times of compute and communication, valid after ``read``; None on a rank without communication."""

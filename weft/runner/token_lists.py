@@ -1,4 +1,4 @@
-"""What one slot's parameters, or a grammar, say of single tokens, in the form that the sampler applies."""
+"""Per-token rules of sampling parameters or of a grammar, in the form that the sampler applies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Bad words of two and more ids, on the device (they can be many)."""
+    """Bad words of two or more ids, on the device because words can be many."""
 
     prefixes: Tensor
     lengths: Tensor
@@ -25,11 +25,11 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Per-slot lists of ids (int64), all inside the vocabulary."""
+    """Token lists of one slot: ids (int64), all inside the vocabulary."""
 
     banned: np.ndarray
     stop: np.ndarray
-    """Banned as well while there are fewer output tokens than min_tokens."""
+    """Banned while fewer than min_tokens output tokens exist."""
     bias_ids: np.ndarray
     bias: np.ndarray
     allowed: np.ndarray | None
@@ -37,8 +37,13 @@ class Lists:
 
 
 def lists_of(params: TokenParams, vocab_size: int, device: torch.device) -> Lists | None:
-    """What ``params`` say of single tokens; None when that is nothing."""
+    """Return the per-token rules of ``params``; None if no rule applies.
+
+    Ids outside the vocabulary are dropped. A bad word of one id is banned outright; a longer word bans its
+    last id behind its other ids.
+    """
     bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab_size}
+    # Only the last id of a word needs to be in the vocabulary: the prefix is compared with the history.
     words = [word for word in params.bad if len(word) > 1 and 0 <= word[-1] < vocab_size]
     lists = Lists(
         banned=_columns([word[0] for word in params.bad if len(word) == 1], vocab_size),
@@ -54,7 +59,7 @@ def lists_of(params: TokenParams, vocab_size: int, device: torch.device) -> List
 
 
 def pairs_of(lists: list[tuple[int, np.ndarray]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row, id), int64 [N] each, of all ids of (row, ids)."""
+    """Return (row, id), int64 [N] each, for all ids of the (row, ids) pairs in ``lists``."""
     ids = np.concatenate([ids for _, ids in lists]) if lists else np.empty(0, np.int64)
     owner = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists]).astype(np.int64)
     pairs = upload(np.stack([owner, ids]), device)
@@ -65,6 +70,7 @@ def _words(words: list[tuple[int, ...]], device: torch.device) -> Words:
     lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
     prefixes = np.full((len(words), int(lengths.max())), -1, dtype=np.int32)
     for row, word in enumerate(words):
+        # [words, longest prefix], right-aligned and padded with -1
         prefixes[row, prefixes.shape[1] - len(word) + 1 :] = word[:-1]
     last = np.array([word[-1] for word in words], dtype=np.int64)
     return Words(*(upload(column, device) for column in (prefixes, lengths, last)))
@@ -76,11 +82,12 @@ def _columns(ids: list[int], vocab_size: int) -> np.ndarray:
 
 
 def words_of(masks: TokenMasks, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(words int32 [masks, .], int64 [order]: the mask of each of the entries ``order``; any number of those
-    that have none). There is a mask.
+    """Return (words int32 [masks, .], mask index int64 [order] of each entry in ``order``).
+
+    ``masks`` must not be empty. Entries without a mask get an arbitrary index.
     """
     count = len(masks.entries)
-    if masks.entries[-1] == count - 1:  # the first ``count`` entries, so a mask has its entry's number
+    if masks.entries[-1] == count - 1:  # masks cover the first ``count`` entries: mask index = entry
         places = np.minimum(order, count - 1)
     else:
         numbers = np.zeros(1 + max(int(order.max()), int(masks.entries[-1])), np.int64)
@@ -90,4 +97,4 @@ def words_of(masks: TokenMasks, order: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return (
         words if words.flags.writeable else words.copy(),
         places,
-    )  # a frame's are not, and torch wants its own
+    )  # torch needs writable memory, and a received frame is read-only

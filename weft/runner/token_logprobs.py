@@ -1,4 +1,4 @@
-"""Logprobs of sampled and of prompt tokens, as the sampler makes them."""
+"""Logprobs of sampled tokens and of prompt tokens."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 Part: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""ids, values and rank of some entries, as ``ops.logprobs_of`` returns them, and whether each is broken."""
+"""ids, values and ranks of some entries from ``ops.logprobs_of``, and bool [n]: broken entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobTensors:
-    """Logprobs of n entries, on the device. Unused places (a row that asked for fewer) have id -1."""
+    """Logprobs of n entries, on the device. Padding of rows with fewer alternatives has id -1."""
 
     entries: np.ndarray
-    """int64 [n], on the host: which of the S (or P) entries these are, ascending."""
+    """int64 [n], on the host, ascending: indices among the S (or P) entries."""
     ids: Tensor
-    """int64 [n, 1 + top]: the entry's own token, then the likeliest in order."""
+    """int64 [n, 1 + top]: the token of the entry, then the likeliest tokens in order."""
     values: Tensor
-    """float32 [n, 1 + top], float64 in E0. -inf where there is no id."""
+    """float32 [n, 1 + top]; float64 if the logits are float64. -inf for padding."""
     rank: Tensor
-    """int64 [n]: 1 + how many tokens are ahead of the entry's own."""
+    """int64 [n]: 1 + number of tokens ahead of the entry's own token."""
     error: Tensor
-    """bool [n]: the logits hold NaN or +inf, or nothing finite, and the values mean nothing."""
+    """bool [n]: True if the logits contain NaN or +inf, or nothing finite. The values are then
+    meaningless."""
 
 
 def assembled(
     parts: Sequence[Part], entries: np.ndarray, asked: np.ndarray, order: np.ndarray | None = None
 ) -> LogprobTensors:
-    """``parts``, one behind the other, of ``entries``, each of which asked for ``asked`` alternatives.
+    """Concatenate ``parts`` into the logprobs of ``entries``. ``asked``: number of alternatives per entry.
 
-    ``order``: the entries as the parts have them, where these are of what tokens are drawn from. One that
-    cannot be drawn is no alternative then.
+    ``order``: the entries in the order of the parts, for processed logprobs. Then tokens that cannot be drawn
+    are no alternatives: their ids become -1.
     """
     ids, values, rank, error = (torch.cat(column) for column in zip(*parts, strict=True))
     device = ids.device
     beyond = None
+    # [n, 1 + top]: True for padding
     if (asked < asked.max()).any():
         beyond = torch.arange(ids.shape[1], device=device) > upload(asked, device).unsqueeze(1)
     if order is not None:

@@ -1,8 +1,9 @@
-"""One trace event a step, in Chrome's trace format (load the file in Perfetto or chrome://tracing).
+"""Trace of steps: one event per step in Chrome's trace format (load the file in Perfetto or
+chrome://tracing).
 
-Of steps that communicate also what each micro-batch did: four tracks of a process called ``micro_batches``,
-compute and communication of the first micro-batch and of the second (a step that is computed whole is all
-first micro-batch). ``python -m weft.overlap.report FILE`` adds them up.
+Steps with communication also record each micro-batch, on four tracks of a process called ``micro_batches``:
+compute and communication of the first and of the second micro-batch. A step without micro-batches counts as
+first micro-batch. ``python -m weft.overlap.report FILE`` sums up a trace.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ def _micros(seconds: float) -> int:
 
 
 def composition(plan: StepPlan) -> str:
-    """What a step holds: ``prefill rows/tokens + decode rows/tokens``."""
+    """Return the composition of a step: ``prefill rows/tokens + decode rows/tokens``."""
     prefill = plan.prefill
     decode = plan.decode
     return f"{prefill.rows}/{prefill.tokens} + {decode.rows}/{decode.tokens}"
 
 
 class StepTrace:
-    """Writes step events as they end. The list is valid JSON once closed; viewers accept it before."""
+    """Writes an event when a step ends. After ``close`` the file is valid JSON; viewers accept the file
+    before."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -54,11 +56,12 @@ class StepTrace:
         self._first = True
         self._named = False
         self._origin = time.monotonic()
-        about = {"unix_ns": time.time_ns()}  # so that other traces of the run can be laid beside this one
+        about = {"unix_ns": time.time_ns()}  # aligns other traces of the same run
         self._event({"name": "weft_origin", "ph": "M", "pid": 0, "args": about})
 
     def step(self, plan: StepPlan, launched: float, read: float, times: StepTimes | None = None) -> None:
-        """Records a step by its plan and its times (monotonic seconds): launched, result read."""
+        """Record a step. ``launched`` and ``read``: monotonic seconds of the launch and of the read
+        result."""
         if self._file is None:
             return
         event: dict[str, Any] = {
@@ -90,7 +93,7 @@ class StepTrace:
             self._micro_batches(plan, times)
 
     def _micro_batches(self, plan: StepPlan, times: StepTimes) -> None:
-        """Compute and communication of each micro-batch, on tracks of their own."""
+        """Record compute and communication of each micro-batch on separate tracks."""
         if not self._named:
             self._named = True
             self._event({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "micro_batches"}})
@@ -134,11 +137,11 @@ class StepTrace:
         self._write(separator + msgspec.json.encode(event).decode())
 
     def close(self) -> None:
-        """Ends the list. Safe to call twice."""
+        """End the list and close the file. Idempotent."""
         self._write("\n]\n", last=True)
 
     def _write(self, text: str, *, last: bool = False) -> None:
-        """A file that cannot be written to (a full disk) ends the trace, never the engine."""
+        """Write to the file. If the file cannot be written (a full disk), log a warning and end the trace."""
         file = self._file
         if file is None:
             return

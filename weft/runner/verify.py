@@ -1,4 +1,4 @@
-"""Verification: which drafts were right."""
+"""Verification of drafts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Tensor = torch.Tensor
 
 
 def accept(verify: Verify, output: SampleOutput) -> Tensor:
-    """int64 [decode rows]: leading drafts that equal the sample at their position.
+    """Return int64 [decode rows]: number of leading drafts that equal the sample at the same position.
 
-    A sample without a value (an error) equals nothing.
+    A sample with an error equals no draft.
     """
+    # [decode rows, most drafts]; -2 never equals a draft id or the padding -1
     samples = output.tokens.masked_fill(output.error, -2)[verify.entries]
     return (samples == verify.drafts).long().cumprod(dim=1).sum(dim=1)

@@ -1,9 +1,9 @@
-"""Steps that a GPU computes before it serves, so that no request waits for a kernel to be compiled or loaded.
+"""Warm-up steps of a GPU, computed before serving, so that no request waits for kernel compilation or
+loading.
 
-A kernel is compiled once for each form that a step may need: for few and many rows of a tile, with keys in
-splits or in one piece. So prompts of all sizes are computed once, at the begin of a context and behind so
-many positions that keys come in splits. What a step needs beyond the logits of one row (the sampler,
-drafters, towers) is compiled when it is first met, and so is everything of ranks that meet.
+A kernel is compiled once per variant: few or many rows of a tile, keys in splits or in one piece. So prompts
+of all sizes are computed once at the start of a context, and once behind enough positions for splits. Work
+beyond the logits of one row (sampler, drafters, towers) and communication are compiled at first use.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 from weft.types.plan import Segment, StepPlan, column
 
 FAR = 4096
-"""Positions before a prompt that is not the first of its context: more than any split has."""
+"""Start of the second kind of warm-up prompt: more positions than any split has."""
 
 
 def plans(most: int, longest: int) -> list[StepPlan]:
-    """Of one prompt row each, in slot 0.
+    """Return the warm-up plans, each with one prompt row in slot 0.
 
-    most: tokens of a step, at most; longest: positions of a sequence, at most.
+    most: maximum tokens of a step; longest: maximum positions of a sequence.
     """
     most = min(most, longest)
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
     made = list[StepPlan]()
+    # The largest prompt runs first, so that smaller prompts reuse its memory.
     for size in reversed(sizes):
         for start in dict.fromkeys((0, min(FAR, longest - size))):
             segment = Segment(

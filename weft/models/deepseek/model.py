@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention; all but the first feed-forward blocks are routed experts."""
+"""DeepSeek V2 and V3: latent attention; all feed-forward blocks except the first are routed experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset; from ``spec.layers`` on that of a module that predicts ahead."""
+    """Build layer ``layer`` with unset weights. Layers from ``spec.layers`` on belong to MTP modules."""
     attention = LatentAttention(spec, layer, build)
     return Block(spec, build, attention=attention, feed_forward=make_feed_forward(spec, layer, build))
 
 
 def make_feed_forward(spec: ModelSpec, layer: int, build: Build) -> FeedForward:
-    """What follows the attention of ``layer``."""
+    """Build the feed-forward of ``layer``: routed experts or a dense block."""
     if spec.moe is not None and layer in spec.moe.layers:
         return RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
     return GatedMLP(spec.hidden, spec.intermediate, spec.activation, build)

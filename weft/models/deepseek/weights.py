@@ -7,15 +7,14 @@ from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     return latent_weights(spec, "model", "lm_head")
 
 
 def latent_weights(spec: ModelSpec, prefix: str, head: str) -> WeightMap:
-    """Likewise, of a text model whose names begin with ``prefix``, but for the ``head``.
+    """Return the weight map of a text model with names below ``prefix``, except the ``head``.
 
-    Modules that predict further tokens, if the model has any, are published as the layers behind the last,
-    with copies of embedding and head.
+    MTP modules are published as layers behind the last layer, with copies of embedding and head.
     """
     result = decoder_weights(spec, prefix, head)
     for layer in range(spec.layers):

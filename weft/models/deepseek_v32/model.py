@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and GLM-5: DeepSeek V3 whose attention reads what an indexer chooses."""
+"""DeepSeek V3.2 and GLM-5: DeepSeek V3 with attention to positions chosen by an indexer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.models.deepseek.model import make_feed_forward
 
 
 class IndexedDecoder(Decoder):
-    """What was chosen goes from layer to layer."""
+    """Decoder with layers that share the choice of the last indexer."""
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> IndexedInput:
         backend = backends["sparse"]
@@ -35,6 +35,6 @@ class IndexedDecoder(Decoder):
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
+    """Build layer ``layer`` with unset weights."""
     attention = IndexedAttention(spec, layer, build)
     return Block(spec, build, attention=attention, feed_forward=make_feed_forward(spec, layer, build))

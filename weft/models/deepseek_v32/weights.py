@@ -8,7 +8,7 @@ from weft.models.weights import WeightMap
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = without_indexers(spec)
     index = spec.index
     assert index is not None

@@ -1,13 +1,14 @@
-"""Attention of DeepSeek V4: entries that are key and value of all heads, in a window and of groups before it.
+"""Attention of DeepSeek V4: entries serve all heads as key and value, in a window and in groups before the
+window.
 
-On merged rows: all projections, every cache entry and the groups that the step completes. Per segment: the
-choice of groups, and core attention. Source: DeepSeek-V4 (2026), section 2.3.
+Merged rows: all projections, every cache entry, and the groups completed by the step. Per segment: the choice
+of groups, and core attention. Source: DeepSeek-V4 (2026), section 2.3.
 
     x -> down -> [q part | entry | sources of groups | index weights]      one matrix
     q part: norm, ``q_up`` -> [queries | index queries]; each query normalized, rotated
-    entry: norm, rotated -> the token's cache entry
-    what heads got: rotated back by the token's position, since values are rotated; then a low-rank
-    projection for each group of heads, and one for all
+    entry: norm, rotated -> cache entry of the token
+    outputs of heads: rotated back by the position of the token, because values are rotated; then a low-rank
+    projection per group of heads, and one projection for all groups
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeInput:
-    """What the layers of one type share in a step."""
+    """Input shared by the layers of one type in a step."""
 
     reads: Reads
     angles: tuple[Tensor, Tensor]
-    """cos and sin of the step's positions."""
+    """cos and sin of the positions of the step."""
     plans: tuple[object, object]
-    """The backend's, for each segment."""
+    """Plans of the backend, per segment."""
     completed: Completed | ByToken | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseInput:
-    """What every layer of a step shares."""
+    """Attention input shared by all layers of a step."""
 
     step: StepInput
     backends: Backends
@@ -52,15 +53,15 @@ class SparseInput:
 
 
 def overlap_of(kind: str) -> int:
-    """Groups that a source entry has a part in, for layers of the type ``kind``."""
+    """Return the number of groups that contain a source entry, for layers of type ``kind``."""
     return {"window": 0, "chosen": 2, "all": 1}[kind]
 
 
 class DownLinear(Linear):
-    """The projection from the hidden size. Published sources come vector by vector, each with its parts.
+    """Projection from the hidden states. Published sources come vector by vector, each with its parts.
 
-    Packing puts what one group needs of a source together: from ``[kv a | kv b | gate a | gate b]`` (a and b
-    the parts, each of all dims in turn) rows go to ``[kv a | gate a | kv b | gate b]``.
+    ``pack`` reorders the rows so that one group's share of a source is contiguous: from ``[kv a | kv b | gate
+    a | gate b]`` (parts a and b, each with all dims in turn) to ``[kv a | gate a | kv b | gate b]``.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DownLinear(Linear):
         if self._overlap > 1:
             rows = list[Tensor]()
             end = self._before
-            parts = []  # of kv, then of gate: for each vector its parts
+            parts = []  # of kv, then of gate: the parts of each vector
             for dim in self._dims * 2:
                 parts.append(torch.arange(end, end + self._overlap * dim).chunk(self._overlap))
                 end += self._overlap * dim
@@ -88,7 +89,7 @@ class DownLinear(Linear):
 
 
 class GroupedLinear(Packs):
-    """A matrix for each of ``groups`` equal parts of the input; weight: [groups * outputs, inputs]."""
+    """One matrix for each of ``groups`` equal parts of the input. weight: [groups * outputs, inputs]."""
 
     def __init__(self, groups: Shard, inputs: int, outputs: int, build: Build) -> None:
         super().__init__()
@@ -106,14 +107,14 @@ class GroupedLinear(Packs):
         self.weight = None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, groups * inputs]; returns [T, groups * outputs]."""
+        """Return [T, groups * outputs] for x [T, groups * inputs]."""
         parts = x.unflatten(1, (self._groups, -1)).unbind(1)
         made = [self._op.run(part.contiguous(), w, None) for part, w in zip(parts, self._packed, strict=True)]
         return torch.cat(made, dim=1)
 
 
 class SparseAttention(Layer):
-    """Sparse attention of one layer; returns a partial."""
+    """Sparse attention of one layer. Returns a partial sum, to be reduced over the ranks."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
@@ -153,7 +154,11 @@ class SparseAttention(Layer):
     def forward(
         self, x: Tensor, shared: SparseInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        logits_indices: rows to return (None: all).
+        """
         mine = shared.types[self._type]
         cos, sin = mine.angles
         low, entry, sources, index_weights = self.down(x).split(self._sizes, dim=1)
@@ -161,6 +166,7 @@ class SparseAttention(Layer):
         queries = self._heads * self._dim
         index_q = rotate_pairs_(q[:, queries:].unflatten(1, self._index), cos, sin) if self._index[0] else q
         q = q[:, :queries].unflatten(1, (self._heads, self._dim)).contiguous()
+        # [T, heads, head_dim]; the norm has no learned weight
         q = rotate_pairs_(self._norm(q, self._unit, self._eps), cos, sin)
         self._write(entry, sources, shared.step, mine, caches)
         out = self._attend(q, index_q, index_weights.to(self._wide), shared, caches)
@@ -174,11 +180,12 @@ class SparseAttention(Layer):
     def _write(
         self, entry: Tensor, sources: Tensor, step: StepInput, mine: TypeInput, caches: LayerCache
     ) -> None:
-        """All entries of the step, of both segments, before any attention.
+        """Write all entries of the step, of both segments, before any attention.
 
-        A prefill row's later entries may be there before its earlier tokens attend: these do not see them,
-        since positions decide what a token sees, of window and groups alike. So it is the same as writing
-        the window's entries of prefill rows afterwards, where a ring of the window's size would lose some.
+        Later entries of a prefill row may exist before its earlier tokens attend. Earlier tokens do not see
+        the later entries, because visibility depends on positions only. So writing before attention gives
+        the same result as writing after attention. (A ring buffer of the window's size could not write
+        first: new entries would overwrite visible entries.)
         """
         entry = rotate_pairs_(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
         entries = [entry, sources] if self.compressor is not None else [entry]

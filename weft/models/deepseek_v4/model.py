@@ -1,4 +1,4 @@
-"""DeepSeek V4: sparse attention and routed experts, between several residual streams."""
+"""DeepSeek V4: sparse attention and routed experts, with several residual streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class StreamsBlock(Block):
-    """A block whose attention and feed-forward read from and add to several streams."""
+    """A block with attention and feed-forward that read from and add to several streams."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         assert spec.moe is not None
@@ -45,7 +45,12 @@ class StreamsBlock(Block):
         caches: LayerCache,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
-        """x: [T, N, hidden], the streams; delta: None, as what a layer makes is added at once."""
+        """Run the block on the streams x [T, N, hidden]. ``delta`` is None, because outputs are added at
+        once.
+
+        Returns the streams of rows ``logits_indices`` (None: all), and None.
+        """
+        # [T, hidden], [T, N], [T, N, N]: input of the layer, weights of its output, mix of streams
         one, out, mix = self.attention_streams(x)
         partial = self.attention(self.attention_norm(one), shared, caches, logits_indices)
         if logits_indices is not None:
@@ -64,7 +69,7 @@ class StreamsBlock(Block):
 
 
 class StreamsDecoder(Decoder):
-    """Embedding, as many times as there are streams; blocks; streams as one, norm, head."""
+    """Decoder with streams: embedding copied to every stream, blocks, streams merged, norm, head."""
 
     def __init__(
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
@@ -98,7 +103,8 @@ class StreamsDecoder(Decoder):
     def _completed(
         self, step: StepInput, kind: str, reads: Reads, caches: LayerCache, by_token: bool
     ) -> Completed | ByToken | None:
-        """The groups that the step completes in layers of type ``kind``."""
+        """Return the groups completed by the step in layers of type ``kind``; None for layers without
+        groups."""
         if reads.groups is None:
             return None
         sources, rope = reads.groups - 1, self._group_rope
@@ -117,7 +123,8 @@ class StreamsDecoder(Decoder):
 
 
 def _reads(spec: ModelSpec, kind: str, layer: int) -> Reads:
-    """What layers of the type of ``layer`` read: entries, and of (sources, groups) the groups."""
+    """Return the reads of layers of the type of ``layer``: window entries, and groups (the last KV cache
+    group)."""
     sparse = spec.sparse
     kinds = spec.caches_of(layer)
     assert sparse is not None
@@ -135,5 +142,5 @@ def _reads(spec: ModelSpec, kind: str, layer: int) -> Reads:
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
+    """Build layer ``layer`` with unset weights."""
     return StreamsBlock(spec, layer, build)

@@ -1,7 +1,7 @@
 """DeepSeek V4: published weight names.
 
-A tensor has up to three names: the published one, the one that transformers gives it in memory, and what
-``save_pretrained`` of transformers makes of both (published leaves below ``model.``, some of them renamed).
+A tensor has up to three names: the published name, the name in memory of transformers, and the name in files
+of transformers' ``save_pretrained`` (published leaves below ``model.``, some renamed).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.models.weights import WeightMap
 
 
 class _Map:
-    """A ``WeightMap`` of tensors with several names, of which a checkpoint may hold any one."""
+    """A ``WeightMap`` of tensors with several alternative names."""
 
     def __init__(self) -> None:
         self.made = WeightMap(ignored=[re.compile(r"(^|\.)mtp\."), re.compile(r"rotary_emb\.")])
@@ -28,7 +28,7 @@ class _Map:
     def of_layer(
         self, layer: int, published: str, memory: str, parameter: str, *index: int | slice, saved: str = ""
     ) -> None:
-        """A tensor of ``layer``; ``saved``: as transformers saves it, where that is not ``published``."""
+        """Map a tensor of ``layer``. ``saved``: name in files of transformers, if not ``published``."""
         names = (
             f"layers.{layer}.{published}",
             f"model.layers.{layer}.{memory}",
@@ -38,7 +38,7 @@ class _Map:
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes. Modules that predict further tokens (``mtp``) are passed over."""
+    """Return the weight map. MTP modules (``mtp``) are ignored."""
     found = _Map()
     embedding = ("embed.weight", "model.embed_tokens.weight", "model.embed.weight")
     found.add(embedding, "embedding.weight")
@@ -92,6 +92,7 @@ def _add_attention(found: _Map, spec: ModelSpec, layer: int) -> None:
     vectors = [("compressor", "compressor", dim)]
     if kind == "chosen":
         vectors.append(("indexer.compressor", "compressor.indexer", sparse.index_dim))
+    # ``down`` continues with the rows of group sources: first all kv vectors, then all gate vectors.
     begin = low + dim
     for published, memory in (("wkv", "kv_proj"), ("wgate", "gate_proj")):
         for theirs, held, size in vectors:
@@ -134,7 +135,7 @@ def _add_feed_forward(found: _Map, spec: ModelSpec, layer: int) -> None:
 
 
 def _add_experts(made: WeightMap, layer: int, experts: int, n: int) -> None:
-    """One by one (published, or below ``model.``), or stacked (in memory)."""
+    """Map experts, published one by one (also below ``model.``) or stacked (in memory)."""
     ours = f"blocks.{layer}.feed_forward.experts"
     forms = list[tuple[str, ...]]()
     for prefix in (f"layers.{layer}.ffn.experts", f"model.layers.{layer}.ffn.experts"):

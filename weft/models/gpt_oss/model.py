@@ -1,4 +1,4 @@
-"""GPT-OSS: the layers of Mixtral; windows, sinks and the experts' biases are the spec's."""
+"""GPT-OSS: the layers of Mixtral. The spec enables windows, sinks and biases of experts."""
 
 from __future__ import annotations
 

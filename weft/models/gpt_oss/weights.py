@@ -1,6 +1,6 @@
 """GPT-OSS: published weight names.
 
-Experts are published with their inputs first, [experts, inputs, outputs], and rows of gate and up in turn.
+Experts are published with inputs first, [experts, inputs, outputs], and with alternating rows of gate and up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = decoder_weights(spec)
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}"
@@ -36,7 +36,7 @@ def _transposed(weight: Tensor) -> Tensor:
 
 
 def _in_halves(rows: Tensor) -> Tensor:
-    """[experts, 2 n, ...], gate and up in turn: gate rows first."""
+    """Return [experts, 2 n, ...] with all gate rows first, from alternating rows of gate and up."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
 
 

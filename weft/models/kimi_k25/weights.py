@@ -9,7 +9,7 @@ from weft.models.weights import WeightMap
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = latent_weights(spec, "language_model.model", "language_model.lm_head")
     add_moon_tower(result, spec)
     return result

@@ -10,7 +10,7 @@ from weft.models.decoder import Block
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
+    """Build layer ``layer`` with unset weights."""
     return Block(
         spec,
         build,

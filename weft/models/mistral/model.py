@@ -1,4 +1,4 @@
-"""Mistral: the layers of Llama; whether they attend within a window is the spec's."""
+"""Mistral: the layers of Llama. The spec enables windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: the names of Llama's weights."""
+"""Mistral: the weight names of Llama."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
+    """Build layer ``layer`` with unset weights."""
     assert spec.moe is not None
     return Block(
         spec,

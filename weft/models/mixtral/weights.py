@@ -9,7 +9,7 @@ _EXPERT = ("w1", "w3", "w2")
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = decoder_weights(spec)
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}.block_sparse_moe"

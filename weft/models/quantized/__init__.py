@@ -1,5 +1,5 @@
-"""Quantized checkpoints: which published tensors make one weight, and how they are dequantized to it.
+"""Quantized checkpoints: grouping of published tensors into weights, and dequantization.
 
-``sources`` groups names, ``readers`` chooses the format by the parts, and each format is a module of pure
+``sources`` groups names, ``readers`` selects the format by the parts, and each format is a module of pure
 functions.
 """

@@ -1,6 +1,6 @@
-"""AWQ in its "gemm" layout: 4 bits, eight outputs a word in an order of their own, groups along the inputs.
+"""AWQ in the "gemm" layout: 4 bits, eight outputs per word in a special order, groups along the inputs.
 
-Source: Lin et al. 2023, arXiv 2306.00978; the layout is AutoAWQ's.
+Source: Lin et al. 2023, arXiv 2306.00978; the layout comes from AutoAWQ.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from weft.models.quantized.words import even_groups, scale_groups, unpack
 
 Tensor = torch.Tensor
 
-#: Which of a word's eight outputs its i-th four bits are.
+#: Entry i is the output, of the eight in a word, that the i-th four bits belong to.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def dequantize(qweight: Tensor, qzeros: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
+    """Return the matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
 
     qweight: int32 [K, N / 8]; qzeros: int32 [K / group, N / 8]; scales: [K / group, N]. Raises Misfit.
     """

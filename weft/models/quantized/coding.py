@@ -1,7 +1,8 @@
-"""From the parts of one weight to ``Codes``, which stay packed: the same forms that ``readers`` dequantizes.
+"""Conversion of the parts of one weight to ``Codes``, which stay packed: the same formats as in ``readers``.
 
-None where a form has no codes of ours: then the weight is dequantized. So are a matrix with a code or a scale
-that is no number, groups of an odd number of inputs, E5M2, and groups that "desc_act" left uneven.
+None means that a format has no codes, and that the weight must be dequantized. Also dequantized: a matrix
+with a code or scale that is not a number, groups of an odd number of inputs, E5M2, and uneven groups
+("desc_act").
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class CodedPiece:
-    """A weight's codes, or those of one of its stacked matrices."""
+    """Codes of a weight, or of one matrix of a stack."""
 
     index: tuple[int, ...]
     """() for the whole weight."""
     codes: Codes | None
     turned: bool = False
-    """Whether the weight is published as the transpose of this."""
+    """True if the published weight is the transpose of ``codes``."""
 
 
 def read_codes(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, wanted: Callable[[int], bool] = lambda i: True
 ) -> tuple[str, Iterator[CodedPiece]] | None:
-    """(format in words, the weight's pieces one by one); None for a form without codes. ``parts``: by role.
+    """Return (format name, pieces of the weight); None for a format without codes. ``parts``: by role.
 
-    May raise Misfit, also while iterating, as ``readers.read`` does of the same parts; parts that are missing
-    give None.
+    Of a stack, only ``wanted`` matrices are returned. Like ``readers.read``, may raise Misfit, also during
+    iteration. Missing parts give None.
     """
+    # The present roles identify the format.
     if "blocks" in parts and "scales" in parts:
         return "MXFP4", _blocks(parts["blocks"], parts["scales"], wanted)
     if "qweight" in parts and "qzeros" in parts and "scales" in parts:
@@ -53,13 +55,15 @@ def read_codes(
 
 
 def arranged(codes: Codes, placement: Placement, piece: CodedPiece) -> Codes | None:
-    """The rows of ``codes`` where ``placement`` puts them; None where it does more than reorder rows."""
+    """Return ``codes`` with rows in the order of ``placement``; None if ``placement`` does more than reorder
+    rows."""
     if placement.offset:
         return None
     if placement.read is None and not placement.parts:
         return None if piece.turned else codes
     rows = len(codes)
-    # What becomes of rows that have their own number everywhere, and of columns likewise; two stand for all.
+    # Send two probes through the placement: row numbers, and column numbers. Two columns represent all
+    # columns.
     number = torch.arange(rows).unsqueeze(1).expand(rows, 2)
     column = torch.arange(2).expand(rows, 2)
     try:
@@ -87,7 +91,7 @@ def _one(codes: Codes | None) -> Iterator[CodedPiece]:
 
 
 def _sound(codes: Codes | None) -> Codes | None:
-    """None for codes that are not all numbers, or whose groups have no even size."""
+    """Return ``codes``; None if some code is not a number, or if groups have an odd size."""
     if codes is None or broken(codes) or (codes.group % 2 and codes.group < codes.inputs):
         return None
     return codes
@@ -113,7 +117,11 @@ def _words(parts: Mapping[str, Tensor], spec: QuantizedSpec) -> tuple[str, Itera
 def _integers(
     values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, groups: Tensor | None
 ) -> Codes | None:
-    """values: uint8 [N, K]; scales, zeros: [N, G]; groups: of each input, integers [K], or None."""
+    """Build codes of integers. Returns None for uneven groups.
+
+    values: uint8 [N, K]; scales, zeros: [N, G]; groups: group of each input, integers [K], or None for even
+    groups. Raises Misfit.
+    """
     rows, inputs = values.shape
     count = scales.shape[1]
     if scales.shape[0] != rows or count < 1 or (zeros is not None and zeros.shape != scales.shape):
@@ -122,6 +130,7 @@ def _integers(
         return None
     order = None
     even = torch.arange(inputs) // (inputs // count)
+    # Groups in another order: sort the inputs by group, if this makes even groups.
     if (
         groups is not None
         and groups.numel()
@@ -149,6 +158,7 @@ def _integers(
 def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | None:
     values = parts["packed"]
     scale = parts["scale"]
+    # int32 words hold integers of 4 or 8 bits; bytes hold pairs of E2M1 numbers.
     if values.dtype != torch.int32:
         divisor = parts.get("divisor")
         return "MXFP4" if divisor is None else "NVFP4", _one(_fours(values, scale, divisor, inverse=True))
@@ -170,6 +180,7 @@ def _with_scale(
 ) -> tuple[str, Iterator[CodedPiece]] | None:
     values = parts[PLAIN]
     scale = parts["scale"]
+    # Bytes with exponents or a factor are pairs of E2M1 numbers; other 8-bit values are FP8 or int8.
     exponents = scale.dtype in (torch.float8_e8m0fnu, torch.uint8)
     factor = parts.get("factor")
     if values.dtype == torch.uint8 or (values.dtype == torch.int8 and exponents):
@@ -198,7 +209,8 @@ def _with_scale(
 
 
 def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
-    """What ``scale`` says of stacked matrix ``i``: its part, or all of a scale for the whole stack."""
+    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element serves the whole
+    stack."""
     if scale is None or scale.numel() == 1:
         return scale
     if scale.shape[0] != count:
@@ -207,7 +219,7 @@ def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
 
 
 def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> Codes | None:
-    """FP8 or int8 [N, K]; scale: one element, [N], [N, 1], or a grid of blocks."""
+    """Build codes of FP8 or int8 [N, K]. scale: one element, [N], [N, 1], or a grid of blocks."""
     assert scale is not None
     rows, inputs = values.shape
     numbers = _scales(scale)
@@ -232,19 +244,22 @@ def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None)
 
 
 def _kept(scale: Tensor) -> torch.dtype:
-    """In which type scales stay: bytes of exponents and of E4M3 as they are, others in float32."""
+    """Return the dtype of stored scales: E8M0 and E4M3 stay, other types become float32."""
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         return torch.float8_e8m0fnu
     return torch.float8_e4m3fn if scale.dtype == torch.float8_e4m3fn else torch.float32
 
 
 def _scales(scale: Tensor) -> Tensor:
-    """Bytes of what stays in bytes, else float32."""
+    """Return bytes of scales that stay in 8 bits; else float32."""
     return scale.float() if _kept(scale) == torch.float32 else scale.view(torch.uint8)
 
 
 def _fours(packed: Tensor, scale: Tensor, one: Tensor | None, *, inverse: bool = False) -> Codes:
-    """E2M1 pairs, bytes [N, K / 2]; scale: [N, K / 16 or 32]; one: of the matrix (``inverse``: divides)."""
+    """Build codes of E2M1 pairs, bytes [N, K / 2]. scale: [N, K / 16 or 32]; one: scale of the whole matrix.
+
+    inverse: ``one`` divides instead of multiplying. Raises Misfit.
+    """
     rows, inputs = packed.shape[0], 2 * packed.shape[1]
     group = inputs // scale.shape[-1] if scale.dim() == 2 and scale.shape[1] else 0
     if (
@@ -268,7 +283,8 @@ def _fours(packed: Tensor, scale: Tensor, one: Tensor | None, *, inverse: bool =
 
 
 def _blocks(blocks: Tensor, scales: Tensor, wanted: Callable[[int], bool]) -> Iterator[CodedPiece]:
-    """GPT-OSS's experts: uint8 [experts, outputs, inputs / 32, 16], published as [inputs, outputs] each."""
+    """Yield codes of GPT-OSS experts: uint8 [experts, outputs, inputs / 32, 16], published as [inputs,
+    outputs]."""
     if len(blocks) != len(scales) or blocks.shape[:-1] != scales.shape:
         raise Misfit(f"blocks of {list(blocks.shape)} do not fit scales of {list(scales.shape)}")
     for i in filter(wanted, range(len(blocks))):

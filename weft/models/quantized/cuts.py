@@ -1,7 +1,7 @@
-"""What to read of a quantized matrix's parts for a range of its rows or columns.
+"""Slices of a quantized matrix's parts for a range of rows or columns.
 
-A part has one entry for each so many rows and columns of the matrix: a byte two columns, a scale 128 x 128 of
-them. Where both ends of a range lie between such entries, the parts' entries in between are the range.
+One entry of a part covers several rows and columns of the matrix: a byte covers two columns, a scale may
+cover 128 x 128. If both ends of a range lie between entries, the slice of entries describes the range.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ def cut(
     span: tuple[int, int],
     block: tuple[int, int] | None,
 ) -> tuple[dict[str, Slices], tuple[int, int] | None] | None:
-    """For the range ``span`` of ``dim``: what to read of each role, () for all; the block that holds then.
+    """Return the slices to read for the range ``span`` of ``dim``, by role (() for all), and the block of the
+    cut.
 
-    shape: of the matrix [N, K]; shapes: of its parts by role; block: of its scales, where the configuration
-    says. None where the range cannot be read by itself, or the parts do not fit (which shows when all are).
+    shape: shape [N, K] of the matrix; shapes: shapes of its parts by role; block: block of its scales, if
+    configured. None if the range cannot be read alone, or if parts do not fit (reading all parts reports the
+    error).
     """
     if len(shape) != 2 or "blocks" in shapes:
         return None
-    across = "qweight" in shapes  # parts have the matrix's columns first
+    across = "qweight" in shapes  # parts have the columns of the matrix first
     grid = None if across else _grid(shape, shapes, block)
     found: dict[str, Slices] = {}
     for role, sizes in shapes.items():
+        # Every branch finds the slice of one role; None in any role means that the range cannot be cut.
         if role == "shape" or _one(sizes):
             place: Slices | None = ()
         elif role == "groups":
             place = () if dim == 0 else (slice(*span),) if across and sizes == (shape[1],) else None
         elif across and dim == 1 and role in ("scales", "qzeros") and not _one(shapes.get("groups", ())):
-            place = ()  # by group, in any order
+            place = ()  # groups may be in any order, so keep all
         elif role == "scale" and dim == 1 and sizes == (shape[0], 1) and shapes.get(PLAIN) != shape:
-            place = None  # numbers of 4 bits come in groups of some sizes alone
+            place = None  # 4-bit numbers: only some group sizes are allowed
         elif grid is not None and role == "scale":
             place = _along(dim, _entries(span, grid[dim], shape[dim]))
         else:
@@ -53,12 +56,12 @@ def cut(
 
 
 def _one(sizes: Shape) -> bool:
-    """Whether a part is one number, or nothing."""
+    """Return True for a part of one element or none."""
     return all(size <= 1 for size in sizes)
 
 
 def _grid(shape: Shape, shapes: Mapping[str, Shape], block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """(rows, columns) of a block of numbers of 8 bits that have a scale each; None for other forms."""
+    """Return (rows, columns) of a block of 8-bit numbers with a common scale; None for other forms."""
     scale = shapes.get("scale")
     if scale is None or shapes.get(PLAIN) != shape or len(scale) != 2 or scale == (shape[0], 1):
         return None
@@ -69,7 +72,8 @@ def _grid(shape: Shape, shapes: Mapping[str, Shape], block: tuple[int, int] | No
 
 
 def _entries(span: tuple[int, int], each: int, size: int) -> tuple[int, int] | None:
-    """The entries, of ``each`` rows, that are the range ``span`` of ``size``; None where it cuts one."""
+    """Return the range of entries for the rows ``span``, ``each`` rows per entry; None if ``span`` cuts an
+    entry."""
     begin, end = span
     if begin % each or (end % each and end != size):
         return None
@@ -77,8 +81,9 @@ def _entries(span: tuple[int, int], each: int, size: int) -> tuple[int, int] | N
 
 
 def _even(shape: Shape, sizes: Shape, dim: int, span: tuple[int, int], across: bool) -> Slices | None:
-    """Of a part whose entries have equally many rows, and columns, each."""
-    if len(sizes) == 1:  # one number a row
+    """Return the slices of a part with equally many rows, and columns, per entry; None if the range cannot be
+    cut."""
+    if len(sizes) == 1:  # one number per row
         if sizes[0] != shape[0]:
             return None
         return (slice(*span),) if dim == 0 else ()

@@ -1,4 +1,4 @@
-"""Filling parameters from published tensors, plain or quantized, one weight at a time."""
+"""Filling of parameters from published tensors, plain or quantized, one weight at a time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _log = get_logger(__name__)
 
 
 def is_zero_bias(part: Part, sources: Mapping[str, Source]) -> bool:
-    """Whether ``part``, which the model lacks, is a bias of zeros that quantization tools write.
+    """Return True if ``part``, unknown to the model, is a zero bias as written by quantization tools.
 
-    Raises ConfigError where it is such a bias and not zero.
+    Raises ConfigError if ``part`` is such a bias and not zero.
     """
     weight = sources.get(f"{part.name.removesuffix('.bias')}.weight")
     if not part.name.endswith(".bias") or weight is None or "qweight" not in weight.parts:
@@ -53,46 +53,47 @@ def is_zero_bias(part: Part, sources: Mapping[str, Source]) -> bool:
 
 @dataclass(slots=True)
 class Target:
-    """A model's parameters, where they come from, and what was read into them."""
+    """Parameters of a model, the sources of their values, and statistics of quantized weights."""
 
     weights: WeightMap
     parameters: Mapping[str, nn.Parameter]
     quantized: QuantizedSpec | None
     wide: torch.dtype
-    """What scales are applied in."""
+    """Dtype in which scales are applied."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Quantized weights by format."""
+    """Number of quantized weights by format."""
     published: int = 0
-    """Bytes of them in the files."""
+    """Bytes of the quantized weights in the files."""
     held: int = 0
-    """Bytes that they take in memory."""
+    """Bytes of the quantized weights in memory."""
     packed: bool = False
-    """Whether matrices stay packed where their layers can compute with codes."""
+    """True to keep matrices in codes where their layers can compute with codes."""
     blocks: bool = False
-    """Whether GGML's blocks stay as well."""
+    """True to keep GGML blocks as well."""
     wide_held: int = 0
-    """Of ``held``, what was dequantized."""
+    """Bytes of dequantized weights, as a part of ``held``."""
     cut_groups: int = 0
-    """Weights that were dequantized because ranks cut their groups."""
+    """Number of weights dequantized because ranks cut their groups."""
     waiting: list[Held] = field(default_factory=list)
-    """Of ``settle``."""
+    """Parameters with codes, stored by ``settle`` for ``report``."""
 
     def settle(self) -> None:
-        """All is filled: what waits on parameters is kept for ``report``, and they are not."""
+        """End the filling: keep parameters with codes for ``report``, and release all parameters."""
         found = (held_on(parameter) for parameter in self.parameters.values())
         self.waiting = [held for held in found if held is not None and held.pieces]
         self.parameters = {}
 
     def fill(self, source: Source, file: WeightFile) -> None:
-        """Copies of ``source`` what this rank holds. ``file``: the open file at ``source.path``.
+        """Copy this rank's part of ``source`` into the parameter. ``file``: the open file at ``source.path``.
 
-        No more than that is read, where it can be read by itself. Raises ConfigError that names the weight,
-        and a part that is missing or does not fit.
+        Reads no more than the part of this rank, where the part can be read alone. Raises ConfigError that
+        names the weight and a missing or misfitting part.
         """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
         taken = windows(parameter, placement.index)
         divided = bool(taken) and bool(taken[0].source) and _sliceable(placement, parameter)
+        # Three ways, in order: keep codes; read only the slices of this rank; read the whole weight and cut.
         if not taken or self._hold_blocks(source, file, parameter):
             return
         if divided and self._fill_slices(source, file, taken):
@@ -115,6 +116,7 @@ class Target:
                     return
                 form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, parameter))
                 size = sum(copy(source.name, p.values, placement, parameter, p.index) for p in pieces)
+            # A weight that fills more or less than its place would leave wrong values without an error.
             expected = sum(parameter.data[window.target].nbytes for window in taken)
             if size != expected:
                 raise Misfit(f"they make {size} bytes, config.json says {expected}")
@@ -142,14 +144,15 @@ class Target:
         self.wide_held += widened
 
     def _count_widened(self, source: Source, file: WeightFile, size: int) -> None:
-        """Of a weight of a GGUF file that was dequantized when it was read, to ``size`` bytes."""
+        """Count a weight of a GGUF file that was dequantized to ``size`` bytes while reading."""
         stored = file.gguf(source.name)
         if stored is not None and stored.quantized is not None:
             kind, published = stored.quantized
             self._count(kind, published, size, size)
 
     def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
-        """Leaves a weight of a GGUF file packed on ``parameter``. False, where it is to be dequantized."""
+        """Attach a weight of a GGUF file to ``parameter`` as codes. Return False if the weight must be
+        dequantized."""
         stored = file.gguf(source.name)
         if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
             return False
@@ -166,9 +169,9 @@ class Target:
         parameter: nn.Parameter,
         cut_to: list[Window] | None = None,
     ) -> bool:
-        """Leaves ``parts`` packed on ``parameter``. False, where they are to be dequantized.
+        """Attach ``parts`` to ``parameter`` as codes. Return False if the parts must be dequantized.
 
-        cut_to: the one window that ``parts`` were cut to already. Raises Misfit.
+        cut_to: the single window to which ``parts`` are already cut. Raises Misfit.
         """
         if not self.packed or spec is None or held_on(parameter) is None:
             return False
@@ -202,13 +205,13 @@ class Target:
     def _hold_piece(
         self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
     ) -> int | None:
-        """Bytes that are held; None for what codes cannot be."""
+        """Attach the codes of one piece. Return their bytes; None if codes cannot represent the piece."""
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
         where = inside(placement.index, *piece.index) if piece.index else placement.index
         if not cut_to and codes.shape != part_shape(parameter, where):
-            return None  # the error is that of dequantizing it
+            return None  # dequantizing raises the error
         places = list[tuple[int, int, Codes]]()
         for window in cut_to or windows(parameter, where):
             part: Codes | None = codes
@@ -219,6 +222,7 @@ class Target:
             if part is None or place is None:
                 return None
             places.append((*place, part))
+        # Attach only after every window fits, so that a failure leaves the parameter unchanged.
         for matrix, row, part in places:
             hold_codes(parameter, matrix, row, part)
         return sum(part.nbytes for _, _, part in places)
@@ -226,7 +230,8 @@ class Target:
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
     ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
-        """The parts of the one window ``taken``, and how to read them; None where it is not to be cut."""
+        """Return the parts cut to the single window ``taken``, and their format; None if the weight cannot be
+        cut."""
         placement = self.weights.placements[source.name]
         shape = part_shape(self.parameters[placement.parameter], placement.index)
         if self.quantized is None or placement.parts or len(taken) > 1 or len(source.parts) == 1:
@@ -246,7 +251,8 @@ class Target:
         return parts, msgspec.structs.replace(self.quantized, block=block)
 
     def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
-        """Reads the windows ``taken`` alone. False, and nothing is done, where more must be known."""
+        """Read only the windows ``taken`` into the parameter. Return False, without effect, for other
+        weights."""
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
         if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
@@ -262,7 +268,8 @@ class Target:
         return True
 
     def report(self, dtype: torch.dtype) -> None:
-        """One log line, where anything was quantized; behind ``pack``, when layers have taken their codes."""
+        """Log one line about quantized weights, if any. Call after ``pack``, when layers have taken their
+        codes."""
         if not self.counts:
             return
         for held in self.waiting:
@@ -287,7 +294,7 @@ class Target:
 
 
 def _in_file(piece: CodedPiece, mapped: Mapped | None) -> CodedPiece:
-    """Says of codes that are a part of the mapped file that they are."""
+    """Mark codes in the mapped file as mapped."""
     codes = piece.codes
     if codes is None or mapped is None or not any(map(mapped.has, codes.tensors())):
         return piece
@@ -295,13 +302,15 @@ def _in_file(piece: CodedPiece, mapped: Mapped | None) -> CodedPiece:
 
 
 def _part_of(codes: Codes, window: Window, least: int | None = None) -> Codes | None:
-    """What ``window`` takes of a published matrix; None where columns can't be cut so (``Codes.columns``)."""
+    """Return the part of a published matrix in ``window``; None if columns cannot be cut
+    (``Codes.columns``)."""
     rows, columns = (*window.source, slice(None), slice(None))[:2]
     return codes[rows].columns(*columns.indices(codes.inputs)[:2], least=least)
 
 
 def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
-    """(matrix, first row) of ``window`` in the local parameter; None for some of the columns alone."""
+    """Return (matrix, first row) of ``window`` in the local parameter; None if the window has only some
+    columns."""
     entries = (*window.target, *(slice(None),) * (parameter.dim() - len(window.target)))
     *stack, rows, columns = entries
     if not isinstance(rows, slice) or not isinstance(columns, slice):
@@ -315,9 +324,9 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
 
 
 def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
-    """Leaves on ``parameter``, if it wants whole rows rounded, its part of ``values`` [.., N, K] as codes.
+    """Attach this rank's part of ``values`` [.., N, K] as codes, if ``parameter`` wants whole rows rounded.
 
-    False, where it takes the values themselves.
+    Return False if ``parameter`` takes plain values.
     """
     rounds = rounding_of(parameter)
     if rounds is None:
@@ -328,6 +337,7 @@ def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values
     taken = windows(parameter, index)
     if not taken:
         return True
+    # Whole rows are rounded before the cut, so that every rank has the same codes as a single rank.
     codes = rounds(values.to(parameter.dtype))
     places = list[tuple[int, int, Codes]]()
     for window in taken:
@@ -360,7 +370,8 @@ def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[Weight
 def _fill_groups(
     name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
 ) -> bool:
-    """Reads the groups of rows that the windows ``taken`` are made of. False where these are not whole."""
+    """Read the groups of rows behind the windows ``taken``. Return False if the windows do not cover whole
+    groups."""
     found = whole_groups(taken, placement.groups, placement.parts)
     if found is None:
         return False
@@ -374,33 +385,34 @@ def _fill_groups(
 
 
 def _wanted(placement: Placement, parameter: nn.Parameter) -> Callable[[int], bool]:
-    """Whether this rank holds anything of a matrix of a stack, or there should be none of that number."""
+    """Return a predicate: True if this rank stores a part of matrix i of a stack, or if the stack has no
+    matrix i."""
     count = part_shape(parameter, placement.index)[:1]
     return lambda i: (i,) >= count or bool(windows(parameter, inside(placement.index, i)))
 
 
 def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
-    """Whether a slice of the published tensor says all that there is to know for a slice of the parameter."""
+    """Return True if a slice of the parameter needs only a slice of the published tensor."""
     return placement.read is None and largest_of(parameter) is None and rounding_of(parameter) is None
 
 
 def copy(
     name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
 ) -> int:
-    """Copies what this rank holds of ``values``, which fill the placement (or matrix ``index`` of it).
+    """Copy this rank's part of ``values``, which fill the placement or matrix ``index`` of the placement.
 
-    Returns its bytes. Raises ConfigError for values of another shape, and for numbers of less than 16 bits.
+    Return the bytes of the part. Raises ConfigError for another shape, and for numbers of less than 16 bits.
     """
     whole = part_shape(parameter, placement.index)
     fits = not index or index[0] < whole[0]
     if fits:
-        with contextlib.suppress(ValueError, IndexError, RuntimeError):  # its shape will not do either
+        with contextlib.suppress(ValueError, IndexError, RuntimeError):  # ``_check_shape`` reports below
             # A matrix of a stack is arranged as a stack of one.
             values = placement.arranged(values[None] if index else values, parameter.dtype)
             values = values[0] if index else values
     shape = tuple(values.shape) if not index else (index[0] + 1 if not fits else whole[0], *values.shape)
     _check_shape(name, shape, whole, more=not fits)
-    is_table = not parameter.is_floating_point() and not values.is_floating_point()  # of ids
+    is_table = not parameter.is_floating_point() and not values.is_floating_point()  # a table of ids
     if not is_table and (not values.is_floating_point() or values.element_size() < 2):
         raise ConfigError(
             f"weight {name} has type {values.dtype}; quantized weights need a quantization_config in "
@@ -420,7 +432,7 @@ def copy(
 
 
 def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int], *, more: bool = False) -> None:
-    """``more``: the first entry of ``shape`` is the least that it is."""
+    """Raise ConfigError if ``shape`` differs. ``more``: the first entry of ``shape`` is a lower bound."""
     if tuple(shape) != tuple(expected):
         found = [f"{shape[0]} or more", *shape[1:]] if more else list(shape)
         raise ConfigError(

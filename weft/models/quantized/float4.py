@@ -1,8 +1,8 @@
-"""FP4: two E2M1 values a byte, the first in the low bits, with a scale for each 16 or 32 along the inputs.
+"""FP4: two E2M1 values per byte, the first in the low bits, with a scale per 16 or 32 inputs.
 
-NVFP4   E4M3 scales for each 16, and one float32 for the matrix: ``weight_scale_2`` multiplies (ModelOpt),
+NVFP4   E4M3 scales per 16 inputs, and one float32 for the matrix: ``weight_scale_2`` multiplies (ModelOpt),
         ``weight_global_scale`` divides (compressed-tensors)
-MXFP4   E8M0 scales for each 32. GPT-OSS publishes experts as blocks of 16 bytes, see ``from_blocks``.
+MXFP4   E8M0 scales per 32 inputs. GPT-OSS publishes experts as blocks of 16 bytes, see ``from_blocks``.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0; NVFP4: NVIDIA, arXiv 2509.25149.
 """
@@ -20,7 +20,7 @@ _GROUPS = (16, 32)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """E2M1 values in ``dtype``: bytes [..., n] (uint8 or int8) to [..., 2 n]."""
+    """Return E2M1 values in ``dtype``: bytes [..., n] (uint8 or int8) to [..., 2 n]."""
     table = torch.tensor(E2M1, dtype=dtype)
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1)  # [256, 2]: low, high
     codes = packed.contiguous().view(torch.uint8)
@@ -35,7 +35,7 @@ def dequantize(
     factor: Tensor | None = None,
     divisor: Tensor | None = None,
 ) -> Tensor:
-    """The matrix [N, K] in ``dtype`` (wide).
+    """Return the matrix [N, K] in ``dtype`` (wide).
 
     packed: bytes [N, K / 2]; scale: [N, K / 16] or [N, K / 32], E4M3, E8M0 (also as uint8) or a float type;
     factor, divisor: one element for the whole matrix, or None. Raises Misfit.
@@ -56,7 +56,7 @@ def dequantize(
 
 
 def from_blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """One expert's matrix as GPT-OSS publishes it, [inputs, outputs] in ``dtype`` (wide; a view).
+    """Return the matrix of one GPT-OSS expert, [inputs, outputs] in ``dtype`` (wide; a view).
 
     blocks: uint8 [outputs, inputs / 32, 16]; scales: uint8 [outputs, inputs / 32]. Raises Misfit.
     """

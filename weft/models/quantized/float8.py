@@ -1,7 +1,7 @@
-"""FP8: E4M3 or E5M2 values, with one scale for the matrix, for each row, or for each block.
+"""FP8: E4M3 or E5M2 values, with one scale per matrix, per row, or per block.
 
-The scale multiplies, whether it is called ``weight_scale`` or ``weight_scale_inv``. Which of the three it is
-follows from its shape, so one checkpoint may mix them.
+The scale multiplies under both names, ``weight_scale`` and ``weight_scale_inv``. The shape of the scale
+selects matrix, row or block, so a checkpoint may mix the three.
 
 Source: Micikevicius et al. 2022, arXiv 2209.05433; blocks of 128 x 128: DeepSeek-V3, arXiv 2412.19437.
 """
@@ -18,7 +18,8 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def kind(values: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> str:
-    """What ``scale`` belongs to, in words: ``per tensor``, ``per channel``, ``blocks of 128 x 128``."""
+    """Return the unit of ``scale`` in words: ``per tensor``, ``per channel``, ``blocks of 128 x 128``. May
+    raise Misfit."""
     if scale.numel() == 1:
         return "per tensor"
     if _per_row(values, scale):
@@ -32,10 +33,10 @@ def kind(values: Tensor, scale: Tensor, block: tuple[int, int] | None = None) ->
 def dequantize(
     values: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
 ) -> Tensor:
-    """The matrix [N, K] in ``dtype`` (wide).
+    """Return the matrix [N, K] in ``dtype`` (wide).
 
     values: [N, K], FP8 or int8. scale: one element, [N], [N, 1], or a grid of blocks; any float type or E8M0.
-    block: the grid's blocks, where the configuration says. Raises Misfit.
+    block: the configured block of the grid, if any. Raises Misfit.
     """
     what = kind(values, scale, block)
     made = values.to(dtype)

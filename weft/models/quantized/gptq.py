@@ -1,7 +1,8 @@
-"""GPTQ: 2, 4 or 8 bits, several inputs a word, groups along the inputs in any order.
+"""GPTQ: 2, 4 or 8 bits, several inputs per word, groups along the inputs in any order.
 
-Source: Frantar et al. 2022, arXiv 2210.17323; the layout is AutoGPTQ's. ``offset`` is added to stored zero
-points: 1 in its first form, which wraps (a zero point of 0 is stored as the largest value), 0 in "gptq_v2".
+Source: Frantar et al. 2022, arXiv 2210.17323; the layout comes from AutoGPTQ. ``offset`` is added to stored
+zero points. The first version of the format has offset 1, with wrap-around (a zero point of 0 is stored as
+the largest value); "gptq_v2" has offset 0.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def dequantize(
     groups: Tensor | None = None,
     offset: int = 1,
 ) -> Tensor:
-    """The matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
+    """Return the matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
 
-    qweight: int32 [K * bits / 32, N]; qzeros: int32 [G, N * bits / 32]; scales: [G, N]; groups: the group of
-    each input, integers [K] (``g_idx``; not in order after "desc_act"), or None for even ones. Raises Misfit.
+    qweight: int32 [K * bits / 32, N]; qzeros: int32 [G, N * bits / 32]; scales: [G, N]; groups: group of each
+    input, integers [K] (``g_idx``; unordered after "desc_act"), or None for even groups. Raises Misfit.
     """
     if scales.dim() != 2 or qzeros.dim() != 2 or qzeros.shape[0] != scales.shape[0]:
         raise Misfit(f"qzeros of {list(qzeros.shape)} do not fit scales of {list(scales.shape)}")

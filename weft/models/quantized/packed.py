@@ -1,4 +1,4 @@
-"""compressed-tensors' "pack-quantized": signed integers plus half their range, several inputs a word."""
+"""compressed-tensors' "pack-quantized": signed integers plus half their range, several inputs per word."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def dequantize(
     zeros: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    """The matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
+    """Return the matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
 
-    packed: int32 [N, ceil(K / values a word)]; scale: [N, G], G = 1 for one a row, or one element; shape: the
-    integers N, K; zeros: int32 [ceil(N / values a word), G] or None for 0; groups: the group of each input,
-    integers [K], or None for even ones. Raises Misfit.
+    packed: int32 [N, ceil(K / values per word)]; scale: [N, G] (G = 1: one scale per row), or one element;
+    shape: the integers N, K; zeros: int32 [ceil(N / values per word), G], or None for half the range; groups:
+    group of each input, integers [K], or None for even groups. Raises Misfit.
     """
     if shape.numel() != 2 or packed.dim() != 2 or packed.shape[0] != int(shape[0]):
         raise Misfit(f"packed values of {list(packed.shape)} do not fit the shape {shape.tolist()}")

@@ -1,4 +1,4 @@
-"""From the parts of one weight to plain values: the format follows from the parts and their types."""
+"""Dequantization of the parts of one weight. The present parts and their types identify the format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Lacks(Misfit):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A weight's values, or those of one of its stacked matrices."""
+    """Values of a weight, or of one matrix of a stack."""
 
     index: tuple[int, ...]
     """() for the whole weight."""
@@ -42,12 +42,11 @@ def read(
     dtype: torch.dtype,
     wanted: Callable[[int], bool] = lambda i: True,
 ) -> tuple[str, Iterator[StoredPiece]]:
-    """(format in words, the weight's pieces in ``dtype``, a wide one).
+    """Return (format name, pieces of the weight in ``dtype``, a wide dtype). ``parts``: by role.
 
-    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is dequantized at a
-    time; those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type;
-    the format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while
-    iterating.
+    Matrices of a stack (experts) come one by one, so only one matrix is dequantized at a time. Matrix i is
+    left out unless ``wanted(i)``. A plain weight keeps its own dtype, and its format name is "". Raises Lacks
+    for a missing part, and Misfit for misfitting parts; Misfit may come during iteration.
     """
     if spec is None or _is_plain(parts):
         return "", iter([StoredPiece((), parts[PLAIN])])
@@ -63,12 +62,12 @@ def read(
     return _with_scale(parts, spec, dtype, wanted)
 
 
-#: The role of a weight's values, by method.
+#: Role of a weight's values, by method.
 _VALUES = {"awq": "qweight", "gptq": "qweight", "mxfp4": "blocks"}
 
 
 def _is_plain(parts: Mapping[str, Tensor]) -> bool:
-    """Numbers of at least 16 bits, or a table of ids, and nothing beside them."""
+    """Return True for a single part of numbers with at least 16 bits, or of ids."""
     return len(parts) == 1 and PLAIN in parts and parts[PLAIN].dtype not in (*float8.DTYPES, *_BYTES)
 
 
@@ -111,7 +110,7 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
 def _with_scale(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
 ) -> tuple[str, Iterator[StoredPiece]]:
-    """A weight under its own name and a scale beside it."""
+    """Read a weight with its own name and a scale."""
     values = parts[PLAIN]
     if values.dtype not in (*float8.DTYPES, *_BYTES):
         raise Misfit(f"its values have type {values.dtype}")
@@ -167,7 +166,8 @@ def _eights(
 
 
 def _of_matrix(scale: Tensor, i: int, count: int) -> Tensor:
-    """What ``scale`` says of stacked matrix ``i``: its part, or all of a scale for the whole stack."""
+    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element serves the whole
+    stack."""
     if scale.numel() == 1:
         return scale
     if scale.shape[0] != count:

@@ -1,4 +1,4 @@
-"""Scales: powers of two in one byte, and one scale for a block of a matrix."""
+"""Scales: powers of two in one byte, and one scale per block of a matrix."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ Tensor = torch.Tensor
 
 
 class Misfit(ValueError):
-    """Parts of a weight that do not fit each other. The message says how, without the weight's name."""
+    """Error for parts of a weight that do not fit each other. The message gives the reason without the
+    weight's name."""
 
 
 def as_numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``scale`` in ``dtype``, a wide one. Bytes (E8M0) are exponents: 2^(byte - 127), and 255 is NaN.
+    """Return ``scale`` in ``dtype``, a wide dtype. Bytes (E8M0) are exponents: 2^(byte - 127); 255 is NaN.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.4.
     """
@@ -25,9 +26,10 @@ def as_numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """``values`` [N, K], each block of ``rows`` x ``columns`` times its own scale, in place.
+    """Multiply each block of ``rows`` x ``columns`` of ``values`` [N, K] by its own scale, in place.
 
-    scale: [ceil(N / rows), ceil(K / columns)] in values' dtype; the last blocks may be cut.
+    scale: [ceil(N / rows), ceil(K / columns)] in the dtype of values; the last blocks may be smaller. Returns
+    ``values``.
     """
     n, k = values.shape
     spread = scale.repeat_interleave(rows, dim=0)[:n] if rows > 1 else scale  # [N, blocks of K]
@@ -42,10 +44,10 @@ def multiply_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> T
 def block_of(
     shape: tuple[int, ...], scales: tuple[int, ...], said: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """(rows, columns) of a block, where a matrix of ``shape`` has a grid ``scales`` of them.
+    """Return (rows, columns) of a block of a matrix of ``shape`` with a grid of ``scales``.
 
-    ``said``: what the configuration says, taken where it fits; then 128 x 128, which may leave the last
-    blocks cut; then an even division. Raises Misfit where none fits.
+    Tries ``said`` (the configured block), then 128 x 128 (the last blocks may be smaller), then an even
+    division. Raises Misfit if no block fits.
     """
     for block in (said, (128, 128)):
         if block and all(-(-n // b) == g for n, b, g in zip(shape, block, scales, strict=True)):

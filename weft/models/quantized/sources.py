@@ -1,7 +1,7 @@
-"""Which published tensors make one weight.
+"""Sources: the published tensors of one weight.
 
-A *source* is one name of a family's weight map, made of one published tensor (its own name) or of several
-parts, each by its role. Parts may lie in different files. Families know nothing of this.
+A *source* is one name of a family's weight map. A source consists of one published tensor with the same name,
+or of several parts with different roles. Parts may be in different files. Families do not know about parts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: End of a published name, the end of the name that the weight map has, and the part's role.
+#: Ending of the published name, ending of the name in the weight map, and role of the part.
 _PARTS = (
     (".weight_scale_inv", ".weight", "scale"),
     (".weight_scale", ".weight", "scale"),
@@ -30,7 +30,7 @@ _PARTS = (
     ("_scales", "", "scales"),
     ("_scale", "", "scale"),
 )
-#: Scales of activations and of the KV cache: Weft quantizes no activations, and cache entries by themselves.
+#: Scales of activations and of the KV cache. Weft does not quantize activations, and computes cache scales.
 _WITHOUT_EFFECT = (
     ".input_scale",
     ".input_global_scale",
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = (
     ".v_scale",
 )
 PLAIN = ""
-"""The role of a tensor that goes by the weight's own name."""
+"""Role of a tensor with the weight's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,20 @@ class Part:
 
 @dataclass(slots=True)
 class Source:
-    """One weight, by its name in the weight map, and its parts by role."""
+    """One weight, named as in the weight map, with parts by role."""
 
     name: str
     parts: dict[str, Part] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """The file that it is read with: its first part's."""
+        """Path of the file that contains the first part."""
         return next(iter(self.parts.values())).path
 
 
 def part_of(name: str, known: Container[str], quantized: bool) -> tuple[str, str] | None:
-    """(weight, role) of the published tensor ``name``; None where it makes no weight of ``known``."""
+    """Return (weight, role) of the published tensor ``name``; None if ``name`` belongs to no weight of
+    ``known``."""
     if name in known:
         return name, PLAIN
     if not quantized:
@@ -78,7 +79,7 @@ def part_of(name: str, known: Container[str], quantized: bool) -> tuple[str, str
 
 
 def names_of(weight: str, role: str) -> list[str]:
-    """What the part ``role`` of ``weight`` can be called."""
+    """Return the possible names of the part ``role`` of ``weight``."""
     result = [weight] if role == PLAIN else []
     for end, whole, known in _PARTS:
         if known == role and weight.endswith(whole):
@@ -87,5 +88,5 @@ def names_of(weight: str, role: str) -> list[str]:
 
 
 def without_effect(name: str) -> bool:
-    """Whether a tensor of a quantized checkpoint says nothing of its weights."""
+    """Return True if a tensor of a quantized checkpoint has no effect on weights."""
     return name.endswith(_WITHOUT_EFFECT)

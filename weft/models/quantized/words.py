@@ -1,4 +1,4 @@
-"""Small integers packed in 32-bit words, and matrices of them with scales and zero points for groups."""
+"""Small integers packed in 32-bit words, and scaling of such integers by groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BITS = (2, 4, 8)
 
 
 def bits_of(values: int, words: int) -> int:
-    """Bits of a value, where ``words`` words hold ``values`` of them. Raises Misfit."""
+    """Return the bits per value if ``words`` words hold ``values`` values. Raises Misfit."""
     for bits in BITS:
         if words * 32 == values * bits:
             return bits
@@ -22,9 +22,10 @@ def bits_of(values: int, words: int) -> int:
 
 
 def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """uint8 values of int32 ``words`` [A, B], several times as many along ``dim``.
+    """Return the uint8 values of int32 ``words`` [A, B], 32 / bits times as many along ``dim``.
 
-    Value i of word w, the lowest bits first, is number ``w * (32 / bits) + order[i]``; in order by default.
+    Value i of word w, counted from the lowest bits, becomes number ``w * (32 / bits) + order[i]``; default
+    order: 0, 1, 2, .. Raises Misfit for words of another type or shape.
     """
     if words.dtype != torch.int32 or words.dim() != 2:
         raise Misfit(f"packed values must be a matrix of int32, not {words.dtype} {list(words.shape)}")
@@ -39,10 +40,10 @@ def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
 
 
 def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor) -> Tensor:
-    """``(values - zeros) * scales`` of each row's group, in place.
+    """Compute ``(values - zeros) * scales`` for the group of each row, in place. Return ``values``.
 
-    values: [K, N] in a wide dtype; scales: [G, N] and zeros: [G, N] or None, in the same; groups: integers
-    [K], the group of each row. Raises Misfit.
+    values: [K, N] in a wide dtype; scales: [G, N] and zeros: [G, N] or None, in the same dtype; groups: group
+    of each row, integers [K]. Raises Misfit.
     """
     if scales.dim() != 2 or scales.shape[1] != values.shape[1] or groups.shape != values.shape[:1]:
         raise Misfit(f"scales of {list(scales.shape)} do not fit {list(values.shape)} values")
@@ -50,6 +51,7 @@ def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: T
         raise Misfit(f"zero points of {list(zeros.shape)} do not fit scales of {list(scales.shape)}")
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
         raise Misfit(f"there are {len(scales)} groups, and a row names another")
+    # One group at a time: temporary memory stays small for any order of rows.
     for group in range(len(scales)):
         rows = (groups == group).nonzero().squeeze(1)
         part = values[rows]
@@ -60,7 +62,7 @@ def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: T
 
 
 def even_groups(rows: int, count: int) -> Tensor:
-    """The group of each of ``rows`` rows, where ``count`` groups divide them evenly. Raises Misfit."""
+    """Return the group of each of ``rows`` rows in ``count`` even groups. Raises Misfit."""
     if count < 1 or rows % count:
         raise Misfit(f"{rows} inputs are not {count} even groups")
     return torch.arange(rows) // (rows // count)

@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: the layers of Llama; biases on queries, keys and values, and windows, are the spec's."""
+"""Qwen2 and Qwen2.5: the layers of Llama. The spec enables biases of queries, keys and values, and
+windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: the names of Llama's weights, and biases."""
+"""Qwen2 and Qwen2.5: the weight names of Llama, with biases."""
 
 from __future__ import annotations
 

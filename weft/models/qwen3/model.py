@@ -1,4 +1,4 @@
-"""Qwen3, dense: the layers of Llama; that heads of queries and keys are normalized is the spec's."""
+"""Qwen3, dense: the layers of Llama. The spec enables norms of query and key heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense: the names of Llama's weights, and norms of heads."""
+"""Qwen3, dense: the weight names of Llama, with norms of heads."""
 
 from __future__ import annotations
 

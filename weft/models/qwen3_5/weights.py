@@ -9,7 +9,7 @@ from weft.models.weights import WeightMap
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     sees = spec.architecture.endswith("ForConditionalGeneration")
     result = hybrid_weights(spec, "model.language_model" if sees else "model", _add_projections)
     if sees:

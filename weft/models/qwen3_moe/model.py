@@ -11,7 +11,7 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
+    """Build layer ``layer`` with unset weights."""
     feed_forward: FeedForward
     if spec.moe is not None and layer in spec.moe.layers:
         feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)

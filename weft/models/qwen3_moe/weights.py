@@ -9,7 +9,7 @@ _EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = decoder_weights(spec)
     routed = spec.moe.layers if spec.moe is not None else ()
     for layer in range(spec.layers):

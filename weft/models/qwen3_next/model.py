@@ -12,7 +12,7 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset. Layers from ``spec.layers`` on are those of predicting modules."""
+    """Build layer ``layer`` with unset weights. Layers from ``spec.layers`` on belong to MTP modules."""
     recurrent = spec.delta is not None and layer in spec.delta.layers
     attention = DeltaNet(spec, layer, build) if recurrent else Attention(spec, layer, build)
     feed_forward: FeedForward

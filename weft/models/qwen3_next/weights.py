@@ -11,16 +11,17 @@ from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     return hybrid_weights(spec, "model", _add_projections)
 
 
 def hybrid_weights(
     spec: ModelSpec, prefix: str, add_projections: Callable[[WeightMap, DeltaSpec, str, str], None]
 ) -> WeightMap:
-    """Everything but a delta net's input projections, which ``add_projections`` places.
+    """Return the weight map without input projections of delta nets; ``add_projections`` maps these
+    projections.
 
-    Weights of modules that predict further tokens (``mtp.``) are placed if ``spec.mtp_layers``, else ignored.
+    Weights of MTP modules (``mtp.``) are mapped if ``spec.mtp_layers``, else ignored.
     """
     result = decoder_weights(spec, prefix)
     for layer in range(spec.layers):
@@ -55,7 +56,8 @@ def _add_delta(made: WeightMap, theirs: str, ours: str) -> None:
 
 
 def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> None:
-    """Published key head by key head: its q, k, v heads and z heads; its b and a."""
+    """Map projections published per key head: q, k, v and z heads of the key head; b and a of the key
+    head."""
     heads = delta.v_heads // delta.k_heads
     ends = [0]
     for size in (delta.k_dim, delta.k_dim, heads * delta.v_dim, heads * delta.v_dim):
@@ -75,7 +77,8 @@ def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) 
 
 
 def _add_mtp(made: WeightMap, spec: ModelSpec) -> None:
-    """The one module there is: norms of the next token's embedding and of the hidden state, then a layer."""
+    """Map the single MTP module: norms of the next token's embedding and of the hidden state, then a
+    layer."""
     made.add_norm(spec, "mtp.pre_fc_norm_embedding", "mtp.0.embedding_norm")
     made.add_norm(spec, "mtp.pre_fc_norm_hidden", "mtp.0.hidden_norm")
     made.add("mtp.fc.weight", "mtp.0.project.weight")

@@ -15,7 +15,7 @@ _PREFIX = "model.language_model"
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
+    """Return the weight map of the model."""
     result = decoder_weights(spec, _PREFIX)
     for layer in range(spec.layers):
         theirs = f"{_PREFIX}.layers.{layer}.mlp"
@@ -29,7 +29,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _add_experts(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """As everywhere, but fused matrices are [experts, hidden, 2 n] and [experts, n, hidden]."""
+    """Map experts. Fused matrices are [experts, hidden, 2 n] and [experts, n, hidden]."""
     add_experts(made, spec, theirs, ours)
     assert spec.moe is not None
     n, hidden = spec.moe.intermediate, spec.hidden
@@ -39,5 +39,5 @@ def _add_experts(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> No
 
 
 def _outputs_first(values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """``values`` as they are where their matrices have ``shape``; transformers 5 saves them so, too."""
+    """Transpose ``values`` unless their matrices have ``shape`` already, as in files of transformers 5."""
     return values if tuple(values.shape[1:]) == shape else values.transpose(1, 2)

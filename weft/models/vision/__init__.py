@@ -1,4 +1,5 @@
-"""Vision towers: from the pixels of an image to rows that stand in place of its tokens' embeddings."""
+"""Vision towers: turn the pixels of an image into rows that replace the embeddings of its placeholder
+tokens."""
 
 from weft.models.vision.base import Embedding, Tower
 from weft.models.vision.build import make_tower

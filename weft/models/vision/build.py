@@ -1,4 +1,4 @@
-"""The tower that a model's facts name."""
+"""Construction of the tower of a model."""
 
 from __future__ import annotations
 
@@ -14,5 +14,6 @@ _TOWERS = {"qwen3_vl": QwenTower, "moonvit": MoonTower}
 
 
 def make_tower(vision: VisionSpec, build: Build) -> Tower:
-    """The whole tower, its weights unset: every rank has it, and ``--quantization`` leaves it as it is."""
+    """Build the tower with unset weights. Every rank has the complete tower; ``--quantization`` does not
+    apply."""
     return _TOWERS[vision.kind](vision, replace(build, quantization="none"))

@@ -1,4 +1,4 @@
-"""What towers are made of."""
+"""Layers of vision towers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Tensor = torch.Tensor
 
 
 class LayerNorm(Layer):
-    """Mean 0 and deviation 1 over the last dim, then weight and bias. Source: Ba et al., arXiv 1607.06450."""
+    """Layer norm: mean 0 and deviation 1 over the last dim, then weight and bias. Source: arXiv
+    1607.06450."""
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class LayerNorm(Layer):
 
 
 class MLP(Layer):
-    """Two matrices with biases, and an activation between them."""
+    """Two matrices with biases and an activation in between."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, activation: str, build: Build) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class MLP(Layer):
 
 
 class PatchAttention(Layer):
-    """Attention of patches to all patches of their group."""
+    """Attention within groups of patches, without a mask."""
 
     def __init__(self, hidden: int, heads: int, build: Build) -> None:
         super().__init__()
@@ -51,16 +52,19 @@ class PatchAttention(Layer):
         self._heads = heads
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: Sequence[tuple[int, int]]) -> Tensor:
-        """x: [N, hidden]; angles: cos and sin, [N, dim / 2]; groups: (how many, patches of each), one after
-        another."""
+        """Attend each patch to all patches of its group. Return [N, hidden].
+
+        x: [N, hidden]; angles: cos and sin, [N, dim / 2]; groups: (count, patches per group), in order.
+        """
         tokens, hidden = x.shape
         qkv = self.qkv(x).view(tokens, 3 * self._heads, -1)
         turned, v = qkv.split((2 * self._heads, self._heads), dim=1)
-        q, k = torch_ops.rotate(turned, *angles).split(self._heads, dim=1)  # at once: fewer operators
+        q, k = torch_ops.rotate(turned, *angles).split(self._heads, dim=1)  # one call: fewer operators
         made = []
         begin = 0
         for count, length in groups:
             end = begin + count * length
+            # [groups, heads, patches, dim]
             shape = (count, length, self._heads, -1)
             inside = (part[begin:end].reshape(shape).transpose(1, 2) for part in (q, k, v))
             attended = F.scaled_dot_product_attention(*inside)
@@ -71,7 +75,7 @@ class PatchAttention(Layer):
 
 
 class PatchBlock(Layer):
-    """Attention and two matrices, each on a normalized copy of the stream."""
+    """Attention and MLP, each on a normalized copy of the stream."""
 
     def __init__(
         self, hidden: int, heads: int, intermediate: int, activation: str, eps: float, build: Build

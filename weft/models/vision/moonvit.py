@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class MoonTower(Tower):
-    """Patches with positions in the image and in time; frames become one by the mean of each place."""
+    """Tower with positions in the image and in time. Frames are merged by the mean at each patch position."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:
         super().__init__(vision, build, eps=1e-5, alternating=True)
@@ -34,7 +34,7 @@ class MoonTower(Tower):
         return grid
 
     def _group(self, grid: Grid) -> int:
-        return grid.count  # frames see one another
+        return grid.count  # patches attend to all frames
 
     def _tokens(self, grid: Grid) -> int:
         return grid.rows * grid.columns // self._spec.media.merge**2
@@ -63,13 +63,13 @@ class MoonTower(Tower):
         return result
 
     def _pooled(self, x: Tensor, grid: Grid) -> Tensor:
-        """[tokens, merge^2, hidden]: the patches of each token, each the mean of its frames."""
+        """Return [tokens, merge^2, hidden]: the patches of each token, averaged over frames."""
         merge = self._spec.media.merge
         cut = x.view(grid.frames, grid.rows // merge, merge, grid.columns // merge, merge, -1).mean(0)
         return cut.transpose(1, 2).reshape(-1, merge**2, x.shape[1])
 
     def _times(self, frames: int, device: torch.device) -> Tensor:
-        """[frames, hidden]: sines, then cosines, of each frame's number."""
+        """Return [frames, hidden]: sines, then cosines, of each frame number."""
         hidden = self._spec.hidden
         exponents = torch.arange(0, hidden, 2, dtype=torch.float64, device=device) / hidden
         turned = torch.arange(frames, dtype=torch.float64, device=device).unsqueeze(1) * 10000.0**-exponents

@@ -8,9 +8,10 @@ Tensor = torch.Tensor
 
 
 def linear_taps(index: Tensor, size: int, side: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 2 entries of ``side`` between which each place of ``size`` lies, ends on ends: [N, 2] and weights.
+    """Return the 2 table entries around each of ``size`` places, corners aligned: ([N, 2] entries, [N, 2]
+    weights).
 
-    index: int64 [N], 0 .. size - 1.
+    index: int64 [N], 0 .. size - 1. ``side``: size of the table.
     """
     at = index.to(dtype) * (side - 1) / max(size - 1, 1)
     low = at.floor()
@@ -19,9 +20,10 @@ def linear_taps(index: Tensor, size: int, side: int, dtype: torch.dtype) -> tupl
 
 
 def cubic_taps(index: Tensor, size: int, side: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 4 entries around each place, middles on middles, those beyond the edge at the edge: likewise.
+    """Return the 4 table entries around each place, centers aligned: ([N, 4] entries, [N, 4] weights).
 
-    Source of the weights: Keys 1981, "Cubic convolution interpolation", with a = -0.75.
+    Entries beyond the edge are clamped. Arguments as in ``linear_taps``. Source of the weights: Keys 1981,
+    "Cubic convolution interpolation", with a = -0.75.
     """
     at = (index.to(dtype) + 0.5) * side / size - 0.5
     low = at.floor()
@@ -36,14 +38,15 @@ def cubic_taps(index: Tensor, size: int, side: int, dtype: torch.dtype) -> tuple
 def interpolated(
     table: Tensor, rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """[N, hidden] in ``dtype`` (wide): sums of entries of ``table`` [side * side, hidden].
+    """Return [N, hidden] in ``dtype`` (wide): weighted sums of entries of ``table`` [side * side, hidden].
 
     rows, columns: taps and weights, [N, n] each, of both axes.
     """
     side = round(table.shape[0] ** 0.5)
+    # [N, n * n]: products of row taps and column taps
     taps = (rows[0].unsqueeze(2) * side + columns[0].unsqueeze(1)).flatten(1)
     weights = (rows[1].unsqueeze(2) * columns[1].unsqueeze(1)).flatten(1)
     result = torch.zeros(len(taps), table.shape[1], dtype=dtype, device=table.device)
-    for tap in range(taps.shape[1]):  # one by one: all at once take as many times the memory
+    for tap in range(taps.shape[1]):  # one by one, because all taps at once would need n * n times the memory
         result += table[taps[:, tap]].to(dtype) * weights[:, tap : tap + 1]
     return result

@@ -17,7 +17,8 @@ Tensor = torch.Tensor
 
 
 class Merger(Layer):
-    """The patches of a token become one row. ``after``: they are normalized when they are joined."""
+    """Merges the patches of a token into one row. ``after``: normalize after joining the patches, not
+    before."""
 
     def __init__(self, vision: VisionSpec, build: Build, *, after: bool) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Merger(Layer):
         self._joined = joined
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, hidden], the patches of a token together; [tokens, output]."""
+        """Return [tokens, output] for x [N, hidden], with the patches of a token next to each other."""
         if self._after:
             joined = self.norm(x.view(-1, self._joined))
         else:
@@ -38,7 +39,7 @@ class Merger(Layer):
 
 
 class QwenTower(Tower):
-    """Patches with interpolated positions, blocks that rotate by row and column, and mergers."""
+    """Tower with interpolated positions, blocks that rotate by row and column, and mergers."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:
         super().__init__(vision, build, eps=1e-6, alternating=False)

@@ -1,4 +1,4 @@
-"""Towers: published weight names."""
+"""Published weight names of towers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = get_logger(__name__)
 
 
 def tower_weights(vision: VisionSpec) -> WeightMap:
-    """Where a checkpoint's tensors go in a model that is a tower alone; all others are ignored."""
+    """Return the weight map of a tower alone. All other tensors of the checkpoint are ignored."""
     others = "|".join(re.escape(prefix) for prefix in vision.published)
     made = WeightMap(ignored=[re.compile(f"^(?!{others})")])
     _ADD[vision.kind](made, vision)
@@ -23,7 +23,7 @@ def tower_weights(vision: VisionSpec) -> WeightMap:
 
 
 def add_qwen_tower(made: WeightMap, spec: ModelSpec) -> None:
-    """Qwen3-VL's and Qwen3.5's tower; without effect where it is not loaded."""
+    """Map the tower of Qwen3-VL and Qwen3.5. If the tower is not loaded, ignore its tensors and log once."""
     if spec.vision is None:
         _ignore(made, "model.visual.")
     else:
@@ -54,9 +54,10 @@ def _add_qwen(made: WeightMap, vision: VisionSpec) -> None:
 
 
 def add_moon_tower(made: WeightMap, spec: ModelSpec) -> None:
-    """MoonViT and its projector, by the names of published checkpoints; likewise.
+    """Map MoonViT and its projector. If the tower is not loaded, ignore its tensors and log once.
 
-    There a head's rotated pairs are neighbours in queries and keys; here they are its two halves.
+    In published queries and keys, the two rows of a rotated pair are neighbours within a head. The parameter
+    stores the pairs in two halves of a head.
     """
     if spec.vision is None:
         _ignore(made, "vision_tower.")
@@ -73,7 +74,7 @@ def _add_moon(made: WeightMap, vision: VisionSpec) -> None:
         "vision.positions",
         read=partial(torch.flatten, start_dim=0, end_dim=1),
     )
-    made.ignored.append(re.compile(r"\.pos_emb\.time_weight$"))  # sines and cosines, which are computed
+    made.ignored.append(re.compile(r"\.pos_emb\.time_weight$"))  # sines and cosines are computed instead
     for layer in range(vision.layers):
         names = f"{theirs}.encoder.blocks.{layer}"
         ours = f"vision.blocks.{layer}"
@@ -91,7 +92,7 @@ def _add_moon(made: WeightMap, vision: VisionSpec) -> None:
 
 
 class _Halves:
-    """Rows of queries, keys and values; of queries and keys the pairs of each head apart."""
+    """Reorder rows of published queries and keys from pairs to halves of a head. Rows of values stay."""
 
     def __init__(self, vision: VisionSpec) -> None:
         self._heads = vision.heads
@@ -104,7 +105,7 @@ class _Halves:
 
 
 def _add_both(made: WeightMap, theirs: str, ours: str, *, flat: bool = False) -> None:
-    """Weight and bias. flat: the weight is that of a convolution whose steps are as long as it is."""
+    """Map weight and bias. flat: flatten the weight of a convolution with stride equal to kernel size."""
     made.add(f"{theirs}.weight", f"{ours}.weight", read=partial(torch.flatten, start_dim=1) if flat else None)
     made.add(f"{theirs}.bias", f"{ours}.bias")
 

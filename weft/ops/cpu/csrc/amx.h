@@ -32,8 +32,8 @@ bool amx_permitted();
 namespace amx {
 
 constexpr int kTileRows = 16;
-constexpr int kTileDepth = 32;                             // k of a tile
-constexpr int kTileSize = kTileRows * kTileDepth;          // elements
+constexpr int kTileDepth = 32;                             // k per tile
+constexpr int kTileSize = kTileRows * kTileDepth;          // elements per tile
 
 inline thread_local int configured = 0;  // rows of this thread's tiles 0 .. 5; 0: no shape
 

@@ -1,6 +1,6 @@
 // Attention over tiles of keys: packing, engines, states, and the worker that processes a piece tile by tile.
 //
-//   piece    up to kRows rows of one sequence that share keys and values; a row is a (query, head) pair
+//   piece    up to kRows rows of one sequence with common keys and values; a row is a (query, head) pair
 //
 //              keys      0        64       128      192      256   ...    absolute positions
 //                        |--tile--|--tile--|--tile--|--tile--|--
@@ -71,7 +71,7 @@ alignas(64) const uint32_t kZeros[kMaxDim] = {};
 
 // ---- packing ----
 
-// Columns of 16 rows of 16 words: to[c * kTile + r] = rows[r][c], for the first `columns`.
+// Transpose 16 rows of 16 words: to[c * kTile + r] = rows[r][c], for the first `columns` columns.
 #if WEFT_AVX512
 inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
   const __mmask16 mask = __mmask16((1u << columns) - 1);
@@ -87,7 +87,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
     a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
     a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
   }
-  // a[4 g + c] holds, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
+  // a[4 g + c] contains, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
   for (int c = 0; c < 4; ++c) {
     b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);        // lane groups 0, 2
     b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);    // 1, 3
@@ -110,7 +110,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
   }
 }
 #elif WEFT_AVX2
-// Columns of 8 rows of 8 words.
+// Transpose 8 rows of 8 words.
 inline void transpose_8(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
   __m256 a[8], b[8];
   for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));
@@ -124,7 +124,7 @@ inline void transpose_8(const uint32_t* const* rows, int64_t offset, uint32_t* t
     a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44);
     a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xee);
   }
-  // a[4 g + c] holds, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
+  // a[4 g + c] contains, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
   for (int c = 0; c < 4; ++c) {
     float* at = reinterpret_cast<float*>(to + c * kTile);
     _mm256_storeu_ps(at, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
@@ -158,7 +158,7 @@ inline void transpose(const uint32_t* const* rows, const uint32_t* const* ahead,
     }
 }
 
-// Rows a and b of dim elements -> dim pairs (a's element in the low half).
+// Interleave rows a and b of dim elements -> dim pairs (the element of a in the low half).
 inline void interleave(const uint16_t* a, const uint16_t* b, int dim, uint16_t* to) {
   int d = 0;
 #if WEFT_AVX512
@@ -191,7 +191,7 @@ inline void hold(vf& x) {
 // `elem` is the type of packed operands. gemm: C[m, n] = A[m, k] B[k, n], or C[i] * alpha[i] + A B. Rows of B come in
 // groups of elements that share a word. Row strides of A are in elements.
 
-// C = (C * alpha) + A B for R rows and 16 N columns, all accumulators in registers.
+// C = (C * alpha) + A B for R rows and 16 N columns, with all accumulators in registers.
 template <class E, int R, int N>
 inline void micro(int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c,
                   int64_t ldc, const float* alpha) {
@@ -308,7 +308,7 @@ struct DotBf16 : PackBf16, Registers<DotBf16> {
 };
 #endif
 
-// ATen's micro-kernels, which use AMX where there is one.
+// Micro-kernels of ATen, which use AMX if available.
 struct Brgemm : PackBf16 {
   static constexpr int kBlock = 96, kAligned = 16;
 
@@ -348,7 +348,7 @@ struct Amx : PackBf16 {
   static void release() { amx::release(); }
 
  private:
-  // R tiles of `each` rows.
+  // Process R tiles of `each` rows.
   template <int R>
   static void rows(int each, int n, int k, const bf16* a, int64_t lda, const bf16* b, float* c, bool add) {
     amx::configure(each);
@@ -440,13 +440,13 @@ struct Piece {
   int64_t cost(int group) const { return (high - low) * (queries * group + 8); }
 };
 
-// A piece, or one split of it.
+// A piece, or one split of a piece.
 struct Item {
   int32_t piece, split;  // -1: all splits
   int64_t cost;
 };
 
-struct State {  // of kRows rows: maximum (in powers of two), sum of weights, weighted sum of values
+struct State {  // kRows rows: maximum (in powers of two), sum of weights, weighted sum of values
   float *m, *l, *o;
   static int64_t floats(int dim) { return kRows * (dim + 2); }
   static State at(float* memory) { return {memory, memory + kRows, memory + 2 * kRows}; }
@@ -459,7 +459,7 @@ struct State {  // of kRows rows: maximum (in powers of two), sum of weights, we
 
 inline vf finite_or_zero(vf m) { return select(equal(m, splat(-kInf)), splat(0.0f), m); }
 
-// Adds state `from` to `to`. Two empty states stay empty: 0 and -inf.
+// Merge state `from` into `to`. Two empty states stay empty: 0 and -inf.
 inline void merge(const State& to, const State& from, int rows, int dim) {
   alignas(64) float keep[kRows], add[kRows];
   for (int i = 0; i < rows; i += kLanes) {
@@ -573,13 +573,13 @@ class Worker {
     if (piece.last) finish(piece, total);
   }
 
-  // One split of a piece, to `state`.
+  // Process one split of a piece into `state`.
   void part(const Piece& piece, int number, const State& state) {
     begin(piece);
     split(piece, piece.first_split() + number, state, nullptr);
   }
 
-  // Merges the states of all splits, in order, into the output.
+  // Merge the states of all splits, in order, and write the output.
   void join(const Piece& piece, float* states) {
     rows_ = piece.queries * s_.group;
     State total = State::at(states);
@@ -620,7 +620,7 @@ class Worker {
     const int64_t begin = std::max<int64_t>(int64_t(number) * kSplit, piece.low / kTile * kTile);
     const int64_t end = std::min<int64_t>(int64_t(number + 1) * kSplit, piece.high);
     const int64_t last = piece.position + piece.queries - 1;
-    // Blocks of like size: 8 rows are 4 + 4 and not 6 + 2.
+    // Blocks of similar size: 8 rows are 4 + 4, not 6 + 2.
     const int blocks = (rows_ + E::kBlock - 1) / E::kBlock;
     const int most = ((rows_ + blocks - 1) / blocks + E::kAligned - 1) / E::kAligned * E::kAligned;
     if (rows_ > kFetchRows) next = nullptr;
@@ -813,7 +813,7 @@ class Attending {
   std::atomic<int64_t> next_{0}, next_joined_{0};
 };
 
-// May be left behind.
+// In a crew, the work is left as jobs.
 template <class E, class S>
 void run_later(const S& scene, std::vector<Piece>&& pieces) {
   const auto all = std::make_shared<Attending<E, S>>(scene, std::move(pieces));
@@ -880,7 +880,7 @@ struct Rows {
     return pieces;
   }
 
-  // Calls f(place in the tile, block id, offset in it, count) for positions low .. high of a tile.
+  // Call f(place in the tile, block id, offset in the block, count) for positions low .. high of a tile.
   template <class F>
   void blocks(int64_t row, int64_t tile, int64_t low, int64_t high, F f) const {
     const int64_t* ids = table + row * table_width;
@@ -912,7 +912,7 @@ inline int64_t best_engine() {
   return WEFT_AVX512_BF16 ? kDot : kWideEngine;
 }
 
-// go(T(), E()) with the element type and the engine.
+// Call go(T(), E()) with the element type and the engine.
 template <class F>
 void with_engine(at::ScalarType type, int64_t engine, F go) {
   if (engine == kAuto) engine = best_engine();

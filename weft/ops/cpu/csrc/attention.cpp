@@ -29,7 +29,7 @@ struct Grouped {
   const float* line_scales;   // a scale for each line
   int heads, kv_heads, group, dim, window;
   float scale;
-  std::shared_ptr<const float[]> sinks;  // of each head, times log2(e), or null
+  std::shared_ptr<const float[]> sinks;  // per head, times log2(e), or null
   int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>

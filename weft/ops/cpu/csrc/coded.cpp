@@ -50,7 +50,7 @@ constexpr uint16_t e2m1_bf16(int code) {
 
 struct Tables {
   alignas(64) uint16_t integers[32], e2m1[32], sixes[64];  // of i - 16; of i & 15; of i - 32
-  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first of 0 to 15
+  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first two: of 0 to 15
   constexpr Tables() : integers(), e2m1(), sixes(), size_low(), size_high(), e2m1_low(), e2m1_high() {
     for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
     for (int i = 0; i < 32; ++i) integers[i] = small_bf16(i - 16), e2m1[i] = e2m1_bf16(i & 15);
@@ -135,7 +135,7 @@ struct E2M1 {
   explicit E2M1(const uint8_t*) {}
 #if WEFT_AVX512
   Bf16::Step load(const uint8_t* w) const {
-    const __m512i table = load_as<__m512i>(kTables.e2m1);  // twice 16: the fifth bit of an index is any
+    const __m512i table = load_as<__m512i>(kTables.e2m1);  // twice 16: the fifth bit has no effect
     const __m512i both = _mm512_cvtepu8_epi16(load_as<__m256i>(w));
     return {{recast<Pairs>(_mm512_permutexvar_epi16(both, table)),
              recast<Pairs>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table))}};
@@ -166,7 +166,7 @@ struct Int6 {
     const __m256i bits = _mm256_cvtepu8_epi16(load_as<__m128i>(w + 32));
     const __m512i more = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_slli_epi16(bits, 4)), bits, 1);
     const __m512i fours = _mm512_set1_epi16(15);
-    // (fours & both) | (upper & more), each
+    // both halves: (fours & both) | (upper & more)
     const __m512i first = _mm512_ternarylogic_epi32(_mm512_and_si512(fours, both), upper, more, 0xf8);
     const __m512i second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(both, 4), upper, _mm512_srli_epi16(more, 2), 0xf8);
     return {{recast<Pairs>(_mm512_permutex2var_epi16(low, first, high)),
@@ -213,7 +213,7 @@ struct Int8 {
     const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
     const __m512i signed_high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128, whose low byte is 0
+    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128 has the low byte 0
     const __m512i high = _mm512_mask_mov_epi8(signed_high, least, _mm512_set1_epi8(char(0xc3)));
     return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
   }
@@ -276,7 +276,7 @@ struct Head {
   int64_t number;
 };
 
-// 16 float16, exactly.
+// 16 float16, converted exactly.
 inline vf halves(const uint8_t* from) {
 #if WEFT_AVX512
   return _mm512_cvtph_ps(load_as<__m256i>(from));
@@ -303,7 +303,7 @@ inline vf scales_of(const Coding& coding, const Head& head, int half) {
       return from_codes(head.at + 16 * half);
     default: {
       const Words power = widen_codes(head.at + 16 * half);
-      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 has no exponent
+      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
     }
   }
 }
@@ -660,7 +660,7 @@ void scale_up(const Range& range, float* made) {
   });
 }
 
-// Pairs of bf16, to nearest even.
+// Pairs of bf16, rounded to nearest even.
 inline Pairs rounded_pairs(vf first, vf second) {
 #if WEFT_AVX512_BF16
   static constexpr auto kInTurns = [] {
@@ -679,7 +679,7 @@ inline Pairs rounded_pairs(vf first, vf second) {
 #endif
 }
 
-// Steps of one group.
+// Write the steps of one group.
 template <class C>
 void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
 #pragma GCC unroll 4
@@ -737,7 +737,7 @@ bool raised_steps(const Head& head, const E2M1& codes, const uint8_t* from, int6
 
 #endif
 
-// Steps of one group for AMX: `coded_as_bf16`.
+// Write the steps of one group for AMX, see `coded_as_bf16`.
 template <class C>
 void make_steps(const Coding& coding, const Head& head, const uint8_t* from, int64_t steps, bool scaled, uint8_t* to) {
   const C codes(head.at + coding.scale_bytes());

@@ -2,7 +2,7 @@
 //
 //   w[n, k] = ((number(code) - zero of its group) * scale of its group - minimum of its group) * factor of its row
 //
-//   block      groups of K, one after another; the last may have fewer k
+//   block      groups of K, one after another; the last group may have fewer k
 //   group      scales of 32 columns (float32, float16, or bytes: E4M3, E8M0), zero points of 32 columns (bytes), steps
 //   step       2 k of 32 columns: 32 bytes of 4-bit codes, 48 bytes of 6-bit codes, 64 bytes of 8-bit codes
 //
@@ -35,10 +35,10 @@ enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
 struct Coding {
-  Numbers numbers = Numbers::none;  // none: the weights are plain
+  Numbers numbers = Numbers::none;  // none: plain weights
   Scales scales = Scales::floats;
   Zeros zeros = Zeros::middle;
-  int64_t group = 0;  // k a group; even
+  int64_t group = 0;  // k per group; even
 
   static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, see rounded.h
   static constexpr int64_t kSpan = 256;  // k with a common upper level
@@ -49,7 +49,7 @@ struct Coding {
   bool minimums() const { return zeros == Zeros::minimums; }
   int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
   int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
-  int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes, for kSpan k
+  int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes per kSpan k
   int64_t step() const { return four() ? 32 : numbers == Numbers::int6 ? 48 : 64; }
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from the start of a block to `k`. `k` begins a group or is the end.

@@ -206,7 +206,7 @@ std::array<uint8_t, 2> six_bits(const uint8_t* at, int64_t group) {
   return {uint8_t((at[group + 4] & 15) | at[group - 4] >> 6 << 4), uint8_t(at[group + 4] >> 4 | at[group] >> 6 << 4)};
 }
 
-// The code of number i of a block.
+// Return the code of number i of a block.
 int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
   switch (kind) {
     case Kind::q8_0:

@@ -138,7 +138,7 @@ class Ring {
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
     guarded([&] {
-      int64_t longest = 1;  // bytes that any rank sends, known after the first round
+      int64_t longest = 1;  // most bytes sent by any rank, known after the first round
       for (int64_t begin = 0; begin < longest; begin += shared_.bytes) {
         announce(kExchange, x, ends[size]);
         std::copy(ends.begin(), ends.end(), shared_.note().begin);

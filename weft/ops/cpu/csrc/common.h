@@ -57,7 +57,7 @@ inline uint32_t float_to_bits(float value) {
 inline float widen(bf16 value) { return bits_to_float(uint32_t(value.x) << 16); }
 inline float widen(float value) { return value; }
 
-// To nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN.
 inline uint16_t round_bf16(float value) {
   const uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;

@@ -179,7 +179,7 @@ void Crew::advance() {
   if (at_ == made_) return;
   show(made_);
   Waited waited;
-  led = nullptr;  // a part makes no jobs
+  led = nullptr;  // a part must not make jobs
   walk(at_++, waited);
   led = this;
 }
@@ -194,7 +194,7 @@ void Crew::drain() {
 void Crew::finish() {
   try {
     drain();
-  } catch (...) {  // thrown before
+  } catch (...) {  // already thrown to the caller
   }
   shown_.open(made_ | kClosed);
 }

@@ -66,7 +66,7 @@ inline vf from_codes(const uint8_t* codes) {
 // Nearest codes of 16 floats of at most 448; halves round to even.
 inline void to_codes(vf y, uint8_t* codes) {
   const Words bits = as<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
-  // 2^14 counts in units of 2^-9, the smallest code.
+  // Adding 2^14 rounds to multiples of 2^-9, the smallest code.
   const Words small = as<Words>(as<vf>(size) + splat(0x1p14f)) - (141u << 23);
   const Words normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
   narrow_codes(pick(size < (121u << 23), small, normal) | sign, codes);
@@ -135,7 +135,7 @@ inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
     for (int half = 0; half < 2; ++half) {
       const __m512i x = half ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
-      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zeros
+      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zero
       _mm512_storeu_si512(to + i + 32 * half, _mm512_mask_add_epi16(x, some, x, add));
     }
   }

@@ -59,7 +59,7 @@ Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   return normed;
 }
 
-// x becomes the stream.
+// Overwrites x with the stream.
 Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight, double eps) {
   check_norm(x, weight, "add_rms_norm");
   TORCH_CHECK(x.is_contiguous() && given.sizes() == x.sizes() && given.scalar_type() == x.scalar_type(),
@@ -81,7 +81,7 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight,
 
 namespace {
 
-// One head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
+// Process one head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
 template <class T, class W>
 void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim,
                int64_t half, T* line, T* to) {

@@ -88,7 +88,7 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
     product.x_sums = sums.get();
   }
   std::shared_ptr<uint8_t[]> rounded;
-  if (product.coding.rounds_rows()) {  // once for all parts
+  if (product.coding.rounds_rows()) {  // rounded once for all parts
     const Rounding rounding = rounding_of(product, 0, product.rows);
     rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.bytes()));
     crew.later(1, [product, rounding, rounded](int64_t) {
@@ -114,7 +114,7 @@ void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
     Loop loop = loop_of<F>(product, *crew);
     return loops ? loops->push_back(std::move(loop)) : crew->later(loop.parts, std::move(loop.part));
   }
-  int64_t across = 1, along = 1, best = INT64_MAX;  // parts of the rows, of the blocks
+  int64_t across = 1, along = 1, best = INT64_MAX;  // number of parts of the rows, and of the blocks
   for (int64_t parts = 1; parts <= std::min(threads, row_tiles); ++parts) {
     const int64_t others = std::min(threads / parts, blocks);
     const int64_t largest = divide_up(row_tiles, parts) * divide_up(blocks, others);
@@ -350,7 +350,7 @@ Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
   return packed;
 }
 
-// Rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
+// Return rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
 Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs) {
   check_dtype(packed, "the table");
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");

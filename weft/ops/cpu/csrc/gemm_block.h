@@ -29,7 +29,7 @@ inline bool use_brgemm = WEFT_AMX;
 
 namespace {
 
-constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
+constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // bytes of x per chunk
 constexpr int64_t kBrgemmRows = 32;
 constexpr int64_t kMadeDepth = 64;  // k unpacked to bf16 at a time
 constexpr int64_t kDeep = 4096;  // products by AMX with more k take kDeepPart at a time, for kDeepRows rows
@@ -58,11 +58,11 @@ inline uint8_t* memory_of(int64_t bytes) {
 // --- layout ---------------------------------------------------------------------------------------------------
 
 struct Layout {
-  int64_t inputs, rows;  // of the weight: [rows, inputs]
+  int64_t inputs, rows;  // shape of the weight: [rows, inputs]
   bool gated;
 
   int64_t outputs() const { return gated ? rows / 2 : rows; }
-  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs a block
+  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs per block
   int64_t blocks() const { return divide_up(outputs(), width()); }
 
   // Row of the weight in column `column` of a block, or -1.
@@ -146,7 +146,7 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
                int64_t end, int64_t column, const uint8_t* next = nullptr) {
   NextBlock<F> ahead(next, product.layout.inputs, divide_up(end - begin, tile_rows<F>));
   for (int64_t row = begin; row < end;) {
-    // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
+    // Tiles of similar size: 32 rows are 11 + 11 + 10, not 14 + 14 + 4
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, tile_rows<F>));
     tiles<F, Out>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
                             product.out + row * product.out_stride + column, product.out_stride, ahead.take(w));

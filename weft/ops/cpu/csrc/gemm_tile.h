@@ -4,9 +4,9 @@
 //
 //   bf16   step = 2 k:  [column 0: k, k+1][column 1: k, k+1] .. [column 31: k, k+1]        128 bytes
 //   f32    step = 1 k:  [column 0] .. [column 31]                                          128 bytes
-//   int8   the step of its activations' dtype with one byte a weight: 64 or 32 bytes, see int8_slot
+//   int8   step for the dtype of the activations, one byte per weight: 64 or 32 bytes, see int8_slot
 //
-//   Columns beyond N are zero, and so is the second k of an odd K's last step.
+//   Columns beyond N are zero. If K is odd, the second k of the last step is zero.
 //
 // A TILE has rows x 32 float sums in registers. Each sum is one chain over k, in order. A tile of fewer rows is the
 // same code with fewer sums, so a row's bits do not depend on its tile. int8 weights become bf16 or float, exactly, and
@@ -43,7 +43,7 @@ constexpr int kRows = 3;
 
 // --- registers ------------------------------------------------------------------------------------------------
 
-// 16 pairs of bf16, the first of a pair in the low half
+// 16 pairs of bf16; the first value of a pair is in the low half
 #if WEFT_AVX2
 using Pairs = vu;
 #else
@@ -75,15 +75,15 @@ inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #endif
 }
 
-// --- formats: what a step of K is -----------------------------------------------------------------------------
+// --- formats: contents of a step of K --------------------------------------------------------------------------
 
 struct Bf16 {
   using X = bf16;
   struct Step {
     Pairs w[2];
   };
-  static constexpr int depth = 2;       // k a step
-  static constexpr int64_t bytes = 128;  // of weights a step
+  static constexpr int depth = 2;       // k per step
+  static constexpr int64_t bytes = 128;  // bytes of weights per step
   static Step load(const uint8_t* w) { return {{load_as<Pairs>(w), load_as<Pairs>(w + 64)}}; }
   static Pairs x(const bf16* from) { return Pairs{} + load_as<uint32_t>(from); }
   static Pairs x_last(const bf16* from) { return Pairs{} + uint32_t(from->x); }  // the second k is missing
@@ -133,7 +133,7 @@ inline vf int8_floats(const uint8_t* from) {
 }
 
 #if WEFT_INT8_TABLE
-// The low and the high byte of bf16(magnitude), which is exact, for magnitudes 0 to 127.
+// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 127.
 struct Int8Table {
   alignas(64) uint8_t low[128], high[128];
   constexpr Int8Table() : low(), high() {
@@ -261,6 +261,7 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
           int64_t out_stride, Ahead ahead) {
   vf sum[rows][2];
   for (auto& row : sum) row[0] = row[1] = splat(0.0f);
+  // The chain over k: each sum adds its products in order, for any number of rows.
   const int64_t steps = inputs / F::depth;
   for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
     if (step % (kPage / F::bytes) == 0) __builtin_prefetch(w + kPagesAhead);
@@ -309,7 +310,7 @@ __attribute__((noinline)) void float_sums(const float* x, int64_t x_stride, cons
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
       __m256 weights = _mm256_loadu_ps(w + 8 * part);
-      asm("" : "+x"(weights));  // loaded once
+      asm("" : "+x"(weights));  // keeps the load out of the loop over rows
 #pragma GCC unroll 4
       for (int row = 0; row < rows; ++row) sum[row][part] = _mm256_fmadd_ps(value[row], weights, sum[row][part]);
     }
@@ -381,7 +382,7 @@ constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequ
 template <class F>
 constexpr int tile_rows = WEFT_AVX2 && !std::is_same_v<F, F32> ? 2 : kRows;
 
-// tiles<F, Out>[rows - 1]: results are rounded to Out
+// tiles<F, Out>[rows - 1]: tile of `rows` rows; results are rounded to Out
 template <class F, class Out = typename F::X>
 constexpr auto tiles = make_tiles<F, Out>(std::make_integer_sequence<int, tile_rows<F>>{});
 

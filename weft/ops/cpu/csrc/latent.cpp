@@ -1,6 +1,6 @@
 // Latent attention (DeepSeek-V2, arXiv 2405.04434): one line [latent | rotated key] per token serves all heads.
 //
-//   latent_rope_cache   [q | latent | key] of a token: q normalized; latent normalized, key rotated -> its line
+//   latent_rope_cache   [q | latent | key] of a token: q normalized; latent normalized, key rotated -> cache line
 //
 //   absorbed   q_nope x key matrix -> a query as wide as a line; attention over the lines, with latents as values;
 //              latent result x value matrix -> out. A piece has the rows of some heads.
@@ -9,7 +9,7 @@
 //              memory allows; then attention of one head at a time. The state of a query is carried from one part
 //              of the positions to the next, so the budget changes no bit.
 //
-//              line                      made for a head
+//              line                      expanded for a head
 //              [latent      | key  ]     [k nope | v]     key of the head: k nope and, from the line, the rotated key
 //
 // Queries arrive unrotated from their projection and are rotated during packing. Core attention is attend_tile.h, so a
@@ -27,7 +27,7 @@ namespace weft {
 namespace {
 
 constexpr int64_t kProductRows = 112;  // eight tiles
-constexpr int64_t kProductGrain = 1 << 15;  // elements of a matrix below which waking a thread costs more than it gains
+constexpr int64_t kProductGrain = 1 << 15;  // matrix elements below which waking a thread costs more than it gains
 
 template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, bf16>, Bf16, F32>;
@@ -47,7 +47,7 @@ struct HeadMatrices {
     return {static_cast<const uint8_t*>(packed.const_data_ptr()), inputs, outputs};
   }
 
-  // out[row] = x[row] through the head's matrix, for `rows` rows.
+  // out[row] = matrix of the head * x[row], for `rows` rows.
   void multiply(int64_t head, const T* x, int64_t x_stride, int64_t rows, T* out, int64_t out_stride) const {
     const Layout layout{inputs, outputs, false};
     const int64_t block_bytes = divide_up(inputs, F::depth) * F::bytes, blocks = layout.blocks();
@@ -67,7 +67,7 @@ struct HeadMatrices {
 template <class F>
 void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   const int64_t parts = divide_up(rows, kProductRows);
-  const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // there may be no rows
+  const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // rows may be 0
   spread_later(heads * parts, std::max<int64_t>(1, kProductGrain / work), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / heads * kProductRows;
@@ -142,7 +142,7 @@ struct Angles {
   }
 };
 
-// A cache of lines, or in 8 bits: codes of the latents, their scales, and the rotated keys in the model's dtype.
+// Check a cache of lines. In 8 bits: codes of latents, their scales, and rotated keys in the model's dtype.
 void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
                  at::ScalarType type, int64_t lora, int64_t rope) {
   TORCH_CHECK(scales.has_value() == rotated.has_value(), "latent: scales without keys");
@@ -209,7 +209,7 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
 namespace attend {
 namespace {
 
-constexpr size_t kBudget = 16 << 20;  // bytes of queries, or of expanded keys and values, at a time
+constexpr size_t kBudget = 16 << 20;  // bytes of queries, or of expanded keys and values, at once
 
 // Inputs of both forms.
 template <class Element>
@@ -296,7 +296,7 @@ template <class T, class E>
 void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values) {
   const int parts = head_parts(given), group = given.heads / parts, width = given.width();
   const std::vector<Piece> all = given.rows.cut(std::max(1, kRows / group), parts, given.window);
-  const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes a token
+  const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes per token
   const int64_t most = std::max<int64_t>(1, int64_t(kBudget) / each);
   static thread_local Kept kept;
   for (size_t i = 0; i < all.size();) {
@@ -371,7 +371,7 @@ struct Expanded {
   }
 };
 
-// Keys and values of all heads for the parts' positions.
+// Expand keys and values of all heads for the positions of the parts.
 template <class T>
 void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values,
             const std::vector<Part>& parts, int64_t total, T* made) {
@@ -423,12 +423,12 @@ inline std::vector<std::vector<Part>> batches(const Rows& rows, int64_t most, in
 
 template <class T, class E>
 void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values, size_t budget) {
-  const int64_t each = int64_t(given.heads) * (given.nope + given.value) * int64_t(sizeof(T));  // bytes a key
+  const int64_t each = int64_t(given.heads) * (given.nope + given.value) * int64_t(sizeof(T));  // bytes per key
   const int64_t most = std::max<int64_t>(1, int64_t(budget) / each / kSplit) * kSplit;
   const auto parts = batches(given.rows, most, given.window);
   std::vector<Piece> all = given.rows.cut(kRows, 1, given.window);
   const int64_t floats = State::floats(given.value);
-  std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // each row's first piece
+  std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // first piece of each row
   int64_t carried = 0;
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;
   for (int64_t row = given.rows.count; row-- > 0;) from[size_t(row)] = std::min(from[size_t(row)], from[size_t(row) + 1]);
@@ -493,7 +493,7 @@ struct Inputs {
                 "latent: strides");
   }
 
-  // f(given, E()) with the element type and the engine.
+  // Call f(given, E()) with the element type and the engine.
   template <class F>
   void go(int64_t engine, F f) const {
     const Rows rows = Rows::of(offsets, starts, table, cache.size(1));
@@ -524,8 +524,8 @@ struct Inputs {
 
 }  // namespace
 
-// q [T, heads, nope + rope], not rotated; cos, sin [T, rope / 2]; out [T, heads, value]; cache [blocks, block, lora +
-// rope]; keys: for each head [lora, nope]; values: for each head [value, lora], both as `pack` makes them.
+// q: [T, heads, nope + rope], unrotated; cos, sin: [T, rope / 2]; out: [T, heads, value]; cache: [blocks, block, lora +
+// rope]; keys: per head [lora, nope]; values: per head [value, lora], both packed by `pack`.
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,

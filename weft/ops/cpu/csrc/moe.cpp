@@ -67,7 +67,7 @@ enum class Kind : uint8_t { router, shared_up, up, down, shared_down };
 struct Item {
   Kind kind;
   int32_t expert;
-  int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens of the router and the shared expert
+  int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens for the router and the shared expert
 };
 
 // Memory retained between calls; each call overwrites the content.
@@ -193,8 +193,8 @@ namespace {
 // Input and output of a pass over tokens whose places in `up` and `down` are given: [tokens, top_k].
 struct Part {
   const int64_t* places;
-  const float* scales;  // [tokens, top_k], for sums; or null
-  void* out;            // x's dtype [tokens, hidden]: sums; or float32 [tokens, top_k, hidden]
+  const float* scales;  // [tokens, top_k] to return sums, or null
+  void* out;            // sums [tokens, hidden] in x's dtype, or float32 [tokens, top_k, hidden]
 };
 
 // One call, or a part of its tokens. F: format of the experts' weights.
@@ -247,7 +247,7 @@ class Pass {
     settle();
   }
 
-  // The shared expert: float32 [tokens, hidden].
+  // Run the shared expert: float32 [tokens, hidden].
   static void run_shared(const std::shared_ptr<Pass>& pass, float* out) {
     Pass& p = *pass;
     p.shared_made_ = out;
@@ -550,11 +550,11 @@ class Pass {
   const int64_t* ids_;
   int64_t tokens_;
   X* out_;
-  int64_t width_;  // of a row of logits
+  int64_t width_;  // width of a row of logits
   int64_t slots_;
   int threads_;
   float *logits_, *weights_, *made_, *shared_made_;
-  int32_t *chosen_, *order_, *place_;  // order: slot at a place; place: of a slot
+  int32_t *chosen_, *order_, *place_;  // order: slot at a place; place: place of a slot
   X *act_, *shared_act_;
   std::vector<Item> first_, second_, third_;
 };
@@ -694,7 +694,7 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional&
   return out;
 }
 
-// The shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
+// Return the shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
 Tensor moe_shared(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(moe.shared, "moe: there is no shared expert");
   const Tensor x = checked(given, moe);

@@ -1,16 +1,17 @@
 // Rows rounded to 8 bits times weights of 8 and of 4 bits. Sums are integers, so all kernels give equal sums.
 //
-//   bytes      x[m, k] is nearly step[m] * code[m, k], code -127 to 127, step = largest of the row / 127
+//   bytes      x[m, k] ~ step[m] * code[m, k], code -127 to 127, step = largest magnitude of the row / 127
 //              w[n, k] = factor[n] * (byte[n, k] - 128)
-//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order: it does not
+//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order, which cannot
 //              overflow
-//   nibbles    in groups of 64 k: x has a step for each, w a scale and a zero point
+//   nibbles    groups of 64 k: x has a step per group, w a scale and a zero point per group
 //              out[m, n] = sum over groups of (sum of code * nibble - zero[n] * sum of codes) * (step[m] * scale[n])
 //
-//   packed     whole 64 k of a block. A step is 4 k of 32 columns: of bytes [column 0: k .. k + 3] .. [column 31: ..], of
-//              nibbles columns 0 to 15 in the low halves and 16 to 31 in the high ones. In front of 64 k of nibbles are
-//              32 scales, float32, and 32 zero points, bytes
-//   rows       codes, zeros behind the last k, one row after another; for AMX tiles: [16 rows][64 k][row of them][64]
+//   packed     multiples of 64 k of a block. A step is 4 k of 32 columns.
+//              Bytes: [column 0: k .. k + 3] .. [column 31: ..].
+//              Nibbles: columns 0 to 15 in the low halves, columns 16 to 31 in the high halves. 64 k of nibbles are
+//              preceded by 32 scales (float32) and 32 zero points (bytes)
+//   rows       codes, with zeros behind the last k, row after row; for AMX tiles: [16 rows][64 k][row of the 16][64]
 //
 // Bytes of weights are unsigned, because vpdpbusd needs one unsigned operand; the sum of a row's codes corrects for the
 // offset. Sums have 32 bits and are exact up to 65,000 inputs: |code * byte| is at most 127 * 255 per input. A group of
@@ -27,7 +28,7 @@
 namespace weft {
 namespace {
 
-constexpr int kByteDepth = 4;  // k of a step
+constexpr int kByteDepth = 4;  // k per step
 constexpr int64_t kByteStep = kBlock * kByteDepth;
 constexpr int64_t kByteInputs = 65'000;  // inputs with exact sums
 constexpr int64_t kByteTileRows = 16, kByteTileDepth = 64;
@@ -40,7 +41,7 @@ struct ByteSteps {
   static constexpr int64_t bytes = kByteStep;
 };
 
-// Rows in 8 bits, from `first` on.
+// Rows in 8 bits, from row `first` on.
 struct ByteRows {
   int8_t* codes = nullptr;
   int64_t first = 0, depth = 0;  // depth: k per row in memory, a multiple of 64

@@ -1,6 +1,6 @@
 // Experts and weights of a token: weft/ops/routing.py is the definition.
 //
-// A token is routed alone, by one sequence of operations, from its float32 logits.
+// Each token is routed independently, by one sequence of operations on its float32 logits.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace {
 
 using namespace vec;
 
-constexpr int64_t kMostChosen = 64;  // experts, or groups, that one token may choose
+constexpr int64_t kMostChosen = 64;  // maximum number of experts, or groups, chosen by a token
 
 enum class Scoring : int { softmax = 0, sigmoid = 1, sqrtsoftplus = 2 };
 

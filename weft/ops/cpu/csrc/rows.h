@@ -1,4 +1,4 @@
-// Rows of elements, each computed alone: norms, and division over threads.
+// Independent rows of elements: norms, and division of rows over threads.
 //
 // A row's sum of squares is 16 partial sums, one per lane, added by the fixed tree of `reduce_add`. Sizes need not be
 // multiples of 16; missing lanes are 0.
@@ -14,7 +14,7 @@ namespace {
 
 using namespace vec;
 
-// Elements below which waking other threads costs more than it gains.
+// Number of elements below which waking other threads costs more than it gains.
 constexpr int64_t kGrain = 1 << 15;
 
 template <class F>
@@ -48,7 +48,7 @@ inline void put(T* p, vf x, int n) {
 
 inline float inverse_rms(float squares, int64_t n, float eps) { return 1.0f / std::sqrt(squares / float(n) + eps); }
 
-// x (+ delta) -> stream, its norm -> normed. stream may be x.
+// Write x (+ delta) to stream, and the norm to normed. stream may be x.
 template <class T, class W>
 void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n, T* stream, T* normed) {
   vf squares = splat(0.0f);
@@ -56,7 +56,7 @@ void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n,
     vf y = take(x + i, lanes);
     if (delta) {
       put(stream + i, y + take(delta + i, lanes), lanes);
-      y = take(stream + i, lanes);  // rounded
+      y = take(stream + i, lanes);  // the rounded value
     }
     squares = fma(y, y, squares);
   });

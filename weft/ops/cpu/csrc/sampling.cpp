@@ -1,4 +1,4 @@
-// From logits to tokens: argmax, and the Gumbel-maximum of the sampling rule, each reading a row once or twice.
+// From logits to tokens: argmax, and the Gumbel maximum of the sampling rule. Each reads a row once or twice.
 //
 // greedy   blocks of kBlock: maximum and NaN; the first block with the largest maximum, in it the first equal.
 // sample   argmax over tokens of  double(x) + g,  x = logit / temperature in float,  g = -log(-log(u)),
@@ -45,7 +45,7 @@ struct Top {
   bool broken() const { return nan || !std::isfinite(value); }
 };
 
-// Lanes of x[i ...] whose bits are clear become -inf; i is a multiple of kLanes.
+// Set lanes of x[i ...] with clear bits to -inf; i is a multiple of kLanes.
 template <bool kMasked>
 inline vf allowed(vf v, const int32_t* mask, int64_t i) {
   if constexpr (!kMasked) return v;
@@ -111,7 +111,7 @@ inline void philox(const Key& of, uint32_t counter, uint32_t* words) {
   std::memcpy(words, c, sizeof(c));
 }
 
-// The words of tokens first .. first + 63, in their order; first is a multiple of 4.
+// Compute the words of tokens first .. first + 63, in order; first is a multiple of 4.
 #if WEFT_AVX512
 inline void multiply(__m512i x, uint32_t by, __m512i& high, __m512i& low) {
   const __m512i factor = _mm512_set1_epi64(by);
@@ -187,7 +187,7 @@ inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
   }
 }
 
-// Rounded: both halves of a word are exact, and their sum is rounded once.
+// Rounded once: both halves of a word are exact, and only the sum is rounded.
 inline __m256 gap8(const uint32_t* words) {
   const __m256i flipped = _mm256_xor_si256(eight(words), _mm256_set1_epi32(-1));
   const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(flipped, 16));
@@ -214,7 +214,7 @@ struct Best {
   }
 };
 
-// Steps 5 to 7 without top_k and top_p, of one row of n logits.
+// Run steps 5 to 7, without top_k and top_p, on one row of n logits.
 template <bool kMasked, class T>
 std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, const int32_t* mask, float temperature, double min_p,
                                      const Key& key, float* groups) {
@@ -380,7 +380,7 @@ struct Column {
 // End of a decode step with one token per row: row r of the logits gives slot `slots[r]` its next token, by `greedy`
 // for a temperature below kGreedy and otherwise by `sample`, and the slot advances by one position:
 //
-//   history[slot, num_computed[slot] + 1] = token (0 of an error)     num_computed[slot] += 1      live[slot] = 0
+//   history[slot, num_computed[slot] + 1] = token (0 for an error)     num_computed[slot] += 1      live[slot] = 0
 //
 // temperature, min_p, seed, choice: one column each, for all slots.
 std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots, int64_t vocab,
@@ -435,7 +435,7 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
   return {made, error};
 }
 
-// Rows of logits in float, with -inf for the tokens whose bit is clear in the row's mask; and broken rows.
+// Return rows of logits in float, with -inf for tokens with a clear bit in the row's mask; and broken rows.
 std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
                                       const Tensor& places) {
   const Rows of = check(logits, rows, vocab, "allow_bits");

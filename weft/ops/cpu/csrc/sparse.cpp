@@ -71,8 +71,8 @@ void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F 
 
 struct List {
   int64_t row;
-  int64_t low;     // the window's first entry
-  int64_t window;  // its entries
+  int64_t low;     // first entry of the window
+  int64_t window;  // number of entries of the window
   int64_t groups;
 };
 
@@ -83,12 +83,12 @@ struct Chosen {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   Entries<T> entries, groups;
-  const std::vector<List>& lists;  // of tokens
+  const std::vector<List>& lists;  // one list per token
   const int64_t* chosen;           // [tokens, top], or null
   int64_t top;
   int group;
   float scale;
-  const float* sinks;  // of each head, times log2(e), or null
+  const float* sinks;  // per head, times log2(e), or null
   int key, value;
   int rest = 0, copied = 0, window = 0;
 
@@ -129,8 +129,8 @@ inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
 
 }  // namespace
 
-// q [T, heads, dim]; out [T, heads, value]; entries [blocks, block, width >= dim] at positions, groups likewise at
-// multiples of `ratio`; chosen int64 [T, top]; sinks float [heads].
+// q: [T, heads, dim]; out: [T, heads, value]; entries: [blocks, block, width >= dim] at positions; groups: the same at
+// multiples of `ratio`; chosen: int64 [T, top]; sinks: float [heads].
 void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
                    const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
@@ -239,7 +239,7 @@ class Scorer {
   }
   ~Scorer() { E::release(); }
 
-  // scores[i * stride + group] of asked[i], for groups begin .. end - 1; begin is a multiple of kTile.
+  // Write scores[i * stride + group] of asked[i], for groups begin .. end - 1. begin must be a multiple of kTile.
   void score(const Asked* asked, int64_t count, int64_t begin, int64_t end, float* scores, int64_t stride) {
     for (int64_t i = 0; i < count; ++i)
       E::pack_q(q_ + asked[i].token * q_stride_, heads_ * dim_, packed_ + i * heads_ * dim_);

@@ -61,7 +61,7 @@ inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }  // b where either is NaN
 inline vf vsqrt(vf x) { return _mm512_sqrt_ps(x); }
 inline vf vabs(vf x) { return _mm512_abs_ps(x); }
-// a where the lane's bit is set, else b
+// a where the bit of the lane is set, else b
 inline vf select(uint32_t mask, vf a, vf b) { return _mm512_mask_blend_ps(__mmask16(mask), b, a); }
 inline uint32_t less(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline uint32_t equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -164,7 +164,7 @@ inline vf scale2(vf x, vf n) {
 #if WEFT_AVX512
 template <class Op>
 inline vf across_rows(const float (*rows)[kLanes], Op op) {
-  vf fours[4];  // of rows j, 4 + j, 8 + j, 12 + j: a group of 4 lanes each
+  vf fours[4];  // rows j, 4 + j, 8 + j, 12 + j: a group of 4 lanes each
   for (int j = 0; j < 4; ++j) {
     const vf a = load(rows[j]), b = load(rows[4 + j]), c = load(rows[8 + j]), d = load(rows[12 + j]);
     const vf ab = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));

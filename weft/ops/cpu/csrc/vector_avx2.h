@@ -49,7 +49,7 @@ inline void store(float* p, vf x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 
-// Words of all bits, then as many of none: at [16 - n] the first n of 16 lanes are set.
+// 16 words with all bits set, then 16 words of zero: the 16 words from [16 - n] on have the first n lanes set.
 struct Ones {
   alignas(64) int32_t word[32];
   constexpr Ones() : word() {
@@ -130,7 +130,7 @@ inline uint32_t equal(vf x, vf y) {
   return bits_of(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ));
 }
 
-// Lanes i and i + 8, then 4, 2 and 1 further on.
+// Add lanes i and i + 8, then lanes 4, 2 and 1 apart.
 inline float reduce_add(vf x) {
   const __m256 eights = x.a + x.b;
   const __m128 fours = _mm256_castps256_ps128(eights) + _mm256_extractf128_ps(eights, 1);
