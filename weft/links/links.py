@@ -411,7 +411,7 @@ class Links:
 
     def _follow_owner(self) -> None:
         """Compare the owner's processes with the fleet's instances and feed the differences to the fleet."""
-        present = self._owner.present()
+        present = self._owner.present(self._fleet.open.kept)
         for name, instance in self._fleet.table.instances.items():
             address = present.get(name)
             link = self._links.get(name)
