@@ -5,7 +5,7 @@
 
 A reader of the code follows such a trip. Fewer files and fewer crossings between packages help.
 The chat is one request to ``weft serve spool-text``, counted in all processes of the server, after a first
-request. The decode step is one call of ``EngineCore.step`` for two decoding sequences, counted in all threads.
+request. The decode step is one ``EngineCore.step`` for two decoding sequences, counted in all threads.
 """
 
 from __future__ import annotations
