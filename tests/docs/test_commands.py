@@ -18,13 +18,13 @@ CHAIN = {"|", "&&", "||", "&", ";", ">"}
 
 
 def commands() -> list[tuple[str, str]]:
-    """Return (page, command) of each line of a block of code that begins with ``weft``. Drawings do not count."""
+    """Return (page, command) of each line of code blocks that begins with ``weft``. Drawings do not count."""
     found = []
     for page in PAGES:
         for block in re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 command = re.sub(r"^\s*(?:\$ )?(?:[A-Z_]+=\S+ )*", "", line)
-                if re.match(r"weft( [a-z-]+)?(\s|$)", command) and not re.search(r"\S {3,}[^ #]", command):
+                if re.match(r"weft [a-z-]+(\s|$)", command) and not re.search(r"\S {3,}[^ #]", command):
                     found.append((page.name, command))
     return found
 
