@@ -120,7 +120,7 @@ class MediaStore:
                 self._bound.setdefault(op.slot, []).append((op, self._blocks(op.blocks, op.count)))
             elif isinstance(op, GatherMedia):
                 if self._gather is None:
-                    raise EngineDead("ranks are to exchange an embedding, and this one has no way to")
+                    raise EngineDead("ranks exchange an embedding, but this rank has no transfers")
                 self._gather(self._by_row, self._index(op.blocks, op.count), op.count)
             elif isinstance(op, SendMedia):
                 if self._send is None:

@@ -64,7 +64,7 @@ def check_media(
         frames, rows, columns = item.grid
         sides_fit = min(item.grid) > 0 and rows % limits.merge == 0 and columns % limits.merge == 0
         if not sides_fit or item.count != patches_of(item) // limits.merge**2:
-            raise InvalidRequest("the grid of an image is not that of its tokens", param="media")
+            raise InvalidRequest("the grid of an image does not match its tokens", param="media")
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
         end = item.start + item.count
@@ -82,7 +82,7 @@ def check_media(
         if not item.pixels and may_lack:
             continue
         if len(item.pixels) not in range(frames * size, frames * limits.frames * size + 1, size):
-            raise InvalidRequest("the pixels of an image are not those of its grid", param="media")
+            raise InvalidRequest("the pixels of an image do not match its grid", param="media")
     _check_rooms(media, limits)
 
 

@@ -44,7 +44,7 @@ def check_submit(
             param="model",
         )
     if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.room is not None):
-        raise InvalidRequest("an embedding has no output, no grammar and no room", param="pooling")
+        raise InvalidRequest("an embedding has no output, no grammar and no transfer", param="pooling")
     if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):
         output = "" if submit.pooling else ", output included"
         raise ContextLength(
