@@ -91,7 +91,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
 
 def test_ranks_with_other_caches_are_an_error() -> None:
     ranks = Ranks(kv_config(copies=4, window=9), rooms={2: (5,)})
-    with pytest.raises(EngineDead, match="rank 2 has 1 kinds of caches"):
+    with pytest.raises(EngineDead, match="rank 2 has 1 KV cache groups"):
         ranks.up()
 
 
@@ -228,7 +228,7 @@ def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     answers = [f.decode_to_rank(data) for data in iter(lambda: stranger.receive(0), None)]
     assert [type(answer) for answer in answers] == [f.Refused] * 5
     messages = [answer.error.message for answer in answers]  # type: ignore[union-attr]
-    assert "rank 9 is not of this group" in messages[2]
+    assert "rank 9 does not belong to this group" in messages[2]
     assert f"version {f.VERSION + 1}" in messages[3]
     assert "float16" in messages[4]
 
@@ -304,7 +304,7 @@ def test_a_rank_that_falls_silent_in_a_step_is_named_within_the_timeout(depth: i
     for _ in range(3):
         rig.step()
     rig.ranks.net.drive(rig.ranks.peer(3), lambda: False)  # stopped: connected, and does nothing
-    with pytest.raises(GroupLost, match="did not end step") as lost:
+    with pytest.raises(GroupLost, match="did not finish step") as lost:
         rig.drain()
     assert lost.value.rank == 3
     assert rig.ranks.clock.now() <= TIMEOUT
@@ -389,7 +389,7 @@ def test_a_worker_that_is_back_is_not_replaced() -> None:
     rig.ranks.kill(1)  # the connection alone
     rig.ranks.incarnations[1] += 1
     rig.ranks.start(1, worker=rig.ranks.workers[1])
-    with pytest.raises(GroupLost, match="rank 1 had lost its head") as lost:
+    with pytest.raises(GroupLost, match="rank 1 had lost its engine process") as lost:
         rig.drain()
     assert lost.value.rank is None
     rig.recover()
@@ -463,7 +463,7 @@ def test_a_frame_that_comes_twice_is_a_gap() -> None:
     rig = make_rig()
     rig.ranks.net.plant(LinkFault(rig.ranks.peer(1), to_rank=True, at=4, deed=repeat))
     load(rig)
-    with pytest.raises(GroupLost, match=r"step \d came where step \d was due") as lost:
+    with pytest.raises(GroupLost, match=r"received step \d instead of step \d") as lost:
         rig.drain()
     assert lost.value.rank == 1
 
@@ -528,7 +528,7 @@ def test_masks_of_a_step_that_awaits_none_end_the_epoch() -> None:
     rig = make_rig()
     rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0, masks=TokenMasks())))
     load(rig)
-    with pytest.raises(GroupLost, match="masks of step 0 came, which awaits none"):
+    with pytest.raises(GroupLost, match="received masks of step 0, which needs none"):
         rig.drain()
     rig.recover()
     finish(rig)
@@ -561,7 +561,7 @@ def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
         return []
 
     rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(2), to_rank=True, deed=lose_masks))
-    with pytest.raises(GroupLost, match=r"rank 2 .* came where the masks of step \d+ were due") as caught:
+    with pytest.raises(GroupLost, match=r"rank 2 .* instead of the masks of step \d+") as caught:
         rig.drain()
     assert lost
     rig.recover(caught.value)

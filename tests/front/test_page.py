@@ -174,7 +174,7 @@ def test_a_server_with_a_key_asks_for_it(start_weft: Any, tmp_path: Path, browse
     assert httpx.get(server.url + "/v1/models").status_code == 401
     browser.open(server.url + "/")
     browser.wait("!document.getElementById('key-form').hidden")
-    assert browser.evaluate("document.getElementById('state').textContent") == "an API key is needed"
+    assert browser.evaluate("document.getElementById('state').textContent") == "the server needs an API key"
     browser.evaluate("document.getElementById('key').focus()")
     browser.write("sesame")
     browser.press("Enter", 13, "\r")
@@ -225,7 +225,7 @@ def test_an_image_is_refused_with_a_message_where_it_does_not(server: Any, brows
     for give in (DROPPED, PASTED):
         browser.evaluate("complain('')")
         browser.evaluate(give)
-        browser.wait("document.getElementById('problem').textContent.includes('takes no images')")
+        browser.wait("document.getElementById('problem').textContent.includes('does not accept images')")
     assert browser.evaluate("images.length") == 0
 
 

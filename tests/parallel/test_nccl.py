@@ -258,7 +258,7 @@ def test_gloo_is_gloo() -> None:
 def test_what_a_mesh_says_of_captures_and_of_bits() -> None:
     two, experts = Layout(tensor=2), Layout(tensor=2, expert=True)
     assert Mesh(nccl=True).obstacle is None
-    assert "not over NCCL" in str(Mesh(layout=two).obstacle)
+    assert "not use NCCL" in str(Mesh(layout=two).obstacle)
     assert Mesh(layout=two, nccl=True).obstacle is None
     assert "experts" in str(Mesh(layout=experts, nccl=True).obstacle)
     tp = GroupComm("x", range(2), 0, Launcher())

@@ -147,7 +147,7 @@ class Roster:
             if served_another:  # no fault: the process may have ended together with an engine process
                 log.info("rank %d belonged to an earlier engine process, and is replaced: %s", rank, why)
             else:
-                log.warning("rank %d is restarted: %s", rank, why)
+                log.warning("rank %d is started again: %s", rank, why)
             self.spawn(rank, anew=True)
 
     def forget(self, rank: int) -> None:

@@ -62,7 +62,7 @@ class MediaMemory:
         # Warn once per shortage.
         if made is None and not self._scarce:
             log.warning(
-                "images are copied to engines, not shared, because file descriptors are scarce: raise ulimit -n"
+                "images are copied to engines, not shared, because file descriptors are scarce (ulimit -n)"
             )
         self._scarce = made is None
         return made
