@@ -442,7 +442,7 @@ class HeadRooms:
             self._on(ev.PeerLost(peer))
         else:
             log.warning(
-                "no answer from the other end of transfer %d/%d: %s; blocks stay pinned until it answers or ends",
+                "no answer from the other end of transfer %d/%d: %s; blocks stay pinned until an answer or its end",
                 key.room,
                 key.attempt,
                 peer.name,
