@@ -442,7 +442,7 @@ class HeadRooms:
             self._on(ev.PeerLost(peer))
         else:
             log.warning(
-                "no answer from the other end of transfer %d/%d: %s; blocks stay pinned until an answer or its end",
+                "no answer from the other end of transfer %d/%d: %s; blocks stay pinned until it answers",
                 key.room,
                 key.attempt,
                 peer.name,
