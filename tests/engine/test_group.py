@@ -82,7 +82,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     # One that is started anew has what the others have, whatever it has room for.
     ranks.rooms[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
-    with pytest.raises(GroupLost, match="started anew") as lost:
+    with pytest.raises(GroupLost, match="restarted") as lost:
         ranks.head.check()
     ranks.head.recover(lost.value)
     assert ranks.head.recovered(TIMEOUT)
@@ -358,7 +358,7 @@ def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
     rig.ranks.runners[1] = TableRunner(rig.kv, rig.ranks.commits)
     rig.ranks.incarnations[1] += 1
     rig.ranks.start(1)
-    with pytest.raises(GroupLost, match=r"rank 1 .* started anew"):
+    with pytest.raises(GroupLost, match=r"rank 1 .* restarted"):
         rig.drain()
     rig.recover()
     finish(rig)

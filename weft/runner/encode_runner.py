@@ -222,7 +222,7 @@ class EncodeRunner:
 
     def _send(self, op: SendMedia) -> None:
         if self._departures is None or self.embeddings is None:
-            raise EngineDead("an embedding is to leave, and this rank has no transfers of them")
+            raise EngineDead("an embedding must be sent, but this rank has no transfers of embeddings")
         error = self._spoiled.get((False, op.blocks))
         if error is None:
             self._departures.send(op)

@@ -132,6 +132,6 @@ def _check_params(p: TokenParams, vocab_size: int) -> None:
         _within("allowed_token_ids", p.allowed, vocab_size)
     for word in p.bad:
         if not word:
-            raise InvalidRequest("bad_words must not hold an empty text", param="bad_words")
+            raise InvalidRequest("bad_words must not contain an empty string", param="bad_words")
         _within("bad_words", word, vocab_size)
     _within("stop_token_ids", p.stop_ids, vocab_size)

@@ -395,7 +395,7 @@ class SocketTransport:
         now = time.monotonic()
         for link in list(self._links.values()):
             if link.until is not None and link.until <= now:
-                self._lost(link, Unavailable("a peer did not say who it is in time"))
+                self._lost(link, Unavailable("a peer did not identify itself in time"))
 
     def _patience(self) -> float:
         due = [link.until for link in self._links.values() if link.until is not None]

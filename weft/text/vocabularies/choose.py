@@ -104,10 +104,9 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
     fault = f"the id of its special token {wrong[0]!r}" if wrong else "its word pattern"
     if not wrong and not added.keys() <= original.special.keys():
         log.warning(
-            "%s and %s have different word patterns; %s is used, because only %s has some of its tokens",
+            "%s and %s have different word patterns; %s is used, because it has additional tokens",
             _OWN,
             name,
-            _OWN,
             _OWN,
         )
         return None

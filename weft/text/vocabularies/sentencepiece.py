@@ -171,7 +171,7 @@ def _check(model: Model) -> None:
     for found, why in (
         (model.trims_spaces, "it removes extra white space (remove_extra_whitespaces)"),
         (not model.escapes_spaces, "it does not escape white space (escape_whitespaces)"),
-        (model.suffix_space, "it writes spaces behind words (treat_whitespace_as_suffix)"),
+        (model.suffix_space, "it writes spaces after words (treat_whitespace_as_suffix)"),
         (any(piece.kind == _UNUSED for piece in model.pieces), "it has unused pieces"),
     ):
         if found:
