@@ -487,7 +487,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     refuse(world, "encodes no images for others", room=RoomTicket(key, True, peer, 10.0))
     refuse(world, "seconds of an image transfer", room=RoomTicket(key, False, peer, 0.0))
     refuse(world, "no image is encoded here .--language-model-only", room=None, pixels=image(4).pixels)
-    refuse(world_of(cache_bytes=9), "too large: use a smaller one .or raise --mm-cache-bytes")
+    refuse(world_of(cache_bytes=9), "too large: use a smaller image .or raise --mm-cache-bytes")
     refuse(
         World(kv_config(media=limits(takes=False, tower=True))), "accepts no embeddings .--take-embeddings"
     )

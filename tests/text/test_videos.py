@@ -199,10 +199,10 @@ def test_forms() -> None:
         (_video(2, timestamps=[1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, -1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, 1e300]), "timestamps must be a list"),
-        (_video(2, timestamps=[2, 1]), "in order"),
+        (_video(2, timestamps=[2, 1]), "in ascending order"),
         (_video(2, timestamps=[1, 2], fps=2), "fps or timestamps, but not both"),
         (_video(17), r"has 9 images \(2 frames of a video count as one\); the limit is 8"),
-        (_video(100_000), "at most 8"),
+        (_video(100_000), "the limit is 8"),
     ],
 )
 def test_parts_that_are_refused(part: dict[str, Any], problem: str) -> None:
@@ -259,7 +259,7 @@ def test_any_other_part_is_refused_by_name() -> None:
 
 def test_images_and_videos_are_counted_together() -> None:
     assert len(_read(_video(6), *[IMAGE] * 5)) == 6
-    with pytest.raises(InvalidRequest, match="at most 8") as caught:
+    with pytest.raises(InvalidRequest, match="the limit is 8") as caught:
         _read(_video(6), *[IMAGE] * 6)
     assert caught.value.param == "messages[0].content[6]"
     for role in ("assistant", "system"):

@@ -233,7 +233,7 @@ def max_tokens_for(
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
+            f"min_tokens is {params.min_tokens}, but the output has at most {max_tokens} tokens",
             param="min_tokens",
         )
     return max_tokens

@@ -276,7 +276,7 @@ def test_no_trigger_is_a_prefix_of_another() -> None:
         check_format(
             OutputFormat(name="x", calls=(*HERMES.calls, Call(head=head, arguments=JsonArguments())))
         )
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="is empty"):
         check_format(OutputFormat(name="x", calls=(Call(head=(NAME,), arguments=JsonArguments()),)))
     with pytest.raises(ValueError, match="is a prefix of"):
         check_format(

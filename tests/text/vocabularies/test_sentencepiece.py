@@ -108,7 +108,7 @@ def test_the_files_beside_it_add_tokens(tmp_path: Path) -> None:
     assert tokenizer.is_special(size)
     assert tokenizer.encode("<tool>", add_special_tokens=False)[-1] == size + 3
     assert tokenizer.vocab_size == size + 4
-    with pytest.raises(ConfigError, match="token 1 is '<s>' there and '<b>' beside it"):
+    with pytest.raises(ConfigError, match="token 1 is '<s>' in the model and '<b>' in the files"):
         load(tmp_path / "y", sentencepiece_file(PIECES), added_tokens__json={"<b>": 1})
 
 

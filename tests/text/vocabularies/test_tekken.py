@@ -123,7 +123,7 @@ def converted(path: Path, pattern: str = TEKKEN, **added: int) -> bytes:
         (TEKKEN, {"im_start": 940}, "tokenizer.json", None),
         (KIMI, {}, "tekken.json", "word pattern"),
         (KIMI, {"im_start": 940}, "tokenizer.json", "different word patterns"),
-        (TEKKEN, {"[THINK]": 940}, "tekken.json", "ids of special tokens"),
+        (TEKKEN, {"[THINK]": 940}, "tekken.json", "the id of its special token"),
     ],
 )
 def test_a_wrong_tokenizer_json_beside_it_is_not_used(
