@@ -412,7 +412,7 @@ def test_a_worker_that_its_head_gives_up_ends() -> None:
     rig = make_rig()
     rig.ranks.head._feed(t.Gone(2, "it is not connected"))
     rig.ranks.head.recover(GroupLost(None, "it is known why"))
-    with pytest.raises(GivenUp, match="given this rank up"):
+    with pytest.raises(GivenUp, match="replaced this process of the rank"):
         rig.ranks.head.recovered(TIMEOUT)
 
 

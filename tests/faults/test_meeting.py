@@ -37,7 +37,7 @@ def test_a_wrong_secret_a_wrong_port_and_a_late_host(cluster: Cluster, alone: Al
     until_told(
         (
             logs["zero"],
-            f"a connection of {cluster.hosts.addresses[1]}: wrong --group-secret",
+            f"rejected a connection from {cluster.hosts.addresses[1]}: wrong --group-secret",
         ),
         (logs["stranger"], STRANGER),
         (logs["lost"], NOTHING),

@@ -247,9 +247,9 @@ def test_both_ends_say_that_their_secrets_differ(caplog: pytest.LogCaptureFixtur
     finally:
         stranger.close()
         board.close()
-    told = [message for message in caplog.messages if "refused" in message]
+    told = [message for message in caplog.messages if "rejected" in message]
     assert len(told) == 1, told  # one line, though the client tried again and again
-    assert told[0].startswith("a connection of ")
+    assert told[0].startswith("rejected a connection from ")
     assert told[0].endswith(": wrong --group-secret")
 
 

@@ -157,7 +157,7 @@ def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
         with pytest.raises(ConfigError) as refused:
             ZmqHead(holder.address, keys, 0.4)
         assert refused.value.param == "--rdzv"
-        why = f"cannot listen at {holder.address} (Address already in use) for 0.4 s: give another port"
+        why = f"cannot listen at {holder.address} (Address already in use) for 0.4 s: choose another port"
         assert refused.value.message == f"--rdzv: {why}"
     finally:
         holder.close()

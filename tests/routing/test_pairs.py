@@ -273,7 +273,7 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
         assert where(one) == ["d", "q"]
     assert one.fleet.table.unpaired == 1
     one.up("q")
-    told = [record.message for record in caplog.records if "never paired" in record.message]
+    told = [record.message for record in caplog.records if "has no partner" in record.message]
     assert len(told) == 1
     assert "engine p has no partner: model, weights, dtype or cache layout differ from d" in told[0]
     one.lose("q")

@@ -167,7 +167,8 @@ def _check(model: Model) -> None:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise unusable(NAME, f"its algorithm is {kind}; only BPE is supported")
     if model.charsmap or model.normalizer not in ("", "identity"):
-        raise unusable(NAME, f"its normalizer {model.normalizer!r} is not supported; only identity without a character map is")
+        why = "is not supported; only identity without a character map is"
+        raise unusable(NAME, f"its normalizer {model.normalizer!r} {why}")
     for found, why in (
         (model.trims_spaces, "it removes extra white space (remove_extra_whitespaces)"),
         (not model.escapes_spaces, "it does not escape white space (escape_whitespaces)"),
