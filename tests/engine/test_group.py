@@ -184,7 +184,7 @@ def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
     ranks.kill(2)
     ranks.incarnations[2] += 1
     ranks.start(2, settings={**SETTINGS, "scheduler.max_num_seqs": "16"})
-    with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*head has 8.*rank 2 has 16"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*engine has 8.*rank 2 has 16"):
         ranks.up()
     for more, match in (({}, "dtype"), ({**SETTINGS, "new": "1"}, "new.*no such setting.*rank 3 has 1")):
         ranks = Ranks(kv_config())

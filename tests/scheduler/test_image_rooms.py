@@ -486,7 +486,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     key, peer = RoomKey(1, 0, 1), Peer("e", 1)
     refuse(world, "encodes no images for others", room=RoomTicket(key, True, peer, 10.0))
     refuse(world, "seconds of an image transfer", room=RoomTicket(key, False, peer, 0.0))
-    refuse(world, "no image is encoded here .--language-model-only", room=None, pixels=image(4).pixels)
+    refuse(world, "this group encodes no images .--language-model-only", room=None, pixels=image(4).pixels)
     refuse(world_of(cache_bytes=9), "too large: use a smaller image .or raise --mm-cache-bytes")
     refuse(
         World(kv_config(media=limits(takes=False, tower=True))), "accepts no embeddings .--take-embeddings"
