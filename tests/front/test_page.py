@@ -103,7 +103,7 @@ def test_a_conversation_with_a_tool_call_and_what_the_charts_say(server: Any, br
     browser.wait("document.getElementById('heads').rows.length === 1")
     browser.wait("document.querySelector('#tokens polyline').getAttribute('points').length > 0")
     label = browser.evaluate("document.getElementById('ttft').getAttribute('aria-label')")
-    assert "Time to first token, median and 99%" in label
+    assert "Time to first token, median and p99" in label
     browser.wait("document.getElementById('ttft-now').textContent.includes('ms')")
     assert browser.complaints() == []
     assert {url.split("/")[2] for url in browser.asked() if url.startswith("http")} == {
