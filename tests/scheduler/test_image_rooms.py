@@ -501,7 +501,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         without_pixels(ask(0, [3], 4, [5]).media)[0], room=RoomTicket(refuse_known, False, peer, 10.0)
     )
     again = msgspec.structs.replace(submit(99, [3] + [0] * 10 + [5]), media=(item,))
-    with pytest.raises(InvalidRequest, match="is known"):
+    with pytest.raises(InvalidRequest, match="exists already"):
         world.scheduler.add(again, 0.0)
 
 
