@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_is_said_plainly() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as raised:
             bind("127.0.0.1", port)
-    told = f"can't listen on port {port} (address already in use); change --host or --port"
+    told = f"cannot listen on port {port} (address already in use); change --host or --port"
     assert raised.value.message == told
 
 

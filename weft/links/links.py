@@ -219,7 +219,7 @@ class Links:
         # is enough.
         waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
-            raise Overloaded("too many requests wait for the engine")
+            raise Overloaded("too many requests wait for the engine; try again later")
         opened = e.Opened(tuple(submits), hashes or {})
         if self._placements is not None and trace is not None:
             for submit in opened.submits:
@@ -305,7 +305,7 @@ class Links:
                 while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            raise EngineDead("an engine does not say how it is") from None
+            raise EngineDead("an engine did not report its counters in time") from None
         return [one.stats for one in self.instances]
 
     def profile(self, seconds: float) -> int:
@@ -367,7 +367,7 @@ class Links:
         try:
             work()
         except Exception:
-            log.exception("the links to the engines go on after an error")
+            log.exception("error in a link to an engine; the links continue")
 
     def _carry_out(self, action: e.Action) -> None:
         match action:
