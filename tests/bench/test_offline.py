@@ -93,7 +93,7 @@ def test_the_command_on_the_bundled_model(
     assert weft(*common, "--identical", "2", "--alone", "--dtype", "float64") == 0
     out = capsys.readouterr().out
     assert "W1 run 2 times: 0 of 4 requests differ" in out
-    assert "each alone against together: 0 of 4 requests differ" in out
+    assert "alone against batched: 0 of 4 requests differ" in out
 
 
 def test_a_configuration_becomes_the_flags_that_give_it() -> None:

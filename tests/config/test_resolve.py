@@ -515,7 +515,7 @@ def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
     resolved(folder, data_parallel_size=16, **several)
     message = refused(folder, data_parallel_size=18, **several)
     assert "9 ranks on each of 2 hosts" in message
-    assert "16 at most" in message
+    assert "at most 16" in message
 
 
 def test_ranks_have_their_share_of_caches_and_memory(tmp_path: Path) -> None:

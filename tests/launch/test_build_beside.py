@@ -21,7 +21,7 @@ from weft.ops.cpu import build
 
 __all__ = ["start"]
 
-COMPILED, CHANGE = "the C++ operations are compiled", "engines change to the C++ operations"
+COMPILED, CHANGE = "the C++ operations are compiled", "engines switch to the C++ operations"
 TOKENS = 600
 """Tokens of the stream: half a second of torch's operations."""
 BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0, "ignore_eos": True}

@@ -228,9 +228,9 @@ def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
     frames = frame_urls(f"'{tmp_path}/frame *.png' https://example.org/a")
     wanted = [f"data:image/png;base64,{base64.b64encode(b'%d' % n).decode()}" for n in (9, 10, 11)]
     assert frames == [*wanted, "https://example.org/a"]
-    with pytest.raises(ConfigError, match="does not end like an image"):
+    with pytest.raises(ConfigError, match="does not have the extension of an image"):
         frame_urls("nothing*")
-    with pytest.raises(ConfigError, match="a quote that does not end"):
+    with pytest.raises(ConfigError, match="an opening quote without a closing quote"):
         frame_urls("'a.png")
     talk = Conversation("m", "", {})
     talk.videos.append(frames)
@@ -248,7 +248,7 @@ def test_an_image_of_a_file(tmp_path: Path) -> None:
     assert image_url("https://example.org/a") == "https://example.org/a"
     with pytest.raises(ConfigError, match="no such file"):
         image_url(str(tmp_path / "b.jpg"))
-    with pytest.raises(ConfigError, match="does not end like an image"):
+    with pytest.raises(ConfigError, match="does not have the extension of an image"):
         image_url(str(tmp_path))
 
 

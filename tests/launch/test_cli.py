@@ -178,7 +178,7 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["generate", "--top-p", "2", "hello"], "top_p must be"),
         (["eval", "gsm-mini", "--url", "ftp://x"], "--url must start with http"),
         (["eval", "gsm-mini", "--url", "http://x", "--reference"], "give one"),
-        (["eval", "gsm-mini", "--api-key", "k"], "--api-key goes with --url"),
+        (["eval", "gsm-mini", "--api-key", "k"], "--api-key requires --url"),
         (["eval", "gsm-mini", "--json", "/no/such/folder/x"], "--json must name a file"),
         (["eval", "gsm-mini", "--limit", "0"], "--limit"),
         (["eval", "gsm-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),

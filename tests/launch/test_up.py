@@ -104,7 +104,7 @@ def test_examples_are_right(file: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in groups] == expected
     assert (" tp 2" in made.stdout) == (file.stem == "tp2-prefill")
     assert made.stdout.count("; encodes images") == sum(one.startswith("encode") for one in expected)
-    takes = [line.split()[0] for line in groups if "images from groups that encode" in line]
+    takes = [line.split()[0] for line in groups if "images from encode groups" in line]
     assert takes == [one for one in expected if encode and one.startswith(("prefill", "unified"))]
     assert ("its own tower" in made.stdout) == (file.stem == "cpu-encode")
 
