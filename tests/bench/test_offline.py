@@ -46,7 +46,7 @@ def test_every_round_has_prompts_of_its_own() -> None:
     assert seen[1:] == [prompts(SMALL, 7, 1024), prompts(SMALL, 8, 1024)]
     assert list(found) == ["W1"]
     assert done == ["warm-up", "W1", "W1"]
-    with pytest.raises(WeftError, match="another length"):
+    with pytest.raises(WeftError, match="requested length"):
         offline.measure(lambda ids, tokens: echo(ids, tokens - 1), [SMALL], 1, 0, 1024)
 
 

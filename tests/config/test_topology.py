@@ -315,7 +315,10 @@ def test_fronts_take_images_where_somebody_encodes_them(
     ("text", "message"),
     [
         ("groups: [{role: encode}, {dtype: float64}]", "unified0 and encode0 .* --dtype is float64"),
-        ("groups: [{role: encode, language-model-only: true}, {}]", "group encode0: --role encode loads only"),
+        (
+            "groups: [{role: encode, language-model-only: true}, {}]",
+            "group encode0: --role encode loads only",
+        ),
         (
             "groups: [{role: encode, model: spool-text}, {}]",
             "group encode0: --role encode: .* no vision tower",

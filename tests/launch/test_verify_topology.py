@@ -115,7 +115,10 @@ def test_what_took_no_part_does_not_pass() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--topology", "1p1d", "--block-size", "8"], "--block-size and --topology exclude each other: write --block-size in 1p1d.yaml"),
+        (
+            ["--topology", "1p1d", "--block-size", "8"],
+            "--block-size and --topology exclude each other: write --block-size in 1p1d.yaml",
+        ),
         (["--topology", "two-hosts"], "two-hosts.yaml has several hosts"),
         (["--topology", "none"], "none.yaml: "),
         (["spool-text", "--prefill", "1"], "--prefill 1 needs --decode"),

@@ -61,9 +61,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "pickle", "partial", "dummy"],
         Meta(
-            description="auto: safetensors. pickle: *.bin and *.pth files, which can run code when "
-            "loaded. partial: safetensors, with random weights for layers without files, to test "
-            "whether a model fits. dummy: random weights."
+            description="Format of the weight files. auto: safetensors. pickle: *.bin, *.pt and *.pth "
+            "files, which can run code when loaded. partial: safetensors, with random weights for "
+            "layers without files, to test whether a model fits. dummy: random weights."
         ),
     ] = "auto"
     num_hidden_layers_override: Annotated[
@@ -290,7 +290,8 @@ class RunnerSection(Section, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="Write one trace event per step to this file (Chrome trace JSON). With several "
-            "groups or ranks, each file name gets the group's name and .rankN before the extension."
+            "groups, file names get the group's name before the extension; files of ranks above 0 also "
+            "get .rankN."
         ),
     ] = None
     trace_requests: Annotated[
@@ -409,7 +410,7 @@ class GrammarSection(Section, frozen=True, kw_only=True):
         Literal["auto", "llguidance", "xgrammar"],
         Meta(
             description="Library that compiles schemas, patterns and grammars to token masks. auto: "
-            "llguidance. xgrammar requires weft[xgrammar]."
+            "llguidance. xgrammar requires the package weft[xgrammar]."
         ),
     ] = "auto"
     grammar_compile_timeout: Annotated[
@@ -417,7 +418,7 @@ class GrammarSection(Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=600,
-            description="Maximum seconds to compile a grammar. Slower requests get 400.",
+            description="Maximum seconds to compile a grammar. A request with a slower grammar gets 400.",
         ),
     ] = 10.0
 
