@@ -76,9 +76,9 @@ def test_nothing_is_compiled_beside_a_wheel_unless_told(
 ) -> None:
     cpu_of(monkeypatch, "avx512_bf16")
     said = CliRunner().invoke(build_ops, [])
-    assert (
-        said.output
-        == "the installed wheel has the C++ operations for this CPU (avx512_bf16); --force compiles them anyway\n"
+    assert said.output == (
+        "the installed wheel has the C++ operations for this CPU (avx512_bf16); "
+        "--force compiles them anyway\n"
     )
     assert count(calls) == 0
     own = build.build(force=True)
