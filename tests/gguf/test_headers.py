@@ -50,7 +50,7 @@ NAMED = pair(b"general.architecture", STRING, text(b"llama"))
 LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "does not begin with the letters GGUF"),
     "another format": (b"PK\x03\x04" + bytes(60), "does not begin with the letters GGUF"),
-    "only the letters": (b"GGUF", "the version takes 4 bytes at 4, and the file has 0 more"),
+    "only the letters": (b"GGUF", "the version takes 4 bytes at byte 4, and the file has 0 more bytes"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "version 1": (file_of([], [], version=1), "version 1 of the format is not supported"),
     "a list of 2^40 entries in 49 bytes": (
@@ -59,18 +59,21 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "a list of 2^40 texts": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQ", STRING, HUGE))], []),
-        "1099511627776 entries of 'k' follow",
+        "claims 1099511627776 entries of 'k'",
     ),
     "a list of numbers longer than the file": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQ", U32, 9) + bytes(8))], []),
-        "9 entries of 'k' follow",
+        "claims 9 entries of 'k'",
     ),
     "lists in lists": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQIQ", ARRAY, 1, ARRAY, 1) * 3)], []),
         "'k' is a list of lists",
     ),
-    "2^64 - 1 keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 64) - 1), "keys follow"),
-    "2^64 - 1 tensors": (b"GGUF" + struct.pack("<IQQ", 3, (1 << 64) - 1, 0) + bytes(64), "tensors follow"),
+    "2^64 - 1 keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 64) - 1), "18446744073709551615 keys"),
+    "2^64 - 1 tensors": (
+        b"GGUF" + struct.pack("<IQQ", 3, (1 << 64) - 1, 0) + bytes(64),
+        "18446744073709551615 tensors",
+    ),
     "a long key": (
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE) + bytes(32),
         "a key has 1099511627776 bytes",
