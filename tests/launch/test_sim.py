@@ -97,7 +97,7 @@ def test_a_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(json.loads(file.read_text())["runs"]) == 3
     status, out, _ = ran(capsys, *plan, "--tpot-ms", "0.001")
     assert status == 0
-    assert "none reaches 95%" in out
+    assert "no deployment reaches 95%" in out
 
 
 @pytest.mark.parametrize(

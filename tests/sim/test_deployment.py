@@ -183,7 +183,7 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert advice(few, 0.95) == "the smallest deployment that reaches 95%: 1 prefill, 1 decode"
     assert advice(few, 0.9) == "the smallest deployment that reaches 90%: 1 prefill, 1 decode"
     assert advice(few, 0.3) == "the smallest deployment that reaches 30%: 1 unified"
-    assert "none reaches 99%; 1 prefill, 1 decode comes closest: 97%" in advice(few, 0.99)
+    assert "no deployment reaches 99%; 1 prefill, 1 decode comes closest with 97%" in advice(few, 0.99)
     assert "1 prefill, 1 decode" in table(few)
 
 
