@@ -105,7 +105,7 @@ def test_where_nothing_listens_it_says_what_to_do() -> None:
 
 def test_the_cause_of_a_missing_connection_is_named(server: Running) -> None:
     unknown = piped("hello\n", "http://no-such-host.invalid")
-    assert "the name 'no-such-host.invalid' is unknown (DNS)" in unknown.stderr
+    assert "the host name 'no-such-host.invalid' is unknown (DNS)" in unknown.stderr
     plain = piped("hello\n", server.url.replace("http://", "https://"))
     assert "a server without TLS needs http://" in plain.stderr
     for ended in (unknown, plain):

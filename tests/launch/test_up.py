@@ -113,7 +113,7 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "half.yaml"
     file.write_text("groups: [{role: decode}]")
     for arguments, message in (
-        (["up", str(file)], "the groups serve nothing"),
+        (["up", str(file)], "the groups cannot serve requests"),
         (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
         (["serve", "--role", "prefill"], "--role prefill is one group's"),
         (["serve", "--decode", "2"], "--decode 2 needs --prefill"),
