@@ -115,7 +115,7 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
     for arguments, message in (
         (["up", str(file)], "the groups cannot serve requests"),
         (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
-        (["serve", "--role", "prefill"], "--role prefill is one group's"),
+        (["serve", "--role", "prefill"], "--role prefill applies to a single group"),
         (["serve", "--decode", "2"], "--decode 2 needs --prefill"),
         (
             ["serve", "spool-text", "--encode", "1"],

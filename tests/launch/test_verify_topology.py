@@ -121,7 +121,7 @@ def test_what_took_no_part_does_not_pass() -> None:
         ),
         (["--topology", "two-hosts"], "two-hosts.yaml has several hosts"),
         (["--topology", "none"], "none.yaml: "),
-        (["spool-text", "--prefill", "1"], "--prefill 1 needs --decode"),
+        (["spool-text", "--prefill", "1"], "--prefill 1 requires --decode"),
         (["spool-text"], "verify needs a comparison"),
         (["spool-text", "--families"], "--topology or --prefill and --decode"),
         (["--topology", "1p1d", "--families", "--reference", "x"], "leave --reference out"),

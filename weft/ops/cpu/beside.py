@@ -91,8 +91,7 @@ class OperationsBuild:
             log.warning("compiling the C++ operations failed, and torch's operations stay in use: %s", last)
             return
         log.info(
-            "the C++ operations are compiled (%.0f s); engines switch to the C++ operations when no "
-            "request runs",
+            "the C++ operations are compiled (%.0f s); the switch waits until no request runs",
             time.monotonic() - self._began,
         )
         self._ready()
