@@ -116,7 +116,7 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
         (["up", str(file)], "the groups cannot serve requests"),
         (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
         (["serve", "--role", "prefill"], "--role prefill applies to a single group"),
-        (["serve", "--decode", "2"], "--decode 2 needs --prefill"),
+        (["serve", "--decode", "2"], "--decode 2 requires --prefill"),
         (
             ["serve", "spool-text", "--encode", "1"],
             "group encode0: --role encode: Qwen3MoeForCausalLM has no vision tower",

@@ -210,7 +210,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     with pytest.raises(Misfit, match="equal groups"):
         awq.dequantize(parts["qweight"][:63], parts["qzeros"], parts["scales"], F64)
     parts, _ = make.gptq((16, 64), 4, 32)
-    with pytest.raises(Misfit, match="names another"):
+    with pytest.raises(Misfit, match="refers to another"):
         gptq.dequantize(parts["qweight"], parts["qzeros"], parts["scales"], F64, groups=parts["g_idx"] + 1)
 
 

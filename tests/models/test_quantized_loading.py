@@ -304,7 +304,7 @@ def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
         assert _same(_load(packed), _load(exact))
     short = {n: t[:2].contiguous() if n.startswith(prefix) else t for n, t in saved.items()}
     save_file(short, packed / "model.safetensors")
-    assert re.search(r"experts\.(gate_up|down)_proj .* make \d+ bytes", _message(packed))
+    assert re.search(r"experts\.(gate_up|down)_proj .* the result has \d+ bytes", _message(packed))
 
 
 def gpt_oss_folders(tmp_path: Path) -> None:
