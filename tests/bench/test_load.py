@@ -159,7 +159,7 @@ def test_chat(fake: Any) -> None:
 
 def test_answers_without_counts_and_with_many_tokens_a_chunk_are_noted(fake: Any) -> None:
     fake.usage = False
-    assert "their chunks were counted" in serving.measure(asked(fake))["notes"][0]
+    assert "so chunks were counted" in serving.measure(asked(fake))["notes"][0]
     fake.usage, fake.chunk_tokens = True, 3
     assert "2.5 tokens on average" in serving.measure(asked(fake))["notes"][0]
 

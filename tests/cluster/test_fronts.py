@@ -236,7 +236,7 @@ def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> Non
         [*command, "--admin-key", "admin", "1"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "no head of '1' is retired" in ran.stderr
+    assert "no engine of '1' is retired" in ran.stderr
     ran = subprocess.run(
         [*command, "--admin-key", "admin", "0"], capture_output=True, text=True, timeout=PATIENCE
     )

@@ -64,7 +64,7 @@ def test_settings_that_contradict_the_role(
     ("settings", "names"),
     [
         ({"role": "encode"}, ("--role encode", "LlamaForCausalLM has no vision tower")),
-        ({"take_embeddings": True}, ("--take-embeddings", "LlamaForCausalLM reads text alone")),
+        ({"take_embeddings": True}, ("--take-embeddings", "LlamaForCausalLM has no image input")),
     ],
 )
 def test_a_model_that_reads_text_alone(
@@ -93,7 +93,7 @@ def test_memory_is_that_of_the_tower(models: SeeingModels, monkeypatch: pytest.M
         devices, "available_memory", lambda: (2 << 20) + tower_bytes(config.spec.vision, "float32")
     )
     assert config_of(folder, role="encode", **sizes).kv == config.kv
-    with pytest.raises(ConfigError, match=r"embeddings 41\d\dK; a rank has .*--mm-cache-bytes"):
+    with pytest.raises(ConfigError, match=r"the embedding cache 41\d\dK; a rank has .*--mm-cache-bytes"):
         config_of(folder, role="encode", **{**sizes, "mm_cache_bytes": "4M"})
     with pytest.raises(ConfigError, match=r"a step .*--max-encode-patches"):
         config_of(folder, role="encode", **{**sizes, "max_encode_patches": 8192})

@@ -190,7 +190,7 @@ def test_a_drain_of_several_fronts_ends_them_all(start_fake: Any) -> None:
 def test_only_what_is_retired_is_revived(guarded: Any) -> None:
     answer = guarded.http.post("/admin/revive", json={"group": "decode7"}, headers=ADMIN)
     assert (answer.status_code, error_of(answer)["param"]) == (404, "group")
-    assert error_of(answer)["message"] == "no group is called 'decode7'; there are 0"
+    assert error_of(answer)["message"] == "unknown group 'decode7'; the groups are 0"
     answer = guarded.http.post("/admin/revive", json={"group": "0"}, headers=ADMIN)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "group")
     answer = guarded.http.post("/admin/revive", json={}, headers=ADMIN)

@@ -420,7 +420,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEFT_API_KEY", text)
-    with pytest.raises(ConfigError, match="WEFT_API_KEY is set and holds no key"):
+    with pytest.raises(ConfigError, match="WEFT_API_KEY is set but empty"):
         with_keys(from_keywords({}))
 
 

@@ -493,4 +493,4 @@ def test_replay_shows_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
 def test_options_of_one_command_are_no_options_of_another(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(capsys, "--requests", "3", "explore")
     assert (status, out) == (2, "")
-    assert err == "weft: --requests is no option of weft sim explore\n"
+    assert err == "weft: --requests is not an option of weft sim explore\n"
