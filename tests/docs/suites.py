@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,112 +25,147 @@ Cases = frozenset[Marks]
 PLAIN: Cases = frozenset([Marks()])
 KEPT_AND_SLOW: Cases = frozenset([Marks(), Marks([SLOW])])
 
-Test = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def suite_of(marks: Marks) -> str:
-    """Return the suite that runs a case with ``marks``: a suite with a target of its own wins over ``slow``."""
+    """Return the suite that runs a case with ``marks``: a suite with its own target wins over ``slow``."""
     return next((suite for suite in (*ELSEWHERE, SLOW) if suite in marks), DEFAULT)
 
 
-def product(parts: Iterable[Cases]) -> Cases:
-    """Return the marks of all combinations of the cases of ``parts``."""
-    combined = PLAIN
-    for part in parts:
-        combined = frozenset(left | right for left in combined for right in part)
-    return combined
-
-
 class Source:
-    """One test module, parsed. Its methods answer questions about marks."""
+    """One module of the tests, parsed, with the names that the module defines or imports from other tests."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         self.values: dict[str, ast.expr] = {}
-        self.imported: dict[str, tuple[str, str]] = {}
+        self.functions: dict[str, Function] = {}
+        self.imported: dict[str, tuple[Path, str]] = {}
         for node in self.tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
-                for alias in node.names:
-                    self.imported[alias.asname or alias.name] = (node.module, alias.name)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self.values[node.targets[0].id] = node.value
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
-                self.values[node.target.id] = node.value
+            self._define(node)
 
-    def suites(self, *nested: Test) -> set[str]:
-        """Return the suites with at least one case of a test, given with the classes around the test."""
-        parts = [self.cases(self.values["pytestmark"])] if "pytestmark" in self.values else []
-        for node in nested:
+    def _define(self, node: ast.stmt) -> None:
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("tests."):
+                path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+                self.imported |= {alias.asname or alias.name: (path, alias.name) for alias in names}
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self.values[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                self.values[name] = value
+            case ast.AugAssign(target=ast.Name(id=name), op=op, value=value) if name in self.values:
+                self.values[name] = ast.BinOp(left=self.values[name], op=op, right=value)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.functions[node.name] = node
+
+    def suites(self, test: Function | ast.ClassDef | None, outer: Iterable[ast.ClassDef] = ()) -> set[str]:
+        """Return the suites with at least one case of ``test``, which stands in the classes ``outer``."""
+        parts = [self.marks(self.values.get("pytestmark"))]
+        for node in (*outer, test) if test else outer:
             parts += [self.cases(decorator) for decorator in node.decorator_list]
-        return {suite_of(marks) for marks in product(parts)}
+        if isinstance(test, Function):
+            parts += self._fixtures(test)
+        return {suite_of(marks) for marks in _product(parts)}
+
+    def _fixtures(self, function: Function) -> Iterator[Cases]:
+        """Yield the marks of the parameters of each fixture that ``function`` requests."""
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            for path in (self.path, *(folder / "conftest.py" for folder in self.path.parents)):
+                place = source(path) if path.is_relative_to(ROOT / "tests") and path.is_file() else None
+                fixture = place.functions.get(argument.arg) if place else None
+                if place and fixture and fixture is not function:
+                    yield from (place.cases(decorator) for decorator in fixture.decorator_list)
+                    yield from place._fixtures(fixture)
+                    break
 
     def cases(self, node: ast.expr | None) -> Cases:
-        """Return the marks that the cases of an expression have, whatever kind of expression."""
-        if isinstance(node, ast.Attribute):
-            return frozenset([Marks([node.attr])]) if node.attr in SUITES else PLAIN
-        if isinstance(node, ast.Name):
-            return self._named(node.id)
-        if isinstance(node, ast.Call):
-            return self._called(node)
-        return _union(self.cases(part) for part in _parts(node))
+        """Return the marks that the cases in an expression have. Each element of a list is a case."""
+        return self._read(node, Source.cases, _union)
 
-    def _named(self, name: str) -> Cases:
+    def marks(self, node: ast.expr | None) -> Cases:
+        """Return the marks that one case may have by ``marks=``. A case has all marks in a list."""
+        return self._read(node, Source.marks, _product)
+
+    def _read(self, node: ast.expr | None, read: Reader, join: Callable[[Iterable[Cases]], Cases]) -> Cases:
+        match node:
+            case ast.Attribute(attr=suite) if suite in SUITES:
+                return frozenset([Marks([suite])])
+            case ast.Name(id=name):
+                return self._named(name, read)
+            case ast.Call():
+                return self._called(node, read)
+            case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
+                return join(read(self, element) for element in elements)
+            case ast.Dict(values=values):
+                return _union(read(self, value) for value in values)
+        return _union(read(self, part) for part in _branches(node))
+
+    def _named(self, name: str, read: Reader) -> Cases:
         if name in self.imported:
-            module, original = self.imported[name]
-            found = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-            return source(found)._named(original) if found.is_file() else PLAIN
-        value = self.values.pop(name, None)  # absent while it is read: a name may stand in its own value
+            path, original = self.imported[name]
+            return source(path)._named(original, read) if path.is_file() else PLAIN
+        if name in self.functions:
+            returned = (node for node in ast.walk(self.functions[name]) if isinstance(node, ast.Return))
+            return _union(read(self, node.value) for node in returned)
+        value = self.values.pop(name, None)  # absent while it is read: a value may contain its own name
         if value is None:
             return PLAIN
         try:
-            return self.cases(value)
+            return read(self, value)
         finally:
             self.values[name] = value
 
-    def _called(self, node: ast.Call) -> Cases:
-        function = ast.unparse(node.func)
+    def _called(self, node: ast.Call, read: Reader) -> Cases:
         keywords = {keyword.arg: keyword.value for keyword in node.keywords}
-        match function.rpartition(".")[2]:
+        match ast.unparse(node.func).rpartition(".")[2]:
             case "param":
                 return self.marks(keywords.get("marks"))
             case "parametrize":
-                return self.cases(node.args[1] if len(node.args) > 1 else keywords.get("argvalues"))
+                return self.cases(node.args[1])
+            case "fixture":
+                return self.cases(keywords.get("params"))
             case "mostly_slow":
-                return frozenset(
-                    mark for case in self.cases(node.args[1]) for mark in ([case] if case else KEPT_AND_SLOW)
-                )
+                own = self.cases(node.args[1])
+                return frozenset(mark for case in own for mark in ([case] if case else KEPT_AND_SLOW))
             case "sampled":
-                slow = [Marks([SLOW])] if "slow" in keywords else []
-                return frozenset([Marks(), *slow, Marks([GRID])])
+                slow = KEPT_AND_SLOW if "slow" in keywords else PLAIN
+                return slow | {Marks([GRID])}
             case "each_value" | "numbers_of":
                 return KEPT_AND_SLOW
-        return PLAIN
-
-    def marks(self, node: ast.expr | None) -> Cases:
-        """Return what ``marks=`` of one case may be: each branch of a condition is one possibility."""
-        if isinstance(node, ast.List | ast.Tuple):
-            return product(self.cases(element) for element in node.elts)
-        return self.cases(node)
+            case "get":
+                return _union(read(self, part) for part in (node.func.value, *node.args[1:]))  # type: ignore
+        return self._named(node.func.id, read) if isinstance(node.func, ast.Name) else PLAIN
 
 
-def _parts(node: ast.expr | None) -> Iterator[ast.expr]:
-    """Yield the parts of an expression that hold its cases."""
+Reader = Callable[[Source, ast.expr | None], Cases]
+
+
+def _branches(node: ast.expr | None) -> Iterator[ast.expr]:
+    """Yield the parts of an expression of which each may give cases."""
     match node:
-        case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
-            yield from elements
         case ast.BinOp(left=left, right=right):
             yield from (left, right)
         case ast.IfExp(body=body, orelse=orelse):
             yield from (body, orelse)
-        case ast.ListComp(elt=element) | ast.GeneratorExp(elt=element) | ast.SetComp(elt=element):
-            yield element
+        case (
+            ast.ListComp(elt=one) | ast.GeneratorExp(elt=one) | ast.SetComp(elt=one) | ast.DictComp(value=one)
+        ):
+            yield one
         case ast.Starred(value=value) | ast.Subscript(value=value):
             yield value
 
 
 def _union(parts: Iterable[Cases]) -> Cases:
-    return frozenset().union(*parts) or PLAIN
+    return frozenset[Marks]().union(*parts) or PLAIN
+
+
+def _product(parts: Iterable[Cases]) -> Cases:
+    """Return the marks of all combinations of the cases of ``parts``."""
+    combined = PLAIN
+    for part in parts:
+        combined = frozenset(left | right for left in combined for right in part)
+    return combined
 
 
 @functools.cache

@@ -118,6 +118,7 @@ def test_every_named_test_runs_in_ci() -> None:
     assert sorted(NOT_IN_CI.keys() - used) == [], "CI runs them, or no row names them"
 
 
+@pytest.mark.requirement("A21")
 def test_the_record_of_sequences_over_ranks_says_both_sides() -> None:
     (record,) = (ROOT / "docs" / "adr").glob("0015-*.md")
     text = record.read_text(encoding="utf-8")

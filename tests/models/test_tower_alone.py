@@ -46,6 +46,7 @@ def test_the_same_bits_as_beside_the_text(name: str, form: str, seeing: Any) -> 
     }
 
 
+@pytest.mark.requirement("D1")
 @pytest.mark.parametrize(
     ("name", "prefixes"),
     [
@@ -75,6 +76,7 @@ def test_no_other_tensor_is_read(
     assert len(wanted) < len(saved)
 
 
+@pytest.mark.requirement("D1")
 def test_files_without_its_tensors_need_not_be_there(seeing: Any, tmp_path: Path) -> None:
     source = Path(seeing("qwen3-vl").folder)
     for file in ("config.json", "preprocessor_config.json"):
