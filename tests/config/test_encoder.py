@@ -130,7 +130,6 @@ def test_who_decodes_counts_positions_of_images_without_a_tower(models: SeeingMo
 
 @pytest.mark.requirement("D29")
 def test_ranks_agree_on_what_they_take(models: SeeingModels) -> None:
-    """D29."""
     folder = models.folder("qwen3-vl")
     for settings, flag in (
         ({"take_embeddings": True}, "--take-embeddings"),

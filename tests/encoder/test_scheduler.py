@@ -314,7 +314,6 @@ class TestRoom:
 class TestFailures:
     @pytest.mark.requirement("D5")
     def test_an_image_that_cannot_be_encoded_ends_its_sequences_alone(self) -> None:
-        """D5."""
         world = World(limits(), bad={5})
         world.submit(submit(1, [(4, 2), (5, 2)]))
         world.submit(submit(2, [(4, 2)]))

@@ -216,7 +216,6 @@ def test_the_same_bits_with_deterministic(
 def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D5."""
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = asked(models, name)

@@ -58,7 +58,6 @@ def test_the_same_bits_as_beside_the_text(name: str, form: str, seeing: Any) -> 
 def test_no_other_tensor_is_read(
     name: str, prefixes: tuple[str, ...], seeing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D1."""
     read: set[str] = set()
     of_file = WeightFile.part
 

@@ -252,7 +252,6 @@ def test_what_could_not_be_encoded_never_leaves(rigs: Callable[..., Rig]) -> Non
 
 @pytest.mark.requirement("D4")
 def test_rows_that_are_not_those_of_the_prompt(rigs: Callable[..., Rig]) -> None:
-    """D4."""
     rig = rigs()
     rig.run(rig.encode(rig.image(1), 1, count=14), rig.encode(rig.image(2), 2))
     rig.run(send(KEYS[0], 14, 1), send(KEYS[1], 15, 2))
