@@ -70,11 +70,14 @@ class Source:
 
     def _fixtures(self, function: Function) -> Iterator[Cases]:
         """Yield the marks of the parameters of each fixture that ``function`` requests."""
+        folders = (folder for folder in self.path.parents if folder.is_relative_to(ROOT / "tests"))
+        conftests = (folder / "conftest.py" for folder in folders)
+        places = [self, *(source(path) for path in conftests if path.is_file())]
         for argument in (*function.args.args, *function.args.kwonlyargs):
-            for path in (self.path, *(folder / "conftest.py" for folder in self.path.parents)):
-                place = source(path) if path.is_relative_to(ROOT / "tests") and path.is_file() else None
-                fixture = place.functions.get(argument.arg) if place else None
-                if place and fixture and fixture is not function:
+            # The nearest definition wins, as in pytest. A fixture may extend the fixture of the same name.
+            for place in places:
+                fixture = place.functions.get(argument.arg)
+                if fixture and fixture is not function:
                     yield from (place.cases(decorator) for decorator in fixture.decorator_list)
                     yield from place._fixtures(fixture)
                     break
