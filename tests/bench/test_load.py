@@ -63,6 +63,7 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     assert found["notes"] == []
 
 
+@pytest.mark.requirement("D31")
 def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake: Any) -> None:
     none = serving.measure(asked(fake))
     assert (none["heads"], none["per_head"]) == ({}, None)

@@ -101,6 +101,7 @@ def ask_again(server: Running) -> str:
     return made.choices[0].text
 
 
+@pytest.mark.requirement("E35")
 @pytest.mark.real_processes
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
     """The other's 400 tokens come; the one that died comes back; its clients get their tokens elsewhere."""

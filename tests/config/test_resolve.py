@@ -192,6 +192,7 @@ def test_pools_hold_one_sequence_exactly_when_bytes_say_so(tmp_path: Path, archi
             memory.pools_for(spec, 16, "float32", least - 1, length, scheduler)
 
 
+@pytest.mark.requirement("B2")
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
@@ -231,6 +232,7 @@ def test_dtype(tmp_path: Path) -> None:
     assert resolved(str(tmp_path), dtype="float64").dtype == "float64"
 
 
+@pytest.mark.requirement("F34")
 def test_checkpoints_that_bring_code_are_refused_unless_trusted(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, auto_map={"AutoModelForCausalLM": "model.Model"})
     assert "--trust-remote-code" in refused(folder)

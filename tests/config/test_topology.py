@@ -112,6 +112,7 @@ def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> Non
         read_topology(written(text, model=False))
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -204,6 +205,7 @@ def test_gpus_go_to_groups_in_order(written: Any, monkeypatch: pytest.MonkeyPatc
     assert blocks("[{count: 2}]", "0") < 0.6 * blocks("[{count: 2}]", "0", "1")
 
 
+@pytest.mark.requirement("E1")
 def test_the_short_form() -> None:
     assert short_form(from_keywords({})) is None
     found = short_form(from_keywords({"prefill": 1, "decode": 2, "port": 0, "max_num_seqs": 3}))

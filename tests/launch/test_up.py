@@ -203,6 +203,7 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize(
     ("here", "there"),
     [

@@ -16,6 +16,7 @@ FEW = ["--prompts", "4", "--tokens", "6"]
 DEFAULT = ("1p1d", "1e1p1d")
 
 
+@pytest.mark.requirement("D24", "E24")
 @pytest.mark.parametrize(
     "name",
     [
@@ -52,6 +53,7 @@ def test_the_short_form_gives_the_tokens_of_transformers(
     assert "greedy tokens in float64: 4 of 4 prompts equal to transformers" in out
 
 
+@pytest.mark.requirement("E24")
 @pytest.mark.grid
 @pytest.mark.timeout(1200)
 def test_every_family_moves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,7 @@ def _divides(checkpoint: Any, ranks: int) -> bool:
     return True
 
 
+@pytest.mark.requirement("A9")
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [(name, 2) for name in DEFAULT]

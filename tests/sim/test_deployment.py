@@ -187,6 +187,7 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert "1 prefill, 1 decode" in table(few)
 
 
+@pytest.mark.requirement("D27")
 def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

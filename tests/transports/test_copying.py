@@ -15,6 +15,7 @@ from weft.transports.copying import copy_spans, digest_spans
 from weft.transports.shm import ShmTransport
 
 
+@pytest.mark.requirement("E9")
 def test_other_threads_run_during_a_long_copy() -> None:
     if not cpu.load():
         pytest.skip("needs the C++ operations (weft build-ops)")
