@@ -69,12 +69,16 @@ def _flag(setting: flags.Setting) -> str:
 def metric_list() -> str:
     """Return a table of all metrics of docs/metrics.txt, with the help texts of weft/front/metrics.py."""
     help_texts = metric_help()
-    rows = ["| metric | type and labels | meaning |", "|---|---|---|"]
+    places = {name: place for place, name in enumerate(help_texts)}
+    rows = []
     for line in (ROOT / "docs/metrics.txt").read_text(encoding="utf-8").splitlines():
         name, kind, labels, *_ = line.split()
-        text = help_texts[name.removeprefix("weft:").removesuffix("_total")]
-        rows.append(f"| `{name}` | {kind}: {labels.replace(',', ', ')} | {_text(text)} |")
-    return "\n".join(rows)
+        plain = name.removeprefix("weft:").removesuffix("_total")
+        row = f"| `{name}` | {kind}: {labels.replace(',', ', ')} | {_text(help_texts[plain])} |"
+        rows.append((places[plain], row))
+    # In the order of the source: there a metric follows the metric that its help text refers to.
+    head = ["| metric | type and labels | meaning |", "|---|---|---|"]
+    return "\n".join([*head, *(row for _, row in sorted(rows))])
 
 
 def metric_help() -> dict[str, str]:
@@ -285,6 +289,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the Markdown of a page for the site. Results and logs of changes stay out of the search."""
     where = page.file.src_uri
+    if where == HOME:
+        page.meta["hide"] = ["navigation"]  # its part of the navigation has this page alone
     if where.startswith(OUTSIDE):
         page.meta["search"] = {"exclude": True}
     return site_text(markdown, where)
