@@ -102,9 +102,10 @@ $(DOCS_VENV)/.ready: requirements/docs.txt
 	$(DOCS_VENV)/bin/pip --disable-pip-version-check install --quiet -r requirements/docs.txt
 	touch $(DOCS_VENV)/.ready
 
-# Every broken link or anchor ends the build. The build needs no network, and the site loads nothing from other hosts.
+# Every broken link or anchor ends the build; with --quiet mkdocs would count no warnings. The build needs no network,
+# and the site loads nothing from other hosts.
 docs: $(DOCS_VENV)/.ready  ## build the docs as a site, site/index.html; broken links are errors
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict --clean $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean $(ARGS)
 	@echo "the site is in site/: open site/index.html"
 
 clean:  ## remove what the targets above made

@@ -254,7 +254,8 @@ def site_text(text: str, page: str) -> str:
         return f"{link[1]}{place}{target.anchor}{link[3]}"
 
     def change(part: str) -> str:
-        return NESTED_ITEM.sub("    ", LINK.sub(turn, part))
+        # `[a][b]` is text here: no page has references, and mkdocs would search the Python API for b.
+        return NESTED_ITEM.sub("    ", LINK.sub(turn, part)).replace("][", "]\\[")
 
     changed = outside_of_code(text, change)
     return LIST.sub(lambda found: LISTS[found[1]](), changed)
