@@ -74,10 +74,12 @@ def metric_list() -> str:
     for line in (ROOT / "docs/metrics.txt").read_text(encoding="utf-8").splitlines():
         name, kind, labels, *_ = line.split()
         plain = name.removeprefix("weft:").removesuffix("_total")
-        row = f"| `{name}` | {kind}: {labels.replace(',', ', ')} | {_text(help_texts[plain])} |"
+        # On a narrow screen a name may break behind an underscore.
+        code = f"<code>{name.replace('_', '_<wbr>')}</code>"
+        row = f"| {code} | {_text(help_texts[plain])} | {kind}: {labels.replace(',', ', ')} |"
         rows.append((places[plain], row))
     # In the order of the source: there a metric follows the metric that its help text refers to.
-    head = ["| metric | type and labels | meaning |", "|---|---|---|"]
+    head = ["| metric | meaning | type and labels |", "|---|---|---|"]
     return "\n".join([*head, *(row for _, row in sorted(rows))])
 
 
@@ -250,7 +252,9 @@ def site_text(text: str, page: str) -> str:
         if not (ROOT / target.path).is_file():
             log.warning("%s links to %s, which is not a file", source, link[2])
             return link[0]
-        place = posixpath.relpath(page_of(target.path), posixpath.dirname(page) or ".")
+        # The page of a list links to the file itself.
+        to = page_of(target.path) if page_of(target.path) != page else target.path.removeprefix("docs/")
+        place = posixpath.relpath(to, posixpath.dirname(page) or ".")
         return f"{link[1]}{place}{target.anchor}{link[3]}"
 
     def change(part: str) -> str:
