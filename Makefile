@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
+DOCS_VENV := .venv-docs
 READY := $(VENV)/.ready
 PIP := $(BIN)/pip --disable-pip-version-check
 # The CPU threads of tests: several processes with many threads each fight. Tests start hundreds of processes: none
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
+.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are.
 serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
@@ -96,5 +97,16 @@ bench: setup ops  ## compare Weft with the engines that are set up
 wheel: setup ops  ## build the wheel into dist, with the C++ operations of all levels of CPUs, and try it
 	bash scripts/wheel.sh $(BIN)/python
 
+$(DOCS_VENV)/.ready: requirements/docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip --disable-pip-version-check install --quiet -r requirements/docs.txt
+	touch $(DOCS_VENV)/.ready
+
+# Every broken link or anchor ends the build; with --quiet mkdocs would count no warnings. The build needs no network,
+# and the site loads nothing from other hosts.
+docs: $(DOCS_VENV)/.ready  ## build the docs as a site, site/index.html; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --clean $(ARGS)
+	@echo "the site is in site/: open site/index.html"
+
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

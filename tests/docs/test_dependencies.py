@@ -43,6 +43,16 @@ def test_the_server_finds_all_it_needs_in_the_runtime_file() -> None:
     assert wanted - {"triton"} <= pinned("runtime.txt").keys()  # a CUDA build of torch pins its triton
 
 
+def test_the_docs_have_pins_for_all_they_ask_for() -> None:
+    pins = pinned("docs.txt")
+    for asked in map(Requirement, PROJECT["optional-dependencies"]["docs"]):
+        (exact,) = pins[canonicalize_name(asked.name)].specifier
+        assert asked.specifier.contains(exact.version), asked
+    # The lists import weft.config. ruff formats the signatures of the Python API.
+    assert str(pins["msgspec"]) == str(pinned("runtime.txt")["msgspec"])
+    assert str(pins["ruff"]) == str(pinned("lock.txt")["ruff"])
+
+
 def test_pins_satisfy_what_the_package_asks_for_and_stand_in_one_file() -> None:
     runtime, tests = pinned("runtime.txt"), pinned("lock.txt")
     assert not runtime.keys() & tests.keys()
