@@ -33,7 +33,7 @@ from weft.config.resolved import EngineConfig
 from weft.front.access import REQUEST_ID, AccessControl, key_of
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
-from weft.front.first_request import takes_images
+from weft.front.first_request import example_image, takes_images
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import LATENCY_BOUNDS, Metrics
 from weft.front.monitoring import load_history
@@ -439,13 +439,16 @@ class Front:
         first served name."""
         shown = name if name in self.names else self.names[0]
         known = about(self.config.model_path)
+        sees = takes_images(self.config)
         return ModelCard(
             id=shown,
             created=self.created,
             max_model_len=self.config.kv.max_model_len,
-            input_modalities=("text", "image") if takes_images(self.config) else ("text",),
+            input_modalities=("text", "image") if sees else ("text",),
             about=known.does or UNSET,
             example=known.question if known.does else UNSET,
+            examples=known.examples or UNSET,
+            example_image=example_image(self.config, known) if known.image and sees else UNSET,
         )
 
 
