@@ -35,7 +35,7 @@ function number(value) {
   return value >= 10 || Number.isInteger(value) ? String(Math.round(value)) : value.toFixed(value < 0.1 ? 2 : 1);
 }
 
-const percent = (value) => Math.round(value * 100) + "%";
+const percent = (share) => Math.round(share * 100) + "%";
 
 function roundUp(value) {
   // The next of 1, 2, 5, 10, 20, 50, ...: the top of an axis.
@@ -78,7 +78,7 @@ function build(chart) {
   const figure = make("figure"), caption = make("figcaption", chart.title + " "), legend = make("p", null, { class: "legend" });
   caption.append(make("output", null, { id: chart.id + "-now" }));
   chart.series.forEach(([name], at) => legend.append(make("i", null, { class: "s" + at }), name + " "));
-  if (chart.id === "ttft" || chart.id === "itl") legend.append("(last minute)");
+  if (chart.unit === "ms") legend.append("(last minute)");
   const names = chart.series.map(([name]) => name).join(" and ");
   // A slider, so that screen readers pass the arrow keys on and read the value at the pointer.
   chart.svg = drawing("svg", {
@@ -147,7 +147,7 @@ function draw(chart) {
     parts.push(drawing("text", { class: "y", x: LEFT - 6, y: y(amount) + 4 }, number(amount)));
   }
   for (const [share, anchor] of [[1, "start"], [0.5, "middle"], [0, "end"]]) {
-    const label = share ? `${(seconds * share) / 60} min ago` : "now";
+    const label = share ? `−${(seconds * share) / 60} min` : "now";
     parts.push(drawing("text", { class: "x", x: right - share * (right - LEFT), y: height - 4, "text-anchor": anchor }, label));
   }
   chart.series.forEach(([, column], which) => {
@@ -171,8 +171,7 @@ function draw(chart) {
   chart.svg.replaceChildren(...parts);
   drawTip(chart, at, at && x(at.second), width);
   const last = all[all.length - 1] || {};
-  $(chart.id + "-now").textContent =
-    chart.series.map(([, column]) => number(value(chart, last, column))).join(" / ") + " " + chart.unit;
+  $(chart.id + "-now").textContent = chart.series.map(([, column]) => number(value(chart, last, column))).join(" / ");
 }
 
 function drawTip(chart, at, x, width) {
@@ -188,8 +187,9 @@ function drawTip(chart, at, x, width) {
   const side = chart.tip.offsetWidth;
   // Beside the line, on the side with more room.
   const left = x < width / 2 ? x + 10 : x - side - 10;
-  chart.tip.style.left = chart.svg.offsetLeft + Math.min(Math.max(left, 0), Math.max(width - side, 0)) + "px";
-  chart.tip.style.top = chart.svg.offsetTop + TOP + "px";
+  const box = chart.svg.getBoundingClientRect(), around = chart.tip.offsetParent.getBoundingClientRect();
+  chart.tip.style.left = box.left - around.left + Math.min(Math.max(left, 0), Math.max(width - side, 0)) + "px";
+  chart.tip.style.top = box.top - around.top + TOP + "px";
 }
 
 const drawAll = () => CHARTS.forEach(draw);
@@ -490,11 +490,12 @@ async function copy(text) {
 }
 
 function stats({ tokens, sent, first, last }) {
-  // The rate is of the tokens after the first one, as the first one has a time of its own.
+  // The rate is of the tokens after the first one. A short reply arrives in few pieces, whose times say
+  // little, so its rate is of the whole time.
   if (!first) return "";
   const parts = [`first token after ${duration(first - sent)}`];
   if (tokens) {
-    const rate = tokens > 1 && last > first ? (tokens - 1) / (last - first) : tokens / Math.max(last - sent, 1);
+    const rate = last - first > 100 ? (tokens - 1) / (last - first) : tokens / Math.max(last - sent, 1);
     parts.unshift(`${number(tokens)} token${tokens === 1 ? "" : "s"}`, `${number(rate * 1000)} tokens/s`);
   }
   return parts.join(" · ");
