@@ -46,7 +46,8 @@ class FrontSection(Section, frozen=True, kw_only=True):
         ),
     ] = ()
     open_metrics: Annotated[
-        bool, Meta(description="Answer /metrics without a key, for a Prometheus that has none.")
+        bool,
+        Meta(description="Answer /metrics and /metrics/history without a key, for a Prometheus without one."),
     ] = False
     root_path: Annotated[
         str | None,
