@@ -23,10 +23,12 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """One or two sentences; "" for an unknown model."""
     question: str = "Tom has 12 apples and buys 7 more. How many apples does he have?"
     """Example message of a user."""
+    examples: tuple[str, ...] = ()
+    """Messages that the model answers correctly. Each one goes with ``image``, if there is one."""
     completion: str = "The capital of France is"
     """Example text to continue."""
     image: str = ""
-    """Name of the image file for ``question``, beside the checkpoint; "" for none."""
+    """Name of the image file for ``question`` and ``examples``, beside the checkpoint; "" for none."""
 
 
 def about(model_path: str) -> About:

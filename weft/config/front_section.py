@@ -45,7 +45,9 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "are closed. Prefer the environment variable WEFT_ADMIN_KEY or the --config file."
         ),
     ] = ()
-    open_metrics: Annotated[bool, Meta(description="Serve /metrics without a key.")] = False
+    open_metrics: Annotated[bool, Meta(description="Serve /metrics and /metrics/history without a key.")] = (
+        False
+    )
     root_path: Annotated[
         str | None,
         Meta(

@@ -16,6 +16,8 @@ PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
 """Paths for probes, which have no key and know the server by address. The answers contain only a state."""
 OPEN_PATHS = PROBES | {"/"}
 """Paths without a key. The page at "/" holds no data of the server, and asks the user for a key."""
+METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
+"""Paths that ``--open-metrics`` opens."""
 ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
 """Paths that change the server or requests of other clients. Only with the admin key, and never from a
 browser."""
@@ -87,8 +89,8 @@ class AccessControl:
         open_metrics: bool = False,
     ) -> None:
         """``origins``: see ``Origins``. ``now``: the clock of ``limits``. ``open_metrics``: no key for
-        ``/metrics``."""
-        self.open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+        ``METRICS_PATHS``."""
+        self.open_paths = OPEN_PATHS | METRICS_PATHS if open_metrics else OPEN_PATHS
         """Paths without a key."""
         self.origins = Origins(origins)
         self._keys = ApiKeys(keys)

@@ -228,6 +228,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Abilities of a bundled model."""
     example: str | UnsetType = UNSET
     """Example message for a bundled model."""
+    examples: tuple[str, ...] | UnsetType = UNSET
+    """Messages that a bundled model answers correctly."""
+    example_image: str | UnsetType = UNSET
+    """Data URL of the image for ``examples``."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from typing import Any
 
 import fastapi.openapi.utils
@@ -13,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
 
 from weft import __version__
-from weft.common.errors import MethodNotAllowed, NotFound, WeftError
+from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
 from weft.front import answers, docs_page, openapi, page
 from weft.front.chat import chat
 from weft.front.completions import completions
@@ -24,6 +25,7 @@ from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
+from weft.front.monitoring.load_history import LoadAnswer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
@@ -123,6 +125,12 @@ def _add_state(app: FastAPI, front: Front) -> None:
         """Return the Prometheus metrics."""
         return Response(await front.metrics_page(), media_type=CONTENT_TYPE)
 
+    @app.get("/metrics/history", openapi_extra=openapi.returns(LoadAnswer, 400))
+    async def history(request: Request) -> Response:
+        """Return the load of the last 10 minutes, one point per second. ``?since=SECOND``: only the points
+        after that second."""
+        return _json(await front.load_since(_second(request)))
+
     @app.get("/version")
     async def version() -> Response:
         """Return the server's version."""
@@ -137,6 +145,14 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def docs(request: Request) -> Response:
         """Return this description as a page for a browser."""
         return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path or "")
+
+
+def _second(request: Request) -> int:
+    """Return the parameter ``since``; 0 without one. Raises InvalidRequest."""
+    given = request.query_params.get("since", "0")
+    if not re.fullmatch(r"[0-9]{1,12}", given):
+        raise InvalidRequest("since must be a second of an earlier answer", param="since")
+    return int(given)
 
 
 def _health(front: Front) -> Response:

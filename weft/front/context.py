@@ -33,9 +33,10 @@ from weft.config.resolved import EngineConfig
 from weft.front.access import REQUEST_ID, AccessControl, key_of
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
-from weft.front.first_request import takes_images
+from weft.front.first_request import example_image, takes_images
 from weft.front.lifecycle import Lifecycle
-from weft.front.metrics import Metrics
+from weft.front.metrics import LATENCY_BOUNDS, Metrics
+from weft.front.monitoring import load_history
 from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
@@ -132,6 +133,8 @@ class Front:
         self._workers: WorkerPool | None = None
         self._grammars: GrammarCheck | None = None
         self._reports: asyncio.Task[None] | None = None
+        self._history = load_history.LoadHistory()
+        self._sampling: asyncio.Task[None] | None = None
         self._keys_share = len(section.api_key) > 1
         self.media = MediaService(config.media, apart=self._keys_share)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
@@ -156,7 +159,7 @@ class Front:
         """Load tokenizer and template while the engine processes load the model. Raises ConfigError or
         WeftError."""
         if self._siblings is not None:
-            await self._siblings.start(self.metrics.own, self._abort_here)
+            await self._siblings.start(self.metrics.own, self._abort_here, self._own_history)
         loop = asyncio.get_running_loop()
         files = TextSetup.of(self.config, self.section)
         text = await loop.run_in_executor(self._pool, files.load)
@@ -190,15 +193,26 @@ class Front:
         # Each API server sees the load of all engines, so only one logs the load.
         if self._siblings is None or self._siblings.name == "0":
             self._reports = asyncio.create_task(report(self._engine_stats))
+        keep = load_history.keep(self._history, self._engine_states, self.metrics.latencies)
+        self._sampling = asyncio.create_task(keep)
         self._reader = setup.reader(text, self._grammars, waits=False)
 
     def _engine_stats(self) -> list[tuple[str, HeadStats]]:
         return [(instance.name, instance.stats) for instance in self.links.instances]
 
+    def _engine_states(self) -> list[load_history.EngineState]:
+        instances = self.links.instances
+        return [load_history.EngineState(one.name, one.role or "", one.alive, one.stats) for one in instances]
+
+    def _own_history(self, second: int) -> bytes:
+        return load_history.encode(self._history.since(second))
+
     async def close(self, shutdown: bool = True) -> None:
         """Close the links; every open request fails. ``shutdown``: also end the engine processes."""
         if self._reports is not None:
             self._reports.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
         if self._siblings is not None:
             await self._siblings.close()
         await self.links.close(shutdown)
@@ -235,6 +249,19 @@ class Front:
         if not self.section.vllm_metrics:
             return page
         return page + as_vllm(page, self.config, self._engine_stats())
+
+    async def load_since(self, second: int) -> load_history.LoadAnswer:
+        """Return the load of the whole server after a second of the monotonic clock."""
+        first = second - load_history.WINDOW
+        rings = [self._history.since(first)]
+        if self._siblings is not None:
+            others = await self._siblings.histories(first)
+            rings += [load_history.decode(data, LATENCY_BOUNDS) for data in others]
+        return load_history.LoadAnswer(
+            now=round(time.monotonic(), 3),
+            points=load_history.points(load_history.merged(rings), second, LATENCY_BOUNDS),
+            engines=self._history.engines,
+        )
 
     async def abort(self, rid: str) -> bool:
         """Abort the request with exactly this answer id, in any API server. Return True if the request was
@@ -413,13 +440,16 @@ class Front:
         first served name."""
         shown = name if name in self.names else self.names[0]
         known = about(self.config.model_path)
+        sees = takes_images(self.config)
         return ModelCard(
             id=shown,
             created=self.created,
             max_model_len=self.config.kv.max_model_len,
-            input_modalities=("text", "image") if takes_images(self.config) else ("text",),
+            input_modalities=("text", "image") if sees else ("text",),
             about=known.does or UNSET,
             example=known.question if known.does else UNSET,
+            examples=known.examples or UNSET,
+            example_image=example_image(self.config, known) if known.image and sees else UNSET,
         )
 
 

@@ -46,10 +46,15 @@ def _request(config: EngineConfig, chats: bool) -> tuple[str, dict[str, Any]]:
 
 
 def _with_image(config: EngineConfig, known: About) -> list[dict[str, Any]]:
-    file = Path(config.model_path) / known.image if known.image else EXAMPLE_IMAGE
-    url = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    url = example_image(config, known)
     text = known.question if known.image else "Which letters and digits are in this image?"
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+
+
+def example_image(config: EngineConfig, known: About) -> str:
+    """Return a data URL: the model's own example image, or a general image."""
+    file = Path(config.model_path) / known.image if known.image else EXAMPLE_IMAGE
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def has_template(config: EngineConfig, section: FrontSection) -> bool:

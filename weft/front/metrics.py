@@ -7,6 +7,7 @@ the checked-in list.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
@@ -26,6 +27,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG = (2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, *_LONG)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+LATENCY_BOUNDS = ((*_TTFT, math.inf), (*_ITL, math.inf))
+"""Upper bounds of the buckets of ``Metrics.latencies``."""
 _E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
@@ -376,6 +379,11 @@ class Metrics:
             Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
 
+    def latencies(self) -> tuple[list[float], list[float]]:
+        """Return the cumulative bucket counts of time to first token and of time between tokens, of the
+        requests of this API server. ``LATENCY_BOUNDS`` has the bounds."""
+        return _bucket_counts(self.time_to_first_token), _bucket_counts(self.inter_token)
+
     def render(self) -> bytes:
         """Return the exposition of a server with one API server process."""
         return generate_latest(self._heads) + self.own()
@@ -398,6 +406,11 @@ class Metrics:
                 for sample in family.samples:
                     whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
         return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
+
+
+def _bucket_counts(histogram: Histogram) -> list[float]:
+    samples = (sample for family in histogram.collect() for sample in family.samples)
+    return [sample.value for sample in samples if sample.name.endswith("_bucket")]
 
 
 class _Families(CollectorRegistry):

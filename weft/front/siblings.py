@@ -1,5 +1,5 @@
-"""Messages between the API servers of one server. Each API server can answer a scrape of the metrics for all
-API servers, and can abort any request.
+"""Messages between the API servers of one server. Each API server can answer for all API servers: the metrics
+and the load history. Each API server can abort any request.
 
 Each API server listens on a socket in the server's private folder. A client sends one line, and gets one
 answer.
@@ -28,16 +28,21 @@ class Siblings:
         self._others = others
         self._server: asyncio.Server | None = None
 
-    async def start(self, page: Callable[[], bytes], abort: Callable[[str], bool]) -> None:
+    async def start(
+        self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
+    ) -> None:
         """Start answering, in place of an earlier process of the same name. ``page()`` returns the metrics,
-        and ``abort(id)`` returns True if the request was found."""
+        ``abort(id)`` returns True if the request was found, and ``history(second)`` returns the samples of
+        load after a second."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, ValueError, TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
-                    what, _, rid = (await reader.readline()).decode().strip().partition(" ")
+                    what, _, which = (await reader.readline()).decode().strip().partition(" ")
                 if what == "abort":
-                    writer.write(FOUND if abort(rid) else b"")
+                    writer.write(FOUND if abort(which) else b"")
+                elif what == "history":
+                    writer.write(history(int(which)))
                 else:
                     writer.write(page())
                 await writer.drain()
@@ -50,6 +55,10 @@ class Siblings:
     async def pages(self) -> dict[str, bytes]:
         """Return the pages of the other API servers by name, without API servers that do not answer."""
         return await self._ask_all("metrics")
+
+    async def histories(self, second: int) -> list[bytes]:
+        """Return the samples of load after ``second`` of each other API server that answers."""
+        return list((await self._ask_all(f"history {second}")).values())
 
     async def abort(self, rid: str) -> bool:
         """Abort the request of this id in the other API servers. Return True if the request was found."""

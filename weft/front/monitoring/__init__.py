@@ -1,1 +1,1 @@
-"""Lines of the log and series of metrics for operators: load, requests, and vLLM's names."""
+"""Data for operators: log lines about load and requests, the load history, and vLLM's metric names."""

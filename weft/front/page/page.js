@@ -1,9 +1,9 @@
 "use strict";
-// One page without libraries: it polls /metrics each second, and talks to /v1/chat/completions.
+// One page without libraries: it polls /metrics/history each second, and talks to /v1/chat/completions.
 
 const $ = (id) => document.getElementById(id);
-const HISTORY = 120; // samples, one a second
-const WINDOW = 60; // seconds that latencies are taken over
+const KEPT = 600; // seconds of history
+const GAP = 5; // seconds without a point that interrupt a line
 const ROUNDS = 5; // tool calls that are answered in a row
 
 let key = sessionStorage.getItem("weft-key") || "";
@@ -23,83 +23,11 @@ function make(tag, text, attributes = {}) {
   return element;
 }
 
-// ---- metrics
+// ---- load
 
-function parseMetrics(text) {
-  // name -> [{labels, value}]
-  const found = new Map();
-  for (const line of text.split("\n")) {
-    const match = /^weft:([a-z0-9_]+)(?:\{(.*)\})? (\S+)$/.exec(line);
-    if (!match) continue;
-    const labels = {};
-    for (const [, name, value] of (match[2] || "").matchAll(/([a-z_]+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
-    if (!found.has(match[1])) found.set(match[1], []);
-    found.get(match[1]).push({ labels, value: Number(match[3]) });
-  }
-  return found;
-}
-
-const samplesOf = (metrics, name) => metrics.get(name) || [];
-const total = (metrics, name) => samplesOf(metrics, name).reduce((sum, one) => sum + one.value, 0);
-
-function byHead(metrics, name) {
-  const found = {};
-  for (const { labels, value } of samplesOf(metrics, name)) found[labels.head] = (found[labels.head] || 0) + value;
-  return found;
-}
-
-function buckets(metrics, name) {
-  const found = new Map();
-  for (const { labels, value } of samplesOf(metrics, name + "_bucket")) {
-    const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
-    found.set(bound, (found.get(bound) || 0) + value);
-  }
-  return [...found.entries()].sort((a, b) => a[0] - b[0]);
-}
-
-function quantile(now, before, share) {
-  // Linear within a bucket. null where nothing was measured between the two.
-  const earlier = new Map(before);
-  const counts = now.map(([bound, count]) => [bound, Math.max(count - (earlier.get(bound) || 0), 0)]);
-  const all = counts.length ? counts[counts.length - 1][1] : 0;
-  if (!all) return null;
-  let low = 0, below = 0;
-  for (const [bound, count] of counts) {
-    if (count >= share * all) {
-      if (bound === Infinity) return low;
-      return low + (bound - low) * (count > below ? (share * all - below) / (count - below) : 1);
-    }
-    low = bound;
-    below = count;
-  }
-  return low;
-}
-
-const history = []; // {at, metrics, point}
-
-function measure(at, metrics) {
-  const last = history[history.length - 1];
-  const first = history.find((one) => at - one.at <= WINDOW) || last;
-  const seconds = last ? Math.max(at - last.at, 1e-3) : 1;
-  const since = (name) => (last ? Math.max(total(metrics, name) - total(last.metrics, name), 0) : 0);
-  const steps = since("engine_steps_total");
-  const rows = (name) => (steps ? since(name) / steps : 0);
-  const latency = (name, share) =>
-    first ? quantile(buckets(metrics, name), buckets(first.metrics, name), share) : null;
-  return {
-    output: since("generation_tokens_total") / seconds,
-    prompts: since("prompt_tokens_total") / seconds,
-    decodeRows: rows("engine_decode_rows_total"),
-    prefillRows: rows("engine_prefill_rows_total"),
-    running: total(metrics, "num_requests_running"),
-    waiting: total(metrics, "num_requests_waiting"),
-    ttft50: latency("time_to_first_token_seconds", 0.5),
-    ttft99: latency("time_to_first_token_seconds", 0.99),
-    itl50: latency("inter_token_latency_seconds", 0.5),
-    itl99: latency("inter_token_latency_seconds", 0.99),
-    kv: Math.max(0, ...samplesOf(metrics, "kv_cache_usage_perc").map((one) => one.value)),
-  };
-}
+const points = []; // objects by column name, one per second, oldest first
+let serverNow = 0; // the server's clock at the last answer
+let clockOffset = 0; // Date.now() / 1000 less the server's clock
 
 function number(value) {
   if (value === null || value === undefined) return "–";
@@ -107,8 +35,7 @@ function number(value) {
   return value >= 10 || Number.isInteger(value) ? String(Math.round(value)) : value.toFixed(value < 0.1 ? 2 : 1);
 }
 
-const milliseconds = (value) => (value === null ? "–" : number(value * 1000) + " ms");
-const percent = (value) => Math.round(value * 100) + "%";
+const percent = (share) => Math.round(share * 100) + "%";
 
 function roundUp(value) {
   // The next of 1, 2, 5, 10, 20, 50, ...: the top of an axis.
@@ -116,137 +43,256 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((step) => step * unit).find((top) => top >= value * 0.999);
 }
 
-function axis(svg, top, show) {
-  // Labels are HTML over the drawing, which is stretched. They repeat what aria-label says.
-  let labels = svg.nextElementSibling;
-  if (!labels || labels.className !== "axis") {
-    labels = make("div", null, { class: "axis", "aria-hidden": "true" });
-    svg.after(labels);
-    labels.append(make("span"), make("span"), make("span"), make("span", "2 min ago"), make("span", "1 min ago"), make("span", "now"));
-  }
-  [top, top / 2, 0].forEach((value, at) => (labels.children[at].textContent = show(value)));
+// `series`: pairs of name and column. `floor`: the lowest top of the axis, in `unit`.
+const CHARTS = [
+  { id: "tokens", title: "Tokens per second", unit: "tokens/s", floor: 1,
+    series: [["output", "output_per_second"], ["prompts", "prompt_per_second"]] },
+  { id: "rows", title: "Rows per step", unit: "rows", floor: 1,
+    series: [["decode", "decode_rows_per_step"], ["prefill", "prefill_rows_per_step"]] },
+  { id: "queue", title: "Sequences", unit: "sequences", floor: 2, series: [["running", "running"], ["waiting", "waiting"]] },
+  { id: "ttft", title: "Time to first token", unit: "ms", factor: 1000, floor: 1,
+    series: [["median", "ttft_p50"], ["p99", "ttft_p99"]] },
+  { id: "itl", title: "Time between tokens", unit: "ms", factor: 1000, floor: 1,
+    series: [["median", "itl_p50"], ["p99", "itl_p99"]] },
+  { id: "kv", title: "KV cache used", unit: "%", factor: 100, floor: 100, series: [["fullest engine", "kv_usage"]] },
+];
+const LEFT = 48, RIGHT = 8, TOP = 20, BOTTOM = 20; // pixels around the plot
+
+function drawing(tag, attributes, text) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
 }
 
-function chart(id, names, label, show, floor) {
-  const svg = $(id);
-  const points = history.map((one) => one.point);
-  const highest = Math.max(floor, ...points.flatMap((point) => names.map((name) => point[name] || 0)));
-  const most = roundUp(highest);
-  axis(svg, most, show);
-  const grid = [4, 41, 78].map((y) => {
-    const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    line.setAttribute("class", "grid");
-    line.setAttribute("d", `M0 ${y}H300`);
+function value(chart, point, column) {
+  // In the unit of the chart; null where nothing was measured.
+  const found = point[column];
+  return found === null || found === undefined ? null : found * (chart.factor || 1);
+}
+
+const period = () => Number($("period").value);
+const shown = () => points.filter((point) => point.second > serverNow - period());
+
+function build(chart) {
+  const figure = make("figure"), caption = make("figcaption", chart.title + " "), legend = make("p", null, { class: "legend" });
+  caption.append(make("output", null, { id: chart.id + "-now" }));
+  chart.series.forEach(([name], at) => legend.append(make("i", null, { class: "s" + at }), name + " "));
+  if (chart.unit === "ms") legend.append("(last minute)");
+  const names = chart.series.map(([name]) => name).join(" and ");
+  // A slider, so that screen readers pass the arrow keys on and read the value at the pointer.
+  chart.svg = drawing("svg", {
+    id: chart.id, tabindex: 0, role: "slider", "aria-roledescription": "chart", "aria-orientation": "horizontal",
+    "aria-label": `${chart.title}: ${names}`, "aria-valuemin": 0, "aria-valuenow": 0,
+  });
+  chart.tip = make("div", null, { class: "tip", hidden: "" });
+  chart.at = null; // second of the point that the tip shows
+  figure.append(caption, chart.svg, chart.tip, legend);
+  $("charts").append(figure);
+  const hover = (event) => {
+    const box = chart.svg.getBoundingClientRect();
+    const share = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
+    point(chart, serverNow - period() * (1 - share));
+  };
+  chart.svg.addEventListener("pointermove", hover);
+  chart.svg.addEventListener("pointerdown", hover);
+  chart.svg.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && point(chart, null));
+  chart.svg.addEventListener("focus", () => chart.at === null && point(chart, serverNow));
+  chart.svg.addEventListener("blur", () => point(chart, null));
+  chart.svg.addEventListener("keydown", (event) => {
+    const all = shown(), last = all.length - 1;
+    const at = all.findIndex((one) => one.second === chart.at);
+    const next = {
+      ArrowLeft: at - 1, ArrowDown: at - 1, ArrowRight: at + 1, ArrowUp: at + 1,
+      PageDown: at - 30, PageUp: at + 30, Home: 0, End: last,
+    }[event.key];
+    if (event.key === "Escape" && chart.at !== null) {
+      event.stopPropagation();
+      point(chart, null);
+    }
+    if (next === undefined || last < 0) return;
+    event.preventDefault();
+    point(chart, all[Math.min(Math.max(next, 0), last)].second);
+  });
+}
+
+function point(chart, second) {
+  // Shows the values nearest to a second of the server's clock; hides them for null.
+  const all = second === null ? [] : shown();
+  const near = all.reduce((best, one) => (!best || Math.abs(one.second - second) < Math.abs(best.second - second) ? one : best), null);
+  chart.at = near && near.second;
+  draw(chart);
+  const text = near ? tipText(chart, near).join(", ") : "";
+  chart.svg.setAttribute("aria-valuetext", text || "no value");
+  chart.svg.setAttribute("aria-valuemax", Math.max(all.length - 1, 0));
+  chart.svg.setAttribute("aria-valuenow", Math.max(all.indexOf(near), 0));
+}
+
+function tipText(chart, at) {
+  const time = new Date((at.second + clockOffset) * 1000).toLocaleTimeString("en-GB");
+  return [time, ...chart.series.map(([name, column]) => `${name} ${number(value(chart, at, column))} ${chart.unit}`)];
+}
+
+function draw(chart) {
+  const width = chart.svg.clientWidth, height = chart.svg.clientHeight;
+  const right = width - RIGHT, bottom = height - BOTTOM, seconds = period(), all = shown();
+  let highest = chart.floor;
+  for (const one of all) for (const [, column] of chart.series) highest = Math.max(highest, value(chart, one, column) || 0);
+  const top = roundUp(highest);
+  const x = (second) => right - ((serverNow - second) / seconds) * (right - LEFT);
+  const y = (amount) => bottom - (amount / top) * (bottom - TOP);
+  const parts = [drawing("text", { class: "unit", x: 0, y: 10 }, chart.unit)];
+  for (const amount of [top, top / 2, 0]) {
+    parts.push(drawing("path", { class: "grid", d: `M${LEFT} ${y(amount)}H${right}` }));
+    parts.push(drawing("text", { class: "y", x: LEFT - 6, y: y(amount) + 4 }, number(amount)));
+  }
+  for (const [share, anchor] of [[1, "start"], [0.5, "middle"], [0, "end"]]) {
+    const label = share ? `−${(seconds * share) / 60} min` : "now";
+    parts.push(drawing("text", { class: "x", x: right - share * (right - LEFT), y: height - 4, "text-anchor": anchor }, label));
+  }
+  chart.series.forEach(([, column], which) => {
+    let line = "", before = -Infinity;
+    for (const one of all) {
+      const amount = value(chart, one, column);
+      if (amount === null) continue;
+      line += `${one.second - before > GAP ? "M" : "L"}${x(one.second).toFixed(1)} ${y(amount).toFixed(1)}`;
+      before = one.second;
+    }
+    parts.push(drawing("path", { class: "line s" + which, d: line }));
+  });
+  const at = chart.at === null ? null : all.find((one) => one.second === chart.at);
+  if (at) {
+    parts.push(drawing("path", { class: "at", d: `M${x(at.second)} ${TOP}V${bottom}` }));
+    chart.series.forEach(([, column], which) => {
+      const amount = value(chart, at, column);
+      if (amount !== null) parts.push(drawing("circle", { class: "s" + which, cx: x(at.second), cy: y(amount), r: 3.5 }));
+    });
+  }
+  chart.svg.replaceChildren(...parts);
+  drawTip(chart, at, at && x(at.second), width);
+  const last = all[all.length - 1] || {};
+  $(chart.id + "-now").textContent = chart.series.map(([, column]) => number(value(chart, last, column))).join(" / ");
+}
+
+function drawTip(chart, at, x, width) {
+  chart.tip.hidden = !at;
+  if (!at) return;
+  const [time, ...values] = tipText(chart, at);
+  const lines = values.map((text, which) => {
+    const line = make("span");
+    line.append(make("i", null, { class: "s" + which }), text);
     return line;
   });
-  svg.replaceChildren(
-    ...grid,
-    ...names.map((name, which) => {
-      const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-      const shown = points.map((point, at) => [at, point[name]]).filter(([, value]) => value !== null);
-      line.setAttribute("class", "s" + which);
-      line.setAttribute(
-        "points",
-        shown
-          .map(([at, value]) => `${((at + HISTORY - points.length) * 300) / (HISTORY - 1)},${78 - (value / most) * 74}`)
-          .join(" "),
-      );
-      return line;
-    }),
-  );
-  const last = points[points.length - 1] || {};
-  const text = names.map((name) => show(last[name] === undefined ? null : last[name])).join(" / ");
-  $(id + "-now").textContent = text;
-  svg.setAttribute("aria-label", `${label}: now ${text}; highest in two minutes ${show(highest)}`);
+  chart.tip.replaceChildren(make("strong", time), ...lines);
+  const side = chart.tip.offsetWidth;
+  // Beside the line, on the side with more room.
+  const left = x < width / 2 ? x + 10 : x - side - 10;
+  const box = chart.svg.getBoundingClientRect(), around = chart.tip.offsetParent.getBoundingClientRect();
+  chart.tip.style.left = box.left - around.left + Math.min(Math.max(left, 0), Math.max(width - side, 0)) + "px";
+  chart.tip.style.top = box.top - around.top + TOP + "px";
 }
 
-function draw() {
-  chart("tokens", ["output", "prompts"], "Tokens per second, output and prompts", number, 1);
-  chart("rows", ["decodeRows", "prefillRows"], "Rows per step, decode and prefill", number, 1);
-  chart("queue", ["running", "waiting"], "Sequences, running and waiting", number, 1);
-  chart("ttft", ["ttft50", "ttft99"], "Time to first token, median and p99", milliseconds, 0.001);
-  chart("itl", ["itl50", "itl99"], "Time between tokens, median and p99", milliseconds, 0.001);
-  chart("kv", ["kv"], "KV pool used", percent, 1);
-}
+const drawAll = () => CHARTS.forEach(draw);
 
-function drawHeads(at, metrics) {
-  const last = history[history.length - 2];
-  const seconds = last ? Math.max(at - last.at, 1e-3) : 1;
-  const running = byHead(metrics, "num_requests_running"), waiting = byHead(metrics, "num_requests_waiting");
-  const kv = byHead(metrics, "kv_cache_usage_perc");
-  const change = (name, head) =>
-    last ? Math.max((byHead(metrics, name)[head] || 0) - (byHead(last.metrics, name)[head] || 0), 0) : 0;
-  const lines = samplesOf(metrics, "engine_up").map(({ labels, value }) => {
-    const { head, role } = labels;
-    const steps = change("engine_steps_total", head);
-    const mean = (name) => number(steps ? change(name, head) / steps : 0);
-    const meter = make("meter", percent(kv[head] || 0), { min: 0, max: 1, value: kv[head] || 0, "aria-label": "KV pool" });
-    const used = make("td");
-    used.append(meter, " " + percent(kv[head] || 0));
+function drawEngines(engines) {
+  const cell = (label, text) => make("td", text, { "data-label": label });
+  const lines = engines.map((one) => {
+    const used = cell("KV cache");
+    used.append(make("meter", percent(one.kv_usage), { min: 0, max: 1, value: one.kv_usage, "aria-label": "KV cache used" }));
+    used.append(" " + percent(one.kv_usage));
     const row = make("tr");
     row.append(
-      make("th", head, { scope: "row" }),
-      make("td", role || "unified"),
-      make("td", value ? "up" : "down"),
-      make("td", number(running[head] || 0)),
-      make("td", number(waiting[head] || 0)),
+      make("th", one.name, { scope: "row", "data-label": "engine" }),
+      cell("role", one.role),
+      cell("state", one.up ? "up" : "down"),
+      cell("running", number(one.running)),
+      cell("waiting", number(one.waiting)),
       used,
-      make("td", number(steps / seconds)),
-      make("td", `${mean("engine_decode_rows_total")} decode, ${mean("engine_prefill_rows_total")} prefill`),
+      cell("steps/s", number(one.steps_per_second)),
+      cell("rows per step", `${number(one.decode_rows_per_step)} decode, ${number(one.prefill_rows_per_step)} prefill`),
     );
     return row;
   });
   $("heads").replaceChildren(...lines);
 }
 
+// ---- model
+
+let models = []; // cards of /v1/models
+let model = ""; // name of the chosen one
+let seesImages = false;
+
 async function describe() {
   const answer = await api("/v1/models");
   if (!answer.ok) return false;
-  const models = (await answer.json()).data;
+  models = (await answer.json()).data;
   const version = await (await api("/version")).json();
   $("version").textContent = version.version;
-  const card = $("card");
-  card.replaceChildren();
-  const facts = [
-    ["name", models.map((one) => one.id).join(", ")],
-    ["context", models[0].max_model_len.toLocaleString("en") + " tokens"],
-    ["address", location.origin + base + "/v1"],
-    ...(models[0].about ? [["about", models[0].about]] : []),
-  ];
-  for (const [name, value] of facts) card.append(make("dt", name), make("dd", value));
-  if (models[0].example) $("question").placeholder = models[0].example;
-  seesImages = (models[0].input_modalities || []).includes("image");
-  $("attach").hidden = !seesImages;
-  model = models[0].id;
-  document.title = model + " on Weft";
+  $("model-choice").replaceChildren(...models.map((one) => make("option", one.id, { value: one.id })));
+  choose();
   return true;
 }
 
-let model = "";
-let seesImages = false;
+function choose() {
+  const card = models.find((one) => one.id === $("model-choice").value) || models[0];
+  model = card.id;
+  seesImages = (card.input_modalities || []).includes("image");
+  const facts = [
+    ["name", model],
+    ["context", card.max_model_len.toLocaleString("en") + " tokens"],
+    ["input", seesImages ? "text and images" : "text"],
+    ["address", location.origin + base + "/v1"],
+    ...(card.about ? [["abilities", card.about]] : []),
+  ];
+  $("card").replaceChildren(...facts.flatMap(([name, text]) => [make("dt", name), make("dd", text)]));
+  $("attach").hidden = !seesImages;
+  $("examples").replaceChildren(
+    ...(card.examples || []).map((text) => {
+      const button = make("button", text, { type: "button" });
+      if (card.example_image) button.prepend(make("img", null, { src: card.example_image, alt: "Example image" }));
+      button.addEventListener("click", () => {
+        if (running) return;
+        $("question").value = text;
+        images = card.example_image ? [card.example_image] : [];
+        ask();
+      });
+      return button;
+    }),
+  );
+  showExamples();
+  document.title = model + " on Weft";
+}
+
+const showExamples = () => ($("examples").hidden = conversation.length > 0 || !$("examples").firstChild);
 
 function show(text, good) {
   const state = $("state");
-  if (state.textContent !== text) state.textContent = text; // or it would be read aloud each second
+  if (state.textContent !== text) state.textContent = text; // or screen readers would read the text each second
   state.className = good ? "good" : "bad";
+}
+
+function take(found) {
+  if (found.now < serverNow) points.length = 0; // another host answers
+  serverNow = found.now;
+  clockOffset = Date.now() / 1000 - found.now;
+  for (const row of found.points) points.push(Object.fromEntries(found.columns.map((name, at) => [name, row[at]])));
+  while (points.length && points[0].second <= serverNow - KEPT) points.shift();
 }
 
 async function poll() {
   try {
-    const answer = await api("/metrics", { cache: "no-store" });
+    const since = points.length ? points[points.length - 1].second : 0;
+    const answer = await api("/metrics/history?since=" + since, { cache: "no-store" });
     $("key-form").hidden = answer.status !== 401;
-    if (answer.status === 401) return show(key ? "the key is wrong" : "the server needs an API key", false);
-    if (!answer.ok) return show("the server answered with status " + answer.status, false);
-    const at = performance.now() / 1000;
-    const metrics = parseMetrics(await answer.text());
-    const point = measure(at, metrics);
-    history.push({ at, metrics, point });
-    if (history.length > HISTORY) history.shift();
+    if (answer.status === 401) return show(key ? "the key is wrong" : "an API key is needed", false);
+    if (!answer.ok) return show("the server answers " + answer.status, false);
+    const found = await answer.json();
+    take(found);
     if (!model) await describe();
     const ready = await api("/ready", { cache: "no-store" });
     show((await ready.json()).status, ready.ok);
-    drawHeads(at, metrics);
-    draw();
+    drawEngines(found.engines);
+    drawAll();
   } catch {
     show("the server does not answer", false);
   }
@@ -336,12 +382,13 @@ let conversation = []; // a new one takes its place, while a reply of the old on
 let running = null; // AbortController of the reply that is under way
 let images = []; // data: URLs that go with the next message
 const MOST_IMAGE_BYTES = 4 << 20;
+const MOST_CHAT_BYTES = 5 << 20; // all images of a chat, because each request carries the whole chat
 
 const CALCULATOR = {
   type: "function",
   function: {
     name: "calculator",
-    description: "Works out an arithmetic expression.",
+    description: "Computes an arithmetic expression.",
     parameters: {
       type: "object",
       properties: { expression: { type: "string" } },
@@ -354,7 +401,7 @@ const CALCULATOR = {
 function calculate(text) {
   // + - * / and parentheses; throws for anything else.
   const tokens = text.match(/\d+(?:\.\d+)?|[-+*/()]/g) || [];
-  if (tokens.join("") !== text.replace(/\s+/g, "")) throw new Error("not an arithmetic expression");
+  if (tokens.join("") !== text.replace(/\s+/g, "")) throw new Error("the expression is not arithmetic");
   let at = 0;
   const factor = () => {
     const token = tokens[at++];
@@ -378,7 +425,7 @@ function calculate(text) {
     return value;
   };
   const result = sum();
-  if (at < tokens.length) throw new Error("not an arithmetic expression");
+  if (at < tokens.length) throw new Error("the expression is not arithmetic");
   return String(result);
 }
 
@@ -405,11 +452,56 @@ function render(body, reply) {
     parts.push(part);
   }
   if (reply.note) parts.push(make("p", reply.note, { class: "failed" }));
+  if (reply.done) parts.push(footer(reply));
   const log = $("log");
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   body.replaceChildren(...parts);
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
+
+function footer(reply) {
+  const line = make("p", null, { class: "stats" });
+  if (reply.content) {
+    const button = make("button", "Copy", { type: "button", "aria-label": "Copy the reply" });
+    button.addEventListener("click", async () => {
+      button.textContent = (await copy(reply.content)) ? "Copied" : "Not copied";
+      setTimeout(() => (button.textContent = "Copy"), 2000);
+    });
+    line.append(button);
+  }
+  line.append(make("span", stats(reply)));
+  return line;
+}
+
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // Without HTTPS a browser offers only the older way.
+    const area = make("textarea", null, { class: "hidden" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}
+
+function stats({ tokens, sent, first, last }) {
+  // The rate is of the tokens after the first one. A short reply arrives in few pieces, whose times say
+  // little, so its rate is of the whole time.
+  if (!first) return "";
+  const parts = [`first token after ${duration(first - sent)}`];
+  if (tokens) {
+    const rate = last - first > 100 ? (tokens - 1) / (last - first) : tokens / Math.max(last - sent, 1);
+    parts.unshift(`${number(tokens)} token${tokens === 1 ? "" : "s"}`, `${number(rate * 1000)} tokens/s`);
+  }
+  return parts.join(" · ");
+}
+
+const duration = (ms) => (ms < 1000 ? number(ms) + " ms" : (ms / 1000).toFixed(1) + " s");
 
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -428,7 +520,11 @@ async function* events(answer) {
   }
 }
 
-function take(reply, delta) {
+function extend(reply, delta) {
+  if (delta.content || delta.reasoning_content || delta.tool_calls) {
+    reply.last = performance.now();
+    reply.first ||= reply.last;
+  }
   reply.content += delta.content || "";
   reply.reasoning += delta.reasoning_content || "";
   for (const piece of delta.tool_calls || []) {
@@ -446,8 +542,10 @@ async function receive(reply, body, talk) {
     temperature: Number($("temperature").value) || 0,
     max_tokens: Number($("most").value) || 512,
     stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true }, // so that a stopped reply has a count
     ...($("calculator").checked ? { tools: [CALCULATOR] } : {}),
   };
+  reply.sent = performance.now();
   const answer = await api("/v1/chat/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
@@ -458,9 +556,10 @@ async function receive(reply, body, talk) {
   let due = false;
   for await (const chunk of events(answer)) {
     if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) reply.tokens = chunk.usage.completion_tokens;
     for (const choice of chunk.choices) {
-      take(reply, choice.delta);
-      if (choice.finish_reason === "length") reply.note = "The answer was cut off: raise the maximum of output tokens.";
+      extend(reply, choice.delta);
+      if (choice.finish_reason === "length") reply.note = "The reply was cut off. Raise the maximum of output tokens.";
     }
     if (!due) {
       due = true;
@@ -473,8 +572,8 @@ async function receive(reply, body, talk) {
 }
 
 async function reply(talk) {
-  // One answer. Returns whether tool results were added, so that there is another one to come.
-  const made = { content: "", reasoning: "", calls: [], note: "" };
+  // One answer. Returns true if tool results were added, so that another answer follows.
+  const made = { content: "", reasoning: "", calls: [], note: "", tokens: 0, sent: 0, first: 0, last: 0, done: false };
   const body = bubble("assistant");
   body.setAttribute("aria-busy", "true");
   try {
@@ -482,6 +581,7 @@ async function reply(talk) {
   } catch (error) {
     made.note = error.name === "AbortError" ? "Stopped." : error.message;
   }
+  made.done = true;
   render(body, made);
   body.removeAttribute("aria-busy");
   const message = { role: "assistant", content: made.content };
@@ -521,13 +621,22 @@ function showImages() {
   );
 }
 
+function attachedBytes() {
+  const sent = conversation.flatMap((message) => (Array.isArray(message.content) ? message.content : []));
+  const urls = [...images, ...sent.filter((part) => part.image_url).map((part) => part.image_url.url)];
+  return urls.reduce((sum, url) => sum + url.length * 0.75, 0); // base64: 4 characters for 3 bytes
+}
+
 async function attach(files) {
   complain("");
   if (!model) await describe();
   for (const file of files) {
-    if (!seesImages) return complain(`${model || "This model"} does not accept images.`);
+    if (!seesImages) return complain(`${model || "This model"} takes no images.`);
     if (!file.type.startsWith("image/")) return complain(`${file.name} is not an image.`);
-    if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} is larger than 4 MiB.`);
+    const size = (file.size / (1 << 20)).toFixed(1);
+    if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} has ${size} MiB. An image can have at most 4 MiB.`);
+    if (file.size + attachedBytes() > MOST_CHAT_BYTES)
+      return complain("The images of a chat can have at most 5 MiB together. Remove an image or start a new chat.");
     images.push(await new Promise((resolve, reject) => {
       const reader = new FileReader();
       reader.onload = () => resolve(reader.result);
@@ -547,13 +656,14 @@ async function ask() {
   $("send").hidden = true;
   $("stop").hidden = false;
   const talk = conversation;
-  const shown = images;
+  const sent = images;
   images = [];
   showImages();
-  const parts = shown.map((url) => ({ type: "image_url", image_url: { url } }));
+  const parts = sent.map((url) => ({ type: "image_url", image_url: { url } }));
   if (question) parts.push({ type: "text", text: question });
-  talk.push({ role: "user", content: shown.length ? parts : question });
-  const pictures = shown.map((url, at) => make("img", null, { src: url, alt: `Image ${at + 1}` }));
+  talk.push({ role: "user", content: sent.length ? parts : question });
+  showExamples();
+  const pictures = sent.map((url, at) => make("img", null, { src: url, alt: `Image ${at + 1}` }));
   bubble("you").append(...pictures, ...markdown(question));
   $("log").scrollTop = $("log").scrollHeight;
   try {
@@ -589,6 +699,7 @@ $("fresh").addEventListener("click", () => {
   showImages();
   complain("");
   $("log").replaceChildren();
+  showExamples();
   $("question").focus();
 });
 const filesOf = (data) => [...(data ? data.files : [])];
@@ -619,5 +730,8 @@ $("key-form").addEventListener("submit", (event) => {
   poll();
 });
 
-draw();
+$("model-choice").addEventListener("change", choose);
+$("period").addEventListener("change", drawAll);
+CHARTS.forEach(build);
+new ResizeObserver(drawAll).observe($("charts"));
 polling();
