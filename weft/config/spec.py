@@ -43,7 +43,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def temperature(self) -> float:
-        """Factor for cos and sin in yarn, computed from ``factor``; 1 for other kinds.
+        """Factor for cos and sin in yarn, computed from ``factor``, ``mscale`` and ``mscale_all_dim``.
+
+        1 for other kinds, and for a ``factor`` of at most 1. ``attention_factor`` does not count here.
 
         Source: YaRN, arXiv 2309.00071, section 3.4.
         """

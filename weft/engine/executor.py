@@ -56,7 +56,8 @@ class RankRunner(Protocol):
 
 
 def checksum(result: StepResult) -> int:
-    """Return a 32-bit checksum of the sampled tokens of a step, equal on all ranks of a group."""
+    """Return a 32-bit checksum of a step's tokens, accepted drafts, new drafts and failed rows. All ranks of
+    a group must have the same checksum. Logprobs do not count."""
     made = 0
     for column in (result.tokens, result.accepted, result.drafts):
         made = zlib.crc32(column.tobytes(), made)

@@ -293,7 +293,10 @@ class GroupExecutor:
         return True
 
     def close(self, leave: bool = False) -> None:
-        """End the group in any phase. ``leave``: leave supervised ranks to the next engine process."""
+        """End the group in any phase. ``leave``: leave supervised ranks to the next engine process.
+
+        A running group first waits for all outcomes. Errors of the ranks are logged, not raised.
+        """
         processes = self._links.processes
         dismiss = not leave or processes is None or not processes.outlive
         try:
@@ -304,7 +307,11 @@ class GroupExecutor:
         self._end(dismiss)
 
     def _end(self, dismiss: bool) -> None:
-        """End all threads, connections and resources, however far the start has come."""
+        """End all threads, connections and resources, however far the start has come.
+
+        ``dismiss``: the ranks end as well, else the ranks wait for another engine process. Block up to
+        ``CLOSE_S`` seconds while an epoch is being formed.
+        """
         self._feed(t.Close(dismiss))
         until = self._clock.now() + CLOSE_S
         while self._carried is not None and not wait([self._carried], 0.1).done:

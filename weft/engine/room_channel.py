@@ -99,8 +99,11 @@ class ZmqRooms:
     """A ``RoomChannel`` over ipc, or over tcp with ``keys``."""
 
     def __init__(self, endpoint: str, incarnation: int, keys: CurveKeys | None = None) -> None:
-        """``endpoint``: a free ``ipc://`` path in a folder private to this user; with ``keys`` a ``tcp://``
-        address of the local host.
+        """Bind a socket to ``endpoint``. ``address`` is the bound address.
+
+        ``endpoint``: a free ``ipc://`` path in a folder private to this user; with ``keys`` a ``tcp://``
+        address of the local host. ``incarnation``: of this engine process, sent with every message. Raises
+        zmq.ZMQError if the endpoint cannot be bound.
         """
         self._keys = keys
         self._incarnation = incarnation

@@ -113,7 +113,10 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready", openapi_extra=openapi.probes())
     async def ready() -> Response:
-        """Readiness: 200 after a first generated token, while the engine makes progress."""
+        """Readiness: 200 after a first generated token, while the engine makes progress.
+
+        200 with "ready". 503 with "stalled" without progress, else with the phase of the server.
+        """
         window = min(READY_WINDOW, front.section.engine_timeout)
         good = front.lifecycle.phase is Phase.READY and front.links.progressing(window)
         phase = front.lifecycle.phase

@@ -94,7 +94,8 @@ def _calls(
 
 def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:
     """Return the chat template's variables: from the effort, from the reasoning switch, and from the
-    request. The request's own variables win."""
+    request. The request's own variables win. Return None if the request has no variables, no effort and no
+    reasoning switch."""
     source, thinks = text.chat.source or "", text.output.tells_thoughts
     made = {} if asked.effort is None else effort_variables(asked.effort, source, thinks)
     if asked.thinks is not None:

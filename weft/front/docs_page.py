@@ -44,7 +44,11 @@ nav ul { list-style: none; padding: 0; }
 
 
 def answer(document: dict[str, Any], model: str, request: Request, root_path: str = "") -> Response:
-    """Return the page, with examples for ``model`` at the request's address, under ``root_path``."""
+    """Return the HTML page of the OpenAPI ``document``, with a strict content security policy.
+
+    The examples use ``model`` and the address of the request's Host header, under ``root_path``. A missing or
+    malformed Host becomes 127.0.0.1:8000.
+    """
     host = request.headers.get("host", "")
     if not _HOST.fullmatch(host):
         host = "127.0.0.1:8000"

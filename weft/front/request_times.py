@@ -70,7 +70,11 @@ class RequestTimes:
         self._last[event.sequence] = now
 
     def done(self, prompt: int, generated: Sequence[int], reasons: Sequence[str]) -> None:
-        """Record the end of a fully answered request. ``generated``: output tokens of each choice."""
+        """Record the end of a fully answered request in metrics, trace and log. Call at most once.
+
+        ``prompt``: prompt tokens. ``generated``: output tokens of each choice. ``reasons``: finish reason of
+        each choice.
+        """
         metrics = self._metrics
         model = self._metrics.model
         took, longest = time.monotonic() - self._start, max(generated, default=0)
@@ -90,7 +94,7 @@ class RequestTimes:
         self._log(*reasons)
 
     def failed(self, code: str) -> None:
-        """Record the end of a request with an error. ``code``: the error's code."""
+        """Record the end of a request with an error in metrics, trace and log. ``code``: the error's code."""
         self._metrics.failure.labels(self._metrics.model, code).inc()
         if self._trace is not None:
             self._trace.end(code)

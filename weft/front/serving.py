@@ -131,7 +131,11 @@ async def handle(
 
 
 async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
-    """Read a request without generation and return the job. Raises WeftError."""
+    """Read a request without generation and return the job.
+
+    ``kind``: the endpoint's kind of request. ``prepare``: changes the body before the reading. Raises
+    WeftError, also when the server takes no requests or ``request_timeout`` passes.
+    """
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
     with front.bodies.upload() as upload:
@@ -173,7 +177,10 @@ async def _answer(
 async def _pieces(
     front: Front, generation: Generation, pieces: Iterator[bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a long answer. Each piece is made after the client took the previous piece."""
+    """Yield a long answer. Each piece is made, in a thread, after the client took the previous piece.
+
+    Record the success of ``generation`` after the last piece. A client that leaves earlier is no success.
+    """
 
     def take() -> bytes:
         made = bytearray()

@@ -120,7 +120,11 @@ class Disjoint:
         return values
 
     def _required(self, schema: Any, depth: int) -> dict[str, Any]:
-        """Return name to schema for the properties that every valid object has."""
+        """Return name to schema for the properties that every valid object has.
+
+        Required names without a schema are left out, and beyond ``_MAX_DEPTH`` nothing is found. The result
+        is cached: callers must not change the result.
+        """
         found: dict[str, Any] = {}
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
             return found

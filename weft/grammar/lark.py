@@ -163,7 +163,11 @@ def _slashed(regex: str) -> str:
 
 
 def _rules(source: str) -> str:
-    """Return a client's grammar in Lark. Raises InvalidRequest."""
+    """Return the Lark text for the library, with the library's options, from a client's Lark or GBNF text.
+
+    Raises InvalidRequest for a rule that is not allowed, and for GBNF that cannot be read. Errors of the Lark
+    text show only at the compile.
+    """
     check_rules(source)
     if is_gbnf(source):
         try:

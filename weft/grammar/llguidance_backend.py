@@ -158,7 +158,10 @@ class LlguidanceMatcher:
         spare: int,
         grammar: LlguidanceGrammar | None = None,
     ) -> None:
-        """``grammar``: owner of the shared lexer; None for a private lexer."""
+        """``width``: number of token ids in the library's masks. ``spare``: the id that ends an output inside
+        the library, and is never allowed outside. ``grammar``: owner of the shared lexer; None for a private
+        lexer.
+        """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width

@@ -30,7 +30,10 @@ _QUOTED = re.compile(r'"|\\\\|\\u00[01]')
 
 
 def narrow(schema: Any) -> Any:
-    """Return the schema in the reduced forms. Raises InvalidRequest with the keyword for any other schema."""
+    """Return the schema in the reduced forms. Raises InvalidRequest with the keyword for any other schema.
+
+    ``schema`` loses ``$defs``: do not use ``schema`` afterwards.
+    """
     if schema is True:
         return True
     definitions = schema.pop("$defs", {})

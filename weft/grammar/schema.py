@@ -157,7 +157,10 @@ class SchemaReader:
         }
 
     def read(self) -> Any:
-        """Return the rewritten document. Raises InvalidRequest."""
+        """Return the rewritten document, with ``$defs`` for the targets of references. Call once.
+
+        Raises InvalidRequest. A loose reader fills ``left_out`` instead, as far as keywords can be left out.
+        """
         result = self._schema(self._document, "")
         while self._unread:
             pointer = self._unread.pop()

@@ -152,8 +152,9 @@ class GrammarService:
         entries: int = MAX_ENTRIES,
         kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """``apart``: clients do not share compiled grammars, so that the outputs of one client cannot fill
-        the lexer of another client.
+        """``timeout``: seconds until a compile is late. ``apart``: clients do not share compiled grammars, so
+        that the outputs of one client cannot fill the lexer of another client. ``entries``: maximum
+        number of cached results. ``kept_bytes``: maximum bytes of the cache.
         """
         self._compiler: Final = compiler
         self._timeout = timeout

@@ -231,7 +231,7 @@ class Caches:
         return kind.fetch_hit(hashes, limit, position)
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> list[int]:
-        """Return the result of ``fetch_needed`` of each group."""
+        """Return the number of free blocks needed by ``fetch``, for each group."""
         return [kind.fetch_needed(hashes, start, position, upto) for kind in self.kinds]
 
     def fetch(
@@ -251,11 +251,12 @@ class Caches:
         )
 
     def adopt(self, fetch: int, slot: int) -> list[Op]:
-        """Call ``adopt`` of every group. Return all slot updates."""
+        """Make the block tables ``fetch`` the tables of ``slot``, in every group. Return the slot updates."""
         return [op for kind in self.kinds for op in kind.adopt(fetch, slot)]
 
     def table(self, slot: int, position: int) -> tuple[Blocks, ...]:
-        """Return the result of ``table`` of each group."""
+        """Return the table entries of ``slot`` read by a token at ``position``, for each group. Recurrent
+        groups have none."""
         return tuple(kind.table(slot, position) for kind in self.kinds)
 
     @property
@@ -268,9 +269,12 @@ class Caches:
         return all(kind.available() for kind in self._states)
 
     def take(self, slot: int, after_step: int) -> tuple[list[Op], tuple[Blocks, ...]]:
-        """Call ``take`` of each recurrent group. Return (slot updates, blocks of every group).
+        """Save the recurrent states of ``slot`` to private blocks. Return (slot updates, blocks of every
+        group).
 
-        Groups with block tables get an empty ``Blocks``.
+        The slot updates must go into the next plan. The blocks are free when ``after_step`` has committed,
+        unless pinned. Check ``can_take`` first: raises EngineDead without a free block. Groups with block
+        tables get an empty ``Blocks``.
         """
         ops = list[Op]()
         blocks = [Blocks(first=0, ids=b"")] * len(self.kinds)

@@ -208,8 +208,8 @@ class EmbeddingCache:
             self._give_back(held)
 
     def drop(self, held: Embedded) -> None:
-        """Remove the embedding from the index. The blocks are free, or will be after the last pin.
-        Idempotent."""
+        """Remove the embedding from the index and call ``dropped``. The blocks are free, or will be after the
+        last pin. Idempotent: a second call does nothing."""
         if held.gone:
             return
         del self._held[held.key]

@@ -108,7 +108,8 @@ class BlockPool:
         self._references[block] += 1
 
     def keep(self, key: bytes) -> None:
-        """Retain content ``key``: the block is evicted after all other blocks."""
+        """Retain content ``key``: the block is evicted after all other blocks. Needs no block with the
+        content. Each call needs one ``unkeep``."""
         self._keeps[key] = self._keeps.get(key, 0) + 1
         block = self._index.get(key, NULL_BLOCK)
         if block in self._cached:
@@ -116,7 +117,11 @@ class BlockPool:
             self._kept[block] = None
 
     def unkeep(self, key: bytes) -> None:
-        """Undo one ``keep``. After the last one, the block is the next to be evicted."""
+        """Undo one ``keep``. After the last ``keep`` of ``key``, a block without references is the next to be
+        evicted.
+
+        Raises KeyError for a key without a ``keep``.
+        """
         left = self._keeps.pop(key) - 1
         if left:
             self._keeps[key] = left

@@ -74,7 +74,9 @@ class Marks:
 def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> Marks:
     """Return the marks of a sequence of ``known`` ids with a hit of ``num_hit``.
 
-    ``branch``: length of the prefix in the KV cache groups with block tables.
+    All arguments are in tokens. ``unit``: boundaries are multiples of ``unit``. ``stride``: distance of the
+    snapshots of a prompt, raised to ``unit`` if smaller. ``branch``: length of the prefix found in the KV
+    cache groups with block tables. Ends too close behind the hit are left out.
     """
     stride = max(stride, unit)
     ends = {(known - 1) // unit * unit, min(branch, known - 1) // unit * unit}

@@ -61,9 +61,11 @@ def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
 def may_retry(
     table: InstanceTable, local: bool, instance: Instance, entry: LedgerEntry, event: m.TokenEvent
 ) -> bool:
-    """Return True if ``event`` refuses the sequence for lack of room and another instance may have room.
+    """Return True if ``event`` refuses the sequence for lack of room and another attempt may succeed.
 
-    With ``local``, decode instances also compute prompts. Refusals of pinned sequences are final.
+    Another attempt needs another instance that has not refused the sequence. A refusal by an encode instance
+    needs no other instance: the sequence waits for room. With ``local``, decode instances also compute
+    prompts. Refusals of pinned sequences are final.
     """
     if entry.pinned is not None or not is_refusal(event):
         return False

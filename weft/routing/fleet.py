@@ -391,7 +391,9 @@ class Fleet:
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
         """Handle the end of the process of ``instance``: move sequences elsewhere and request a replacement.
 
-        Do nothing if the instance is already down or retired. ``replace=False`` requests no replacement.
+        Sequences pinned to the process end with ``error``. A loss during the first start requests no
+        replacement and fails the whole fleet. Do nothing if the instance is already down or retired.
+        ``replace=False`` requests no replacement.
         """
         if not self.table.lose(instance, self._now, error, self._closing):
             return

@@ -195,20 +195,26 @@ class InstanceTable:
     # -- states
 
     def expect(self, instance: Instance, link: int, now: float, domain: str = "") -> None:
-        """Note a new process of the instance. A retired instance comes back in the same way, once revived."""
+        """Note a new process of the instance, which is starting from now on. A retired instance comes back in
+        the same way, once revived."""
         self.restarts += instance.state in GONE
         instance.domain = domain or instance.domain
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
-        """Note that the address of the instance's process is known."""
+        """Note that the address of the instance's process is known. For a starting process without a
+        connection, the time-out of the connection begins."""
         instance.located = True
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
         self._look_for_path(now)
 
     def listen(self, instance: Instance, now: float) -> None:
-        """Note a connection to the process: the first connection, or a reconnection."""
+        """Note a connection to the process: the first connection, or a reconnection.
+
+        The instance is no longer shunned. The first connection of a starting process begins the time-out of
+        the load.
+        """
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.load
         instance.listens = instance.located = True

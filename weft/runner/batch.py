@@ -123,15 +123,19 @@ class BatchBuilder:
         self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
-        """Upload the columns of ``plan`` through ``buffer`` and derive the rest on the device."""
+        """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
+        device. The tensors are valid until ``buffer`` is released."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows.slot]
         step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """Return the rows of a plan for micro-batches, without the step, and int64 [L]: the merged rows with
-        logits."""
+        """Upload the columns of ``plan`` for sampling after micro-batches; ``micro_batch`` builds the steps.
+
+        Return (rows, int64 [L]: indices of the L merged rows with logits), on the device. The tensors are
+        valid until ``buffer`` is released.
+        """
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows.slot]
         slots = rows.slot[rows.row]

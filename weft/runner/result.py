@@ -191,8 +191,8 @@ def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:
 
 
 def _rows(tensors: LogprobTensors | None, owner: np.ndarray, rows: int) -> LogprobRows | None:
-    """Build logprob rows. ``owner``: result row of every possible entry; ``tensors.entries`` selects
-    entries."""
+    """Build logprob rows; None without ``tensors``. ``owner``: result row of every possible entry;
+    ``tensors.entries`` selects entries. ``rows``: number of result rows."""
     if tensors is None:
         return None
     counts = np.bincount(owner[tensors.entries], minlength=rows)

@@ -39,9 +39,10 @@ def assembled(
     parts: Sequence[Part], entries: np.ndarray, asked: np.ndarray, order: np.ndarray | None = None
 ) -> LogprobTensors:
     """Concatenate ``parts`` into the logprobs of ``entries``. ``asked``: number of alternatives per entry.
+    Alternatives beyond this number become padding: id -1 and value -inf.
 
     ``order``: the entries in the order of the parts, for processed logprobs. Then tokens that cannot be drawn
-    are no alternatives: their ids become -1.
+    are no alternatives and become padding as well.
     """
     ids, values, rank, error = (torch.cat(column) for column in zip(*parts, strict=True))
     device = ids.device

@@ -160,7 +160,11 @@ def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, ca
 
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
-    """Advance each of ``slots`` by one position and one token. Return one event per slot."""
+    """Advance each of ``slots`` by one position and one token. Return one event per slot, in order.
+
+    ``tokens``: one per slot. The rows must be quiet: no token ends its sequence, and no row failed. Full
+    blocks enter the prefix cache, and blocks behind an attention window are released.
+    """
     if not len(slots):
         return []
     columns = state.columns

@@ -100,7 +100,10 @@ class DraftPolicy:
         self._columns.wanted[slot] = self._wants()
 
     def idle(self) -> bool:
-        """Return True if the next plan has no drafts and needs no choice. Call at most once per plan."""
+        """Return True if the next plan has no drafts and needs no choice: do not call ``choose`` then.
+
+        Call at most once per plan: each True uses up one plan of the pause.
+        """
         if not self._idle_left:
             return False
         self._idle_left -= 1
@@ -180,7 +183,10 @@ class DraftPolicy:
                 self._next = self._steps
 
     def observe(self, plan: StepPlan, seconds: float, fit: bool, uncaptured: bool = False) -> None:
-        """Record the ``seconds`` of ``plan``. ``fit``: pass the time to the cost model.
+        """Record the ``seconds`` of ``plan``. Does nothing unless ``adaptive``.
+
+        ``fit``: the cost model may learn from the time. In a steady state only one step in ``LEARN_EVERY``
+        teaches the model.
 
         ``uncaptured``: the step took longer than later equal steps will, so the cost model does not learn,
         and a trial is repeated. While drafting is idle, the model learns from one step in ``IDLE_STEPS``.

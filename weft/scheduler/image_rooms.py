@@ -165,7 +165,8 @@ class ImageRooms:
             self._wanting[room.images.sequence.id] = room.images
 
     def done(self, room: ImageRoom) -> None:
-        """Handle a received image: unpin the blocks, and report the sequence after the last image."""
+        """Handle a received image: unpin the blocks, and append the sequence to ``landed`` after the last
+        image."""
         held, room.held = room.held, None
         del self._rooms[room.key]
         self._offers.pop(room.key, None)
@@ -179,14 +180,20 @@ class ImageRooms:
             self.landed.append(images.sequence)
 
     def failed(self, room: ImageRoom) -> Sequence | None:
-        """Handle a failed transfer. Return the sequence to end, or None if the transfer was over before."""
+        """Handle a failed transfer. Return the sequence to end, or None if the transfer was over before.
+
+        The blocks stay pinned until ``freed``.
+        """
         if room.over:
             return None
         room.over = True
         return room.images.sequence
 
     def freed(self, room: ImageRoom) -> None:
-        """Unpin the blocks of an ended transfer: nobody outside can touch the blocks any more."""
+        """Remove an ended transfer and unpin the blocks: no other process can touch the blocks any more.
+
+        The blocks stay reserved while a sequence waits for the same embedding. Idempotent.
+        """
         held, room.held = room.held, None
         self._rooms.pop(room.key, None)
         self._offers.pop(room.key, None)

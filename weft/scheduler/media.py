@@ -46,6 +46,7 @@ def check_media(
 ) -> None:
     """Raise InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
 
+    ``limits``: None if the model takes no images; then every call raises, also for an empty ``media``.
     ``computes``: True if this group computes the prompt and so needs all embeddings.
     """
     if limits is None or (computes and not (limits.tower or limits.takes)):
@@ -257,7 +258,8 @@ class MediaBook:
         """Return how far a chunk of plan ``step`` over ``start`` .. end - 1 can go.
 
         The chunk ends before the first image neither stored nor encodable in the plan. Return ``start`` if
-        the chunk begins with such an image. Sets ``short`` if memory is missing.
+        the chunk begins with such an image. Set ``short`` if memory is missing, or if an image of the chunk
+        is still being received or encoded. Plans must come in order of ``step``.
         """
         if not sequence.media or self._limits is None:
             return end

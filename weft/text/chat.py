@@ -406,7 +406,8 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def _append(message: dict[str, Any], tail: str) -> None:
-    """Append ``tail`` to the content of an assistant message. Raise InvalidRequest for any other role."""
+    """Append ``tail`` to the content of an assistant message, in place. Raise InvalidRequest for any other
+    role."""
     if message["role"] != "assistant":
         raise InvalidRequest(
             "continue_final_message needs a last message of the role assistant",
@@ -420,8 +421,8 @@ def _append(message: dict[str, Any], tail: str) -> None:
 
 
 def _cut(rendered: str, tail: str) -> str:
-    """Return the text up to ``tail``. White space at the end stays only if the template keeps trailing
-    space.
+    """Return the text before the last ``tail``. White space at the end stays only if the template keeps
+    trailing space. Raise InvalidRequest if ``rendered`` does not have ``tail``.
     """
     text, found, after = rendered.rpartition(tail.strip())
     if not found:

@@ -82,7 +82,8 @@ class Outbox:
 
     def copied(self, slot: int) -> Write | None:
         """Record the end of a slot's copy: the caches are no longer read for the write. Return the write
-        to send now; None for a cancelled transfer. Raises EngineDead for a second call."""
+        to send now. For a cancelled transfer, free the slot and return None. Raises EngineDead for a second
+        call, KeyError for a slot that ``begin`` did not give."""
         taken = self._taken[slot]
         if taken.sent:
             raise EngineDead(f"slot {slot} of a ring was copied to twice")

@@ -169,8 +169,9 @@ class Pushes:
         states: Collection[int] = (),
     ) -> None:
         """``digest``: called when a part is queued, while the bytes are still in the core's cache.
-        ``states``: the recurrent KV cache groups. A receiver gets the state at the end, whatever the
-        receiver has already."""
+        ``write_bytes``: maximum bytes of one write, at most ``window``. ``window``: maximum bytes under way
+        to one peer. ``states``: the recurrent KV cache groups. A receiver gets the state at the end,
+        whatever the receiver has already."""
         self._digest = digest
         self._states = frozenset(states)
         self._of_layer: dict[int, list[tuple[int, int]]] = {}

@@ -28,7 +28,9 @@ class ReceivingRooms(Rooms):
         patience: Patience = Patience(),
         parked_bytes: int = PARKED_BYTES,
     ) -> None:
-        """``dims``: layout of the local group's caches."""
+        """``dims``: layout of the local group's caches. ``fence``: proof that the writes of a transfer have
+        ended. ``patience``: intervals and time-outs. ``parked_bytes``: maximum bytes of offers without a
+        Submit. Further offers get a ``Later`` answer."""
         super().__init__(dims.ranks, fence, patience)
         self._dims = dims
         self._early: Parking[tuple[Peer, r.Admitted]] = Parking(parked_bytes, patience.bind)

@@ -31,7 +31,9 @@ class SendingRooms(Rooms):
         patience: Patience = Patience(),
         incarnation: int | None = None,
     ) -> None:
-        """``incarnation``: of the local process. Transfers made for another incarnation fail at once."""
+        """``ranks``: number of local ranks. ``fence``: proof that the writes of a transfer have ended.
+        ``patience``: intervals and time-outs. ``incarnation``: of the local process. Transfers made for
+        another incarnation fail at once; None accepts all."""
         super().__init__(ranks, fence, patience)
         self._incarnation = incarnation
 

@@ -98,7 +98,8 @@ class SpanPlan:
 
     def entries(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
         """Return the parts to push for layers ``numbers`` of KV cache group ``kind`` after positions
-        ``begin`` .. end - 1 are computed. Empty for a recurrent state."""
+        ``begin`` .. end - 1 are computed. Empty for a recurrent state. Raises RoomMessageError if a block
+        table lacks a position."""
         sender, receiver = self._sender.dims.kinds[kind], self._receiver.dims.kinds[kind]
         if sender.kind == "state":
             return []
@@ -174,8 +175,12 @@ class SpanPlan:
 
 
 def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int) -> dict[int, np.ndarray]:
-    """Return all spans to one rank of the receiver: region -> int64 [n, 2], offsets and lengths, in
-    ascending order."""
+    """Return all spans to one rank of the receiver: region -> int64 [n, 2], offsets and lengths in bytes, in
+    ascending order. Adjacent spans are merged.
+
+    ``end``: positions of the sequence. ``start``: number of leading positions at the receiver already. A
+    recurrent state always arrives whole. Raises RoomMessageError if the block tables lack a position.
+    """
     expected = dict[int, np.ndarray]()
     region = 0
     for number, (kind, theirs) in enumerate(zip(receiver.dims.kinds, sender.kinds, strict=True)):
@@ -262,8 +267,11 @@ def _spans(
 
 
 def merged(spans: np.ndarray) -> np.ndarray:
-    """Return the spans in the same order. A span adjacent to the predecessor on both sides is merged into
-    the predecessor."""
+    """Return the spans, int64 [n, 3] (source offset, target offset, length), in the same order.
+
+    A span adjacent to the predecessor on both sides is merged into the predecessor. The result may be
+    ``spans`` itself.
+    """
     if len(spans) < 2:
         return spans
     # A span starts a new run unless both its offsets continue the previous span.
@@ -276,7 +284,8 @@ def merged(spans: np.ndarray) -> np.ndarray:
 
 
 def split(spans: np.ndarray, most: int) -> np.ndarray:
-    """Return ``spans`` cut into spans of at most ``most`` bytes each."""
+    """Return ``spans``, int64 [n, 3], cut into spans of at most ``most`` bytes each, in the same order. The
+    result may be ``spans``."""
     pieces = -(-spans[:, 2] // most)
     if not len(spans) or pieces.max() <= 1:
         return spans

@@ -155,8 +155,8 @@ class CallReader:
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
-        """Read the arguments in the declared spelling. ``bare``: no exact text stands before the
-        arguments.
+        """Read the arguments in the declared spelling and return the outcome of the call. ``bare``: no exact
+        text stands before the arguments.
         """
         spelled = call.arguments
         ends = CallEnds(self._tape, call.closings, self._openings)
@@ -257,7 +257,12 @@ class CallReader:
     # -- JSON
 
     def _object(self, spelled: CallObject, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
-        """Read an object with name and arguments, in any order. Accept a doubled first brace."""
+        """Read an object with name and arguments, in any order. Accept a doubled first brace.
+
+        Return "none" if nothing has begun, "broken" for a call with broken arguments, else "whole".
+        Arguments before the name are given out once the name is known. ``bare``: no exact text stands before
+        the object.
+        """
         tape = self._tape
         if (yield from tape.literal("{")) is None or not (yield from tape.blank()):
             return "none"
@@ -289,7 +294,7 @@ class CallReader:
 
     def _object_arguments(self, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
         """Read the arguments behind their key: an object, a string with a quoted object, or an empty
-        value.
+        value. Begin the call and return the outcome; "none" for any other value.
         """
         tape = self._tape
         if (yield from tape.literal("null", "None", '""', "''")) is not None:
@@ -310,7 +315,9 @@ class CallReader:
         return "whole" if (yield from self._json.read_quoted()) else "broken"
 
     def _object_ends(self, early: tuple[Span, str] | None, *, bare: bool) -> Outcome:
-        """Finish an object with the arguments before the name, or without arguments."""
+        """Finish an object with the arguments before the name, or without arguments. Begin the call and
+        return "whole"; return "none" for an object that is no call.
+        """
         tape = self._tape
         name = self._name
         if name is None or (bare and early is None):
@@ -340,7 +347,9 @@ class CallReader:
         return found[1:-1] if (yield from tape.blank()) else None
 
     def _member(self, spelled: CallObject, key: str) -> Reading[bool]:
-        """Read a member with a word as value: the name, the id, or an ignored member."""
+        """Read a member with a word as value: the name, the id, or an ignored member. Set the name or the id
+        of the call. Return False for an invalid value.
+        """
         tape = self._tape
         quote = yield from tape.literal('"', "'")
         if quote is None:

@@ -25,7 +25,7 @@ class JsonReader:
 
     def read(self, ends: CallEnds) -> Reading[bool]:
         """Read an object and return True if the object is whole. The end of the call may replace the last
-        brackets.
+        brackets. The text goes to the tape's arguments piece by piece, also the text of a broken object.
 
         An unclosed string ends before a line with the end of the call. Otherwise the string would swallow the
         calls behind.
@@ -59,7 +59,7 @@ class JsonReader:
 
     def read_quoted(self) -> Reading[bool]:
         """Read an object quoted as a whole, from behind the opening quote. Return True if the object is
-        whole.
+        whole. The text goes to the tape's arguments piece by piece, also the text of a broken object.
 
         A quote inside the incomplete object is taken as a string quote of the object with a missing
         backslash.
@@ -111,7 +111,7 @@ class JsonReader:
 
     def _closes(self, scanner: JsonObjectScanner, ends: CallEnds) -> Reading[bool]:
         """Close an incomplete object if the output ends here, or the end of the call or another call
-        follows.
+        follows. Return True if the object is whole then. Does not read past the object.
         """
         tape = self._tape
         start = tape.at

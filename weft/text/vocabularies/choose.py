@@ -84,6 +84,8 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
 
     Known faults of published conversions: a different word pattern, and ids of special tokens without the
     gaps between them. A tokenizer.json with additional tokens was trained with its pattern and is kept.
+    Every difference is logged as a warning. ``text``: content of tokenizer.json; None is returned for
+    unreadable content. Raises ConfigError for an unreadable original.
     """
     if (root / tekken.NAME).is_file():
         original, name = _tekken(root, config), tekken.NAME
