@@ -85,7 +85,7 @@ test-gpu: setup  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 simulate: setup  ## 10,000 simulated schedules of a cluster with faults; ARGS="--schedules 100000 --jobs 2" for more
-	$(BIN)/weft sim explore $(ARGS)
+	$(BIN)/python -m testing.cluster $(ARGS)
 
 bench-peers:  ## make the environments of the engines that Weft is compared with, outside the repository
 	PYTHON=$(PYTHON) bash bench/peers/setup.sh $(ARGS)

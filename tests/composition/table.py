@@ -124,7 +124,7 @@ class GroupTable:
             "of values of every two features. In each the cache of every sequence went over, every sequence",
             "got the tokens, text and logprobs that it gets alone, in float64, and all blocks came back at",
             "both ends. Where several ranks compute prompts with images, steps are divided (overlap).",
-            "Replicas that share experts, with groups that encode: `tests/launch/test_encode.py`.",
+            "Replicas that share experts, with groups that encode: `tests/cli/test_encode.py`.",
             "A run of `pytest tests/composition/test_groups.py -m grid --write-composition`",
             "writes this part.",
             "",

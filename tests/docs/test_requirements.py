@@ -41,9 +41,9 @@ NOT_IN_CI = {
     "tests/front/test_mutated_bodies.py::test_twenty_thousand_mutated_bodies": SAMPLED,
     "tests/front/test_pause.py::test_a_thousand_clients_that_never_read": SAMPLED,
     "tests/grammar/test_comparison.py::test_a_thousand_schemas_are_kept_or_refused": SAMPLED,
-    "tests/launch/test_encode.py::test_the_same_answers_in_other_topologies": SAMPLED,
-    "tests/launch/test_verify_topology.py::test_every_family_moves": SAMPLED,
-    "tests/sim/test_cluster.py::test_invariants_hold_over_the_whole_budget": SAMPLED,
+    "tests/cli/test_encode.py::test_the_same_answers_in_other_topologies": SAMPLED,
+    "tests/cli/test_verify_topology.py::test_every_family_moves": SAMPLED,
+    "tests/testing/test_cluster.py::test_invariants_hold_over_the_whole_budget": SAMPLED,
     "tests/text/parsing/test_outputs.py::test_five_thousand_outputs_lose_nothing": SAMPLED,
 }
 """Named tests that ``.ci/run`` does not run, and why. Each stands in a row with others that it runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.front.outputs import ChoiceOutput
+from weft.front.requests.outputs import ChoiceOutput
 from weft.text.choice import TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import PlainParser

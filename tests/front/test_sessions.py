@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.front.sessions import HEADERS, session_of
+from weft.front.requests.sessions import HEADERS, session_of
 
 FLOOD = 60
 """Prompts that together are several times as long as the cache."""

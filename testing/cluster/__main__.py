@@ -1,0 +1,81 @@
+"""``python -m testing.cluster`` and ``python -m testing.cluster replay``: a whole cluster on virtual time,
+with faults.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from functools import partial
+
+import click
+
+from testing.cluster.check import Violation
+from testing.cluster.cluster import simulate_cluster
+from testing.cluster.explore import Exploration, explore, silent_log
+from testing.cluster.faults import KINDS
+from weft.cli.processes.child import die_with_parent
+from weft.common.progress import progress_bar
+
+MOST_SHOWN = 10
+"""Maximum number of listed failures."""
+
+
+@click.command("explore")
+@click.option(
+    "--schedules", type=click.IntRange(1), default=10_000, show_default=True, help="Schedules to run."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first one.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
+def explore_command(schedules: int, seed: int, jobs: int) -> int:
+    """Simulate a cluster with faults: many schedules, each determined by a seed.
+
+    The cluster has API servers with the real fleet, engines with the real scheduler, a supervisor, clients,
+    and a network. Every stream is compared with the expected tokens. The status is 1 if an invariant does not
+    hold.
+    """
+    with progress_bar(title="simulating", unit="schedule", total=schedules, leave=False) as bar:
+        found = explore(schedules, seed, jobs, bar.update, partial(die_with_parent, os.getpid()))
+    click.echo(coverage(found))
+    if not found.failures:
+        click.echo("all invariants held")
+        return 0
+    for failed, what in found.failures[:MOST_SHOWN]:
+        click.echo(f"seed {failed}: {what}\n    python -m testing.cluster replay {failed}")
+    more = len(found.failures) - MOST_SHOWN
+    click.echo(f"{len(found.failures)} schedules failed" + (f", {more} more than shown" if more > 0 else ""))
+    return 1
+
+
+@click.command("replay")
+@click.argument("seed", type=click.IntRange(0))
+def replay_command(seed: int) -> int:
+    """Show the schedule of SEED event by event, and the violated invariant.
+
+    Each line has the virtual time and an event: a message sent (a -> b), an observation or action of a
+    process (a .. b), or a request or an answer of a client (a => b).
+    """
+    try:
+        with silent_log():  # the lines below have all events
+            cluster = simulate_cluster(seed, lambda now, line: click.echo(f"{now:9.4f}  {line}"))
+    except Violation as violation:
+        if violation.__cause__ is not None:
+            click.echo("".join(traceback.format_exception(violation.__cause__)), nl=False)
+        click.echo(f"violation: {violation}")
+        return 1
+    click.echo(f"all invariants held over {cluster.events} events, {cluster.now:.1f} virtual seconds")
+    return 0
+
+
+def coverage(found: Exploration) -> str:
+    """Return the faults and counts of all schedules as a table."""
+    each = 1e3 * found.seconds / found.schedules
+    lines = [
+        f"{found.schedules} schedules, {found.events} events, {found.seconds:.1f} s of one core "
+        f"({each:.1f} ms each)",
+        "schedules in which a fault was seen to happen:",
+    ]
+    lines += [f"    {kind:<40}{found.faults[kind]:>9}" for kind in KINDS]
+    lines.append("what happened, over all of them:")
+    lines += [f"    {name:<40}{count:>9}" for name, count in sorted(found.counts.items()) if count]
+    return "\n".join(lines)

@@ -1,0 +1,402 @@
+"""Batch building: turns a plan into model and sampler inputs without waiting for the device.
+
+The host knows the running slots, the token count of each row and the rows with logits. Ids, positions and
+cache indices are gathered on the device from ``SlotState``. All host columns of a step go to the device in
+one copy. Rows of both segments are derived together, prefill rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.attention.base import Backends, SegmentInput, StepInput
+from weft.config.resolved import KVConfig
+from weft.ops.upload import upload
+from weft.runner.batch.plan_columns import logits_columns, ragged, row_columns, verify_columns
+from weft.runner.batch.staging import StagingBuffer
+from weft.runner.images.media import MediaStore
+from weft.runner.sampling.sampler import SampleRows
+from weft.runner.slot_state import SlotState
+from weft.types.exchange import Exchange
+from weft.types.plan import EMPTY_SEGMENT, Segment, StepPlan
+
+Tensor = torch.Tensor
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Positions of drafts of decode rows, and the samples to compare with. One line per decode row."""
+
+    entries: Tensor
+    """int64 [decode rows, most drafts]: index of the sample at draft j's position. Padding holds any valid
+    index."""
+    drafts: Tensor
+    """int64 [decode rows, most drafts]: id of draft j; -1 as padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """Row columns for sampling, verification and slot advance after the logits of a step exist."""
+
+    slots: Tensor
+    """int64 [rows]."""
+    counts: Tensor
+    """int64 [rows]."""
+    starts: Tensor
+    """int64 [rows]: positions computed before the step."""
+    sample_rows: SampleRows
+    verify: Verify | None = None
+    """None if no row has drafts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(StepRows):
+    """A staged step: the model input and the row columns for sampling."""
+
+    step: StepInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """Columns of a plan about logits, on the device."""
+
+    logits_index: Tensor
+    sampled: tuple[np.ndarray, Tensor, Tensor]
+    """Sampled entries: slots on the host, slots, logits rows."""
+    prompt: tuple[np.ndarray, Tensor, Tensor]
+    """Prompt entries: slots on the host, slots, logits rows."""
+    entries: Tensor | None
+    """int64 [decode rows, most drafts], as in ``Verify``; None if no row has drafts."""
+    merged: Tensor | None
+    """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None if no row has
+    drafts."""
+
+
+def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
+    """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
+    if plan.agreed is None:
+        return step
+    return replace(step, exchange=Exchange(rows=plan.agreed.padded_tokens))
+
+
+class BatchBuilder:
+    """Builds batches from plans over one ``SlotState``."""
+
+    def __init__(
+        self,
+        state: SlotState,
+        kv: KVConfig,
+        backends: Backends,
+        dtype: torch.dtype,
+        media: MediaStore | None = None,
+    ) -> None:
+        """``media``: image embeddings for prompt rows; None without images."""
+        self._state = state
+        self._media = media
+        self._pools = kv.pools
+        self._backends = backends
+        self._dtype = dtype
+        # Constant columns of all steps, and the empty segment.
+        most = state.history.shape[0] * kv.copies
+        device = state.history.device
+        self._order = torch.arange(most + 1, device=device)
+        self._offsets = self._order.int()
+        self._ones = torch.ones(most, dtype=torch.int64, device=device)
+        none = self._order[:0]
+        self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
+
+    def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
+        """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
+        device."""
+        rows, staged = self._stage(plan, buffer)
+        starts = self._state.num_computed[rows[0]]
+        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits_index))
+        return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
+
+    def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+        """Return the rows of a plan for micro-batches, without the step, and int64 [L]: the merged rows with
+        logits."""
+        rows, staged = self._stage(plan, buffer)
+        starts = self._state.num_computed[rows[0]]
+        slots = rows[0][rows[2]]
+        row = rows[2]
+        positions = starts[row] + rows[3]
+        ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
+        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
+
+    def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
+        """Build the step of one micro-batch.
+
+        ``cut``: tokens of the first prompt row that the other micro-batch computes earlier; the recurrent
+        state after these tokens is in copy 0. ``exchange``: shared by both micro-batches.
+        """
+        prefill = plan.prefill
+        decode = plan.decode
+        index, _ = logits_columns(plan)
+        columns = [*row_columns(prefill, decode), index]
+        if cut:
+            ahead = np.zeros(plan.rows, np.int64)
+            ahead[0] = cut
+            columns.append(ahead)
+        buffer.begin(sum(len(c) for c in columns))
+        where = [buffer.add(c) for c in columns]
+        buffer.upload()
+        staged = [buffer.tensor(w) for w in where]
+        starts = self._state.num_computed[staged[0]]
+        if not cut:
+            return replace(self._step(prefill, decode, staged[:6], starts, staged[6]), exchange=exchange)
+        # [rows]: the row with a cut starts behind ``cut`` and reads its state from copy 0.
+        live = self._state.live[staged[0]].masked_fill(staged[7] > 0, 0)
+        starts = starts + staged[7]
+        step = self._step(prefill, decode, staged[:6], starts, staged[6], live=live)
+        return replace(step, exchange=exchange)
+
+    def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[list[Tensor], _Staged]:
+        """Return the columns of ``row_columns``, and the columns for logits and samples, on the device."""
+        index, entry_columns = logits_columns(plan)
+        entries, merged = verify_columns(plan)
+        columns = [*row_columns(plan.prefill, plan.decode), index, *entry_columns]
+        columns += [entries.ravel(), merged.ravel()]
+        buffer.begin(sum(len(c) for c in columns))
+        where = [buffer.add(c) for c in columns]
+        buffer.upload()
+        logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:11])
+        drafted = bool(entries.shape[1])
+        return [buffer.tensor(w) for w in where[:6]], _Staged(
+            logits_index=logits_index,
+            sampled=(entry_columns[0], s_slot, s_row),
+            prompt=(entry_columns[2], p_slot, p_row),
+            entries=buffer.tensor(where[11]).view(entries.shape) if drafted else None,
+            merged=buffer.tensor(where[12]).view(merged.shape) if drafted else None,
+        )
+
+    def _sampling(
+        self, rows: Sequence[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
+    ) -> dict[str, Any]:
+        """Return the fields of ``StepRows``. ids, positions: int64 [T]; ids are read only if rows have
+        drafts."""
+        verify = None
+        if staged.entries is not None and staged.merged is not None:
+            # [decode rows, most drafts]; -1 stays as padding
+            at = staged.merged
+            verify = Verify(entries=staged.entries, drafts=torch.where(at < 0, at, ids[at]))
+        predicted = positions[staged.logits_index] + 1
+        s_host, s_slot, s_row = staged.sampled
+        p_host, p_slot, p_row = staged.prompt
+        return {
+            "slots": rows[0],
+            "counts": rows[1],
+            "starts": starts,
+            "verify": verify,
+            "sample_rows": SampleRows(
+                slot_host=s_host,
+                slot=s_slot,
+                logits_row=s_row,
+                position=predicted[s_row],
+                prompt_slot_host=p_host,
+                prompt_slot=p_slot,
+                prompt_logits_row=p_row,
+                prompt_position=predicted[p_row],
+            ),
+        }
+
+    def follow(
+        self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
+    ) -> StepInput:
+        """Build a step over drafter rows, which neither the plan nor ``num_computed`` contains.
+
+        starts: int64 [rows], exact; the segments hold upper bounds. A token at position p has the id in
+        history at ``p + shift``, or the image row there. ``logits_index``: merged rows with logits.
+        """
+        columns = [*row_columns(prefill, decode), logits_index]
+        lengths = [len(c) for c in columns]
+        staged = upload(np.concatenate(columns).astype(np.int64), self._state.history.device)
+        *rows, index = staged.split(lengths)
+        return self._step(prefill, decode, rows, starts, index, shift)
+
+    def _step(
+        self,
+        prefill: Segment,
+        decode: Segment,
+        rows: Sequence[Tensor],
+        starts: Tensor,
+        logits_index: Tensor,
+        shift: int = 0,
+        live: Tensor | None = None,
+    ) -> StepInput:
+        """Build the model input. ``rows``: columns of ``row_columns``, on the device. ``live``: int64 [rows],
+        replaces the live state copies of the slots."""
+        slots, _, row, within, prefill_offsets, decode_offsets = rows
+        # [T]: position and slot of each token
+        positions = starts[row] + within
+        token_slots = slots[row]
+        first = prefill.rows
+        if live is None:
+            live = self._state.live[slots]
+        p = slice(None, first)
+        d = slice(first, None)
+        segments = (
+            self._segment(prefill, 0, slots[p], starts[p], prefill_offsets.int(), live[p]),
+            self._segment(decode, prefill.tokens, slots[d], starts[d], decode_offsets.int(), live[d]),
+        )
+        return StepInput(
+            ids=self._state.history[token_slots, positions + shift].long(),
+            positions=positions,
+            writes=self._writes(token_slots, positions),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
+            logits_index=logits_index,
+            rope_positions=self._state.rope_positions(token_slots, positions),
+            media=None if self._media is None else self._media.rows(prefill, shift),
+        )
+
+    def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
+        """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
+        staged = self.stage_decode(plan, 0, buffer)
+        step = _agreed(plan, self.decode(staged[0], plan.decode))
+        rows = self.decode_rows(plan, staged, step.ids, step.positions)
+        return Batch(step=step, **rows)
+
+    def stage_decode(self, plan: StepPlan, each: int, buffer: StagingBuffer) -> list[Tensor]:
+        """Upload the columns for ``decode_rows``: slots and, if rows are padded to ``each`` tokens, counts
+        and drafts."""
+        columns = [plan.decode.slot]
+        if each:
+            count = plan.decode.count
+            slot = np.repeat(plan.decode.slot, count)
+            # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
+            mine = ragged(np.arange(len(count)) * each, count)
+            columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
+        buffer.begin(sum(map(len, columns)))
+        where = [buffer.add(column) for column in columns]
+        buffer.upload()
+        return [buffer.tensor(w) for w in where]
+
+    def decode_rows(
+        self, plan: StepPlan, staged: Sequence[Tensor], ids: Tensor, positions: Tensor
+    ) -> dict[str, Any]:
+        """Return the fields of ``StepRows`` for a plan of decode rows.
+
+        ids, positions: int64 [R * each], of the computed step. ``staged``: result of ``stage_decode``.
+        """
+        slots = staged[0]
+        rows = len(staged[0])
+        each = len(positions) // rows if rows else 1
+        row = self._order[: rows * each]
+        verify = None
+        if len(staged) > 1:
+            # Padded rows: only real tokens are sampled and verified.
+            counts, slot, row = staged[1:4]
+            entries, merged = (column.view(rows, -1) for column in staged[4:])
+            verify = Verify(entries=entries, drafts=torch.where(merged < 0, merged, ids[merged]))
+            at = positions[row]
+            slot_host = np.repeat(plan.decode.slot, plan.decode.count)
+        else:
+            counts = self._ones[:rows]
+            slot = slots
+            at = positions
+            slot_host = plan.decode.slot
+            if each > 1:
+                counts = counts * each
+                slot = slots.repeat_interleave(each, output_size=rows * each)
+                slot_host = np.repeat(slot_host, each)
+                verify = Verify(entries=row.view(rows, each)[:, :-1], drafts=ids.view(rows, each)[:, 1:])
+        none = row[:0]
+        return {
+            "slots": slots,
+            "counts": counts,
+            "starts": positions if each == 1 else positions.view(rows, each)[:, 0],
+            "verify": verify,
+            "sample_rows": SampleRows(
+                slot_host=slot_host,
+                slot=slot,
+                logits_row=row,
+                position=at + 1,
+                prompt_slot_host=_NONE,
+                prompt_slot=none,
+                prompt_logits_row=none,
+                prompt_position=none,
+            ),
+        }
+
+    def decode(
+        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
+    ) -> StepInput:
+        """Build a step with equally many tokens per slot (slots: int64 [R]) and logits for every token.
+
+        The device derives all columns from the slots, so the step can be captured. ``bound`` has R rows of
+        one count; its largest start bounds the context of every row. ``starts`` and ``shift``: see
+        ``follow``. Positions beyond the longest sequence are clamped to the last position.
+        """
+        rows = len(slots)
+        each = int(bound.count.max(initial=1))
+        if starts is None:
+            starts = self._state.num_computed[slots]
+        positions = starts
+        token_slots = slots
+        offsets = self._offsets[: rows + 1]
+        if each > 1:
+            most = self._state.history.shape[1] - 1 - shift
+            # [R * each]; clamped, because padding may run past the end of the history
+            positions = (starts.unsqueeze(1) + self._order[:each]).clamp(max=most).view(-1)
+            token_slots = slots.repeat_interleave(each, output_size=rows * each)
+            offsets = self._offsets[: rows * each + 1 : each].contiguous()
+        live = self._state.live[slots]
+        segments = (self._empty, self._segment(bound, 0, slots, starts, offsets, live))
+        return StepInput(
+            ids=self._state.history[token_slots, positions + shift if shift else positions].long(),
+            positions=positions,
+            writes=self._writes(token_slots, positions),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
+            logits_index=self._order[: rows * each],
+            rope_positions=self._state.rope_positions(token_slots, positions),
+        )
+
+    def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
+        states."""
+        writes = []
+        for table, pool in zip(self._state.tables, self._pools, strict=True):
+            if not table.shape[1]:
+                writes.append(positions[:0])
+                continue
+            size = pool.block_size
+            # [T] -> block id from the table row of the token's slot
+            block = table[token_slots, positions // size].long()
+            writes.append(block * size + positions % size)
+        return tuple(writes)
+
+    def _segment(
+        self, segment: Segment, begin: int, slots: Tensor, starts: Tensor, q_offsets: Tensor, live: Tensor
+    ) -> SegmentInput:
+        longest = int((segment.start + segment.count).max()) if segment.rows else 0
+        return SegmentInput(
+            begin=begin,
+            rows=segment.rows,
+            tokens=segment.tokens,
+            host_counts=segment.count,
+            host_starts=segment.start,
+            q_offsets=q_offsets,
+            starts=starts,
+            slots=slots,
+            live=live,
+            tables=tuple(
+                # [rows, blocks]: table entries up to the longest row
+                table[slots, : -(-longest // pool.block_size)].long()
+                for table, pool in zip(self._state.tables, self._pools, strict=True)
+            ),
+        )
+
+    def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
+        return tuple(
+            self._backends.prepare(segment, kind, pool.cache, pool.block_size, self._dtype)
+            for kind, pool in enumerate(self._pools)
+        )
