@@ -1,12 +1,12 @@
-"""``python -m testing.cluster`` and ``python -m testing.cluster replay``: a whole cluster on virtual time,
-with faults.
-"""
+"""``python -m testing.cluster [replay SEED]``: a whole cluster on virtual time, with faults."""
 
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from functools import partial
+from typing import NoReturn
 
 import click
 
@@ -21,19 +21,26 @@ MOST_SHOWN = 10
 """Maximum number of listed failures."""
 
 
-@click.command("explore")
+@click.group(
+    invoke_without_command=True,
+    subcommand_metavar="[replay SEED]",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.option(
     "--schedules", type=click.IntRange(1), default=10_000, show_default=True, help="Schedules to run."
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first one.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
-def explore_command(schedules: int, seed: int, jobs: int) -> int:
+@click.pass_context
+def cli(context: click.Context, schedules: int, seed: int, jobs: int) -> int:
     """Simulate a cluster with faults: many schedules, each determined by a seed.
 
     The cluster has API servers with the real fleet, engines with the real scheduler, a supervisor, clients,
     and a network. Every stream is compared with the expected tokens. The status is 1 if an invariant does not
     hold.
     """
+    if context.invoked_subcommand is not None:
+        return 0
     with progress_bar(title="simulating", unit="schedule", total=schedules, leave=False) as bar:
         found = explore(schedules, seed, jobs, bar.update, partial(die_with_parent, os.getpid()))
     click.echo(coverage(found))
@@ -47,7 +54,7 @@ def explore_command(schedules: int, seed: int, jobs: int) -> int:
     return 1
 
 
-@click.command("replay")
+@cli.command("replay")
 @click.argument("seed", type=click.IntRange(0))
 def replay_command(seed: int) -> int:
     """Show the schedule of SEED event by event, and the violated invariant.
@@ -79,3 +86,19 @@ def coverage(found: Exploration) -> str:
     lines.append("what happened, over all of them:")
     lines += [f"    {name:<40}{count:>9}" for name, count in sorted(found.counts.items()) if count]
     return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command line (by default that of this process) and end the process with the command's status."""
+    try:
+        status = cli.main(arguments, prog_name="python -m testing.cluster", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        status = 130
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -116,3 +116,19 @@ def test_errors_of_a_plan_are_one_line(
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert says in err
+
+
+def test_options_of_one_command_are_no_options_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "sim", "--requests", "3", "plan")
+    assert (status, out) == (2, "")
+    assert err == "weft: --requests is no option of weft sim plan\n"
+
+
+@pytest.mark.parametrize("name", ["explore", "replay"])
+def test_commands_of_the_fault_explorer_name_the_new_place(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = ran(capsys, "sim", name, "--seed", "3")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"weft: weft sim {name} ")
+    assert "make simulate" in err

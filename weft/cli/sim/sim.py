@@ -12,7 +12,6 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from testing.cluster.__main__ import explore_command, replay_command
 from weft.cli import options
 from weft.cli.sim.sim_agents import agents_command
 from weft.cli.sim.sim_plan import plan_command
@@ -41,7 +40,7 @@ class _Sim(options.Command, click.Group):
         super().format_options(ctx, formatter)
 
 
-@click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[plan|explore|replay] ...")
+@click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[plan|agents] ...")
 @click.option(
     "--cost-model",
     "cost_name",
@@ -112,7 +111,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
     The scheduler is the real scheduler. A cost model replaces the model and the machine, and limits the
     accuracy: compare rows with each other, and measure before promises.
 
-    The command plan simulates several groups; explore and replay simulate a whole cluster with faults.
+    The command plan simulates several groups. Faults: make simulate, in a checkout of the repository.
     """
     context = click.get_current_context()
     if context.invoked_subcommand is not None:
@@ -302,7 +301,23 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     )
 
 
+def _moved(name: str) -> click.Command:
+    """Return a hidden command that names the new place of a former command."""
+
+    @click.command(
+        name, hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True}
+    )
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def command(arguments: tuple[str, ...]) -> None:
+        raise click.UsageError(
+            f"weft sim {name} is no command any more: run make simulate, or python -m testing.cluster, "
+            "in a checkout of the repository"
+        )
+
+    return command
+
+
 sim.add_command(agents_command)
 sim.add_command(plan_command)
-sim.add_command(explore_command)
-sim.add_command(replay_command)
+sim.add_command(_moved("explore"))
+sim.add_command(_moved("replay"))
