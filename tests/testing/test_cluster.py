@@ -493,4 +493,4 @@ def test_replay_shows_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(capsys, "--requests", "3")
     assert (status, out) == (2, "")
-    assert "No such option: --requests" in err
+    assert "--requests" in err.splitlines()[-1]
