@@ -38,7 +38,7 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         require(stream.pinned is not None or not able, f"{why}, and {names} had not refused it")
     elif _is_late(message):
         check_wait(front, message, why, images=stream.images)
-    elif "takes the request no more" in message:
+    elif "evicted the request too often" in message:
         require(stream.times_given_back > MOST_REFUSALS, why)
     elif "shutting down" in message:
         require(front.closing or cluster.supervisor.drains > 0, why)

@@ -435,7 +435,7 @@ def test_a_template_that_does_not_compile_is_told_of_at_the_start(
     warnings = [line for line in server.log.read_text().splitlines() if " W front " in line]
     assert len(warnings) == 1
     assert "the chat template does not compile: syntax error in line" in warnings[0]
-    assert "chat completions are refused until --chat-template names another one" in warnings[0]
+    assert "chat requests are rejected: start with --chat-template" in warnings[0]
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     refused = httpx.post(f"{base}/v1/chat/completions", json=body)
     assert refused.status_code == 400

@@ -82,7 +82,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     # One that is started anew has what the others have, whatever it has room for.
     ranks.rooms[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
-    with pytest.raises(GroupLost, match="started anew") as lost:
+    with pytest.raises(GroupLost, match="restarted") as lost:
         ranks.head.check()
     ranks.head.recover(lost.value)
     assert ranks.head.recovered(TIMEOUT)
@@ -91,7 +91,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
 
 def test_ranks_with_other_caches_are_an_error() -> None:
     ranks = Ranks(kv_config(copies=4, window=9), rooms={2: (5,)})
-    with pytest.raises(EngineDead, match="rank 2 has 1 kinds of caches"):
+    with pytest.raises(EngineDead, match="rank 2 has 1 KV cache groups"):
         ranks.up()
 
 
@@ -184,7 +184,7 @@ def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
     ranks.kill(2)
     ranks.incarnations[2] += 1
     ranks.start(2, settings={**SETTINGS, "scheduler.max_num_seqs": "16"})
-    with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*head has 8.*rank 2 has 16"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*engine has 8.*rank 2 has 16"):
         ranks.up()
     for more, match in (({}, "dtype"), ({**SETTINGS, "new": "1"}, "new.*no such setting.*rank 3 has 1")):
         ranks = Ranks(kv_config())
@@ -228,7 +228,7 @@ def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     answers = [f.decode_to_rank(data) for data in iter(lambda: stranger.receive(0), None)]
     assert [type(answer) for answer in answers] == [f.Refused] * 5
     messages = [answer.error.message for answer in answers]  # type: ignore[union-attr]
-    assert "rank 9 is not of this group" in messages[2]
+    assert "rank 9 does not belong to this group" in messages[2]
     assert f"version {f.VERSION + 1}" in messages[3]
     assert "float16" in messages[4]
 
@@ -304,7 +304,7 @@ def test_a_rank_that_falls_silent_in_a_step_is_named_within_the_timeout(depth: i
     for _ in range(3):
         rig.step()
     rig.ranks.net.drive(rig.ranks.peer(3), lambda: False)  # stopped: connected, and does nothing
-    with pytest.raises(GroupLost, match="did not end step") as lost:
+    with pytest.raises(GroupLost, match="did not finish step") as lost:
         rig.drain()
     assert lost.value.rank == 3
     assert rig.ranks.clock.now() <= TIMEOUT
@@ -358,7 +358,7 @@ def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
     rig.ranks.runners[1] = TableRunner(rig.kv, rig.ranks.commits)
     rig.ranks.incarnations[1] += 1
     rig.ranks.start(1)
-    with pytest.raises(GroupLost, match=r"rank 1 .* started anew"):
+    with pytest.raises(GroupLost, match=r"rank 1 .* restarted"):
         rig.drain()
     rig.recover()
     finish(rig)
@@ -389,7 +389,7 @@ def test_a_worker_that_is_back_is_not_replaced() -> None:
     rig.ranks.kill(1)  # the connection alone
     rig.ranks.incarnations[1] += 1
     rig.ranks.start(1, worker=rig.ranks.workers[1])
-    with pytest.raises(GroupLost, match="rank 1 had lost its head") as lost:
+    with pytest.raises(GroupLost, match="rank 1 had lost its engine process") as lost:
         rig.drain()
     assert lost.value.rank is None
     rig.recover()
@@ -412,7 +412,7 @@ def test_a_worker_that_its_head_gives_up_ends() -> None:
     rig = make_rig()
     rig.ranks.head._feed(t.Gone(2, "it is not connected"))
     rig.ranks.head.recover(GroupLost(None, "it is known why"))
-    with pytest.raises(GivenUp, match="given this rank up"):
+    with pytest.raises(GivenUp, match="replaced this process of the rank"):
         rig.ranks.head.recovered(TIMEOUT)
 
 
@@ -463,7 +463,7 @@ def test_a_frame_that_comes_twice_is_a_gap() -> None:
     rig = make_rig()
     rig.ranks.net.plant(LinkFault(rig.ranks.peer(1), to_rank=True, at=4, deed=repeat))
     load(rig)
-    with pytest.raises(GroupLost, match=r"step \d came where step \d was due") as lost:
+    with pytest.raises(GroupLost, match=r"received step \d instead of step \d") as lost:
         rig.drain()
     assert lost.value.rank == 1
 
@@ -528,7 +528,7 @@ def test_masks_of_a_step_that_awaits_none_end_the_epoch() -> None:
     rig = make_rig()
     rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0, masks=TokenMasks())))
     load(rig)
-    with pytest.raises(GroupLost, match="masks of step 0 came, which awaits none"):
+    with pytest.raises(GroupLost, match="received masks of step 0, which needs none"):
         rig.drain()
     rig.recover()
     finish(rig)
@@ -561,7 +561,7 @@ def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
         return []
 
     rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(2), to_rank=True, deed=lose_masks))
-    with pytest.raises(GroupLost, match=r"rank 2 .* came where the masks of step \d+ were due") as caught:
+    with pytest.raises(GroupLost, match=r"rank 2 .* instead of the masks of step \d+") as caught:
         rig.drain()
     assert lost
     rig.recover(caught.value)

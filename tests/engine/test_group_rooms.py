@@ -250,7 +250,7 @@ def test_a_rank_whose_transfers_of_embeddings_have_failed_is_given_up(rig: Group
     embeddings = equip_embeddings(rig.ranks)
     rig.ranks.up()
     embeddings[1].failure = OSError("planted")
-    with pytest.raises(GivenUp, match="moves caches"):
+    with pytest.raises(GivenUp, match="KV transfer thread"):
         rig.ranks.workers[1].turn()
 
 
@@ -322,5 +322,5 @@ def test_a_head_whose_transfers_have_failed_ends(rig: GroupRig) -> None:
     rooms = GroupRooms(transfer, transfer.reports, lambda: [endpoint(0)], {}, lambda rank, data: None)
     assert rooms.take() == []
     transfer.failure = OSError("planted")
-    with pytest.raises(EngineDead, match="moves caches"):
+    with pytest.raises(EngineDead, match="KV transfer thread"):
         rooms.take()

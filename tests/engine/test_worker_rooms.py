@@ -158,7 +158,7 @@ def test_a_rank_without_transfers_refuses_rooms(start: Callable[..., tuple[Head,
     head.send(f.StopRoom(key=KEY))
     told = head.take()
     assert isinstance(told, f.Failed)
-    assert "takes part in none" in told.error.message
+    assert "without KV transfers" in told.error.message
 
 
 def test_with_another_head_all_rooms_stop_and_nothing_is_told_of_them(

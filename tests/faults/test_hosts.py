@@ -23,7 +23,7 @@ from weft.config import hosts as over
 from weft.config.group_settings import compare, shared_settings
 from weft.config.sections.all import ParallelSection
 
-KILL, STOP, CABLE = "it is killed", "it is stopped", "the cable is cut"
+KILL, STOP, CABLE = "it is killed", "is stopped", "the cable is cut"
 ZERO = "head 0 is killed"
 CUT_S = 1.5 * SETTINGS["rank_timeout"]
 """How long the cable stays cut: ranks notice it meanwhile."""

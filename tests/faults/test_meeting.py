@@ -37,12 +37,12 @@ def test_a_wrong_secret_a_wrong_port_and_a_late_host(cluster: Cluster, alone: Al
     until_told(
         (
             logs["zero"],
-            f"a connection of {cluster.hosts.addresses[1]} was refused: it does not know the --group-secret",
+            f"rejected a connection from {cluster.hosts.addresses[1]}: wrong --group-secret",
         ),
         (logs["stranger"], STRANGER),
         (logs["lost"], NOTHING),
     )
-    until_told((logs["zero"], "host 1 has not come yet"), seconds=remote.REMIND_S + 30)
+    until_told((logs["zero"], "waiting for host 1"), seconds=remote.REMIND_S + 30)
     for process in (stranger, lost):
         process.terminate()
         assert process.wait(deadline(30)) == 0

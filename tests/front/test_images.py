@@ -287,7 +287,11 @@ def test_redirects_to_private_addresses_are_refused(server: Running, files: File
 def test_slow_and_endless_files_end_in_time(server: Running, files: Files) -> None:
     files.answers["/large"] = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)
     files.answers["/text"] = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 5\r\n\r\nhello"
-    for path, words in (("/hang", "longer than 5 seconds"), ("/large", "bytes"), ("/text", "no format")):
+    for path, words in (
+        ("/hang", "longer than 5 seconds"),
+        ("/large", "bytes"),
+        ("/text", "unsupported format"),
+    ):
         url = f"http://127.0.0.1:{files.port}{path}"
         began = time.monotonic()
         error = refused(ask(server, text("a"), {"type": "image_url", "image_url": {"url": url}}))
@@ -317,10 +321,10 @@ def _hostile() -> dict[str, tuple[bytes, str]]:
         "a huge PNG": (bomb, "50000 x 50000"),
         "a truncated JPEG": (jpeg[: len(jpeg) // 2], "damaged or cut off"),
         "an animation": (animation.getvalue(), "several frames"),
-        "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n", "no format"),
-        "TIFF": (tiff.getvalue(), "no format"),
-        "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no format"),
-        "a pickle": (b"\x80\x04\x95\x10\x00", "no format"),
+        "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n", "unsupported format"),
+        "TIFF": (tiff.getvalue(), "unsupported format"),
+        "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "unsupported format"),
+        "a pickle": (b"\x80\x04\x95\x10\x00", "unsupported format"),
         "a long strip": (image_file((2000, 4)), "too long"),
     }
 

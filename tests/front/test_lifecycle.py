@@ -108,6 +108,7 @@ def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, dea
         lines = other.iter_lines()
         next(lines)
         whole = pool.submit(server.chat, seed=script.HANG)
+        server.wait(lambda: server.metric("front_sequences") == 2)  # a request that comes later gets 503
         dying = pool.submit(lambda: server.chat(seed=getattr(script, death)))
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
         codes = {future.result(deadline(5)).json()["error"]["code"] for future in (whole, dying)}
@@ -144,7 +145,7 @@ def test_a_port_that_is_taken_is_said_plainly() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as raised:
             bind("127.0.0.1", port)
-    told = f"can't listen on port {port} (address already in use); change --host or --port"
+    told = f"cannot listen on port {port} (address already in use); change --host or --port"
     assert raised.value.message == told
 
 

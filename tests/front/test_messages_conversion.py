@@ -397,4 +397,4 @@ def test_nothing_is_nested_so_deeply_that_it_is_no_mistake_of_the_client(tmp_pat
     examples = {refusal(levels, {**TOOL, "input_examples": [5]}) for levels in range(900, 1010)}
     assert ("the body is nested too deeply", None) in examples
     schema = {**TOOL, "input_schema": {"type": "object", "x": 5}}
-    assert refusal(700, schema) == ("tools holds what is nested too deeply", "tools")
+    assert refusal(700, schema) == ("tools is nested too deeply", "tools")

@@ -103,7 +103,7 @@ def test_a_conversation_with_a_tool_call_and_what_the_charts_say(server: Any, br
     browser.wait("document.getElementById('heads').rows.length === 1")
     browser.wait("document.querySelector('#tokens polyline').getAttribute('points').length > 0")
     label = browser.evaluate("document.getElementById('ttft').getAttribute('aria-label')")
-    assert "Time to first token, median and 99%" in label
+    assert "Time to first token, median and p99" in label
     browser.wait("document.getElementById('ttft-now').textContent.includes('ms')")
     assert browser.complaints() == []
     assert {url.split("/")[2] for url in browser.asked() if url.startswith("http")} == {
@@ -174,7 +174,7 @@ def test_a_server_with_a_key_asks_for_it(start_weft: Any, tmp_path: Path, browse
     assert httpx.get(server.url + "/v1/models").status_code == 401
     browser.open(server.url + "/")
     browser.wait("!document.getElementById('key-form').hidden")
-    assert browser.evaluate("document.getElementById('state').textContent") == "an API key is needed"
+    assert browser.evaluate("document.getElementById('state').textContent") == "the server needs an API key"
     browser.evaluate("document.getElementById('key').focus()")
     browser.write("sesame")
     browser.press("Enter", 13, "\r")
@@ -225,7 +225,7 @@ def test_an_image_is_refused_with_a_message_where_it_does_not(server: Any, brows
     for give in (DROPPED, PASTED):
         browser.evaluate("complain('')")
         browser.evaluate(give)
-        browser.wait("document.getElementById('problem').textContent.includes('takes no images')")
+        browser.wait("document.getElementById('problem').textContent.includes('does not accept images')")
     assert browser.evaluate("images.length") == 0
 
 

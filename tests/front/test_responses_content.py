@@ -224,7 +224,7 @@ def test_nobody_finds_what_another_key_made() -> None:
     assert [one.id for one in store.chain("b", 1)] == ["a", "b"]
     assert [one.id for one in store.owners(["msg_a"], 1)] == ["a"]
     for look in (store.get, store.chain, store.remove):
-        with pytest.raises(NotFound, match="is not stored here"):
+        with pytest.raises(NotFound, match="is not stored"):
             look("a", 2)
     assert store.owners(["msg_a"], 2) == []
     store.add(stored("c", previous="a", key=2))

@@ -147,8 +147,8 @@ def test_frames_that_are_refused(server: Running, got: Any) -> None:
     cases = [
         ([FRAMES[0], broken], 1, "damaged or cut off"),
         ([FRAMES[0], FRAMES[1], FRAMES[2], broken], 3, "damaged or cut off"),
-        ([FRAMES[0], FRAMES[1], other], 2, "of one size"),
-        ([FRAMES[0], b"%PDF"], 1, "no format"),
+        ([FRAMES[0], FRAMES[1], other], 2, "the same size"),
+        ([FRAMES[0], b"%PDF"], 1, "unsupported format"),
         ([FRAMES[0], b""], 1, "no bytes"),
         ([image_file((1200, 1200), "JPEG")] * 2, 0, "pixels"),
         ([FRAMES[0], bytes(2 << 20)], 1, "bytes"),

@@ -109,7 +109,7 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
         mixed = {"type": "video", "video": [data_url(frames[0]), *opened[1:]]}
         (same,) = llm.chat(asked(mixed, image_part(A)), GREEDY, use_tqdm=False)
         (other,) = llm.chat(asked(video_part(frames[::-1]), image_part(A)), GREEDY, use_tqdm=False)
-        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*one size"):
+        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*the same size"):
             llm.chat(asked({"type": "video", "video": [opened[0], Image.new("RGB", (9, 9))]}), GREEDY)
         with pytest.raises(InvalidRequest, match=r"video\[1\]: .*image of Pillow's"):
             llm.chat(asked({"type": "video", "video": [opened[0], object()]}), GREEDY)

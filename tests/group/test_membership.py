@@ -244,7 +244,7 @@ def test_tries_end() -> None:
         rig.feed(t.Spawned(1, False), t.Read())
         rig.feed(t.Read(), after=HELLO_S)
     assert rig.group.phase == "ended"
-    assert "did not come within" in str(rig.group.failed)
+    assert "did not connect within" in str(rig.group.failed)
 
 
 def test_a_group_that_is_lost_again_and_again_ends() -> None:
@@ -392,7 +392,7 @@ def test_a_head_that_stood_still_gives_ranks_their_time() -> None:
     for _ in range(8):
         rig.feed(t.Read(), after=1.0)
     assert rig.group.phase == "lost"
-    assert "end step 0" in str(rig.group.lost)
+    assert "finish step 0" in str(rig.group.lost)
 
 
 def test_what_is_told_of_an_epoch_that_is_over_costs_no_try() -> None:

@@ -153,7 +153,7 @@ def test_changed_files_give_pixels_or_a_named_error(format: str) -> None:
 def test_a_size_that_the_header_does_not_have() -> None:
     data = file_of(picture((60, 50)), "PNG")
     other = read_header(file_of(picture((50, 60)), "PNG"))
-    with pytest.raises(BadMedia, match="two sizes"):
+    with pytest.raises(BadMedia, match="two different sizes"):
         pixels_of(data, other, target(32, 32))
 
 

@@ -60,14 +60,14 @@ def test_a_huge_image_is_refused_by_its_header() -> None:
 
 def test_what_is_refused() -> None:
     pictures = Pictures(FACTS, SECTION)
-    assert "no format" in refused(pictures, data_url(b"%!PS-Adobe-3.0 EPSF-3.0")).message
+    assert "unsupported format" in refused(pictures, data_url(b"%!PS-Adobe-3.0 EPSF-3.0")).message
     assert "several frames" in refused(pictures, data_url(_animation())).message
-    assert "files of the server" in refused(pictures, "file:///etc/passwd").message
-    assert "files of the server" in refused(pictures, "/etc/passwd").message
+    assert "its own files" in refused(pictures, "file:///etc/passwd").message
+    assert "its own files" in refused(pictures, "/etc/passwd").message
     assert "more than 1048576 bytes" in refused(pictures, data_url(bytes(1 << 21))).message
     assert "too long" in refused(pictures, data_url(image_file((1000, 2)))).message
     assert "does not fetch from" in refused(pictures, "https://evil.test/a.png").message
-    assert "fetches none" in refused(Pictures(FACTS, MediaSection()), "https://example.org/a.png").message
+    assert "fetches no URLs" in refused(Pictures(FACTS, MediaSection()), "https://example.org/a.png").message
 
 
 def _animation() -> bytes:

@@ -174,7 +174,7 @@ def test_only_domains_that_are_named() -> None:
     assert allows("*", "https://8.8.8.8/")
     assert not allows("*", "https://8.8.8.8:22/")
     assert allows("[2606:4700::1111]", "http://[2606:4700::1111]/")
-    with pytest.raises(BadMedia, match="fetches none"):
+    with pytest.raises(BadMedia, match="fetches no URLs"):
         web_address("https://example.org/", ())
 
 

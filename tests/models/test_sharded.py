@@ -337,4 +337,4 @@ def test_which_steps_that_meet_are_captured(checkpoints: Any) -> None:
         model.device = torch.device("cuda")
         return obstacle(model, choose("cpu", model.spec, torch.float32, CPU, 16))
 
-    assert on_ranks(shared, why_on_a_gpu) == ["replicas agree on how rows travel in each step"] * 2
+    assert on_ranks(shared, why_on_a_gpu) == ["replicas agree on the expert dispatch in each step"] * 2

@@ -107,7 +107,7 @@ def test_another_board_at_the_same_place_is_noticed(board: Board) -> None:
 
 
 def test_a_port_that_is_taken_is_named(board: Board) -> None:
-    with pytest.raises(ConfigError, match="--rdzv: can't listen"):
+    with pytest.raises(ConfigError, match="--rdzv: cannot listen"):
         Board(board.address, KEYS)
 
 
@@ -247,10 +247,10 @@ def test_both_ends_say_that_their_secrets_differ(caplog: pytest.LogCaptureFixtur
     finally:
         stranger.close()
         board.close()
-    told = [message for message in caplog.messages if "refused" in message]
+    told = [message for message in caplog.messages if "rejected" in message]
     assert len(told) == 1, told  # one line, though the client tried again and again
-    assert told[0].startswith("a connection of ")
-    assert told[0].endswith(" was refused: it does not know the --group-secret")
+    assert told[0].startswith("rejected a connection from ")
+    assert told[0].endswith(": wrong --group-secret")
 
 
 def test_a_client_says_that_nothing_listens() -> None:

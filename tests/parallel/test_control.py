@@ -157,7 +157,7 @@ def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
         with pytest.raises(ConfigError) as refused:
             ZmqHead(holder.address, keys, 0.4)
         assert refused.value.param == "--rdzv"
-        why = f"can't listen at {holder.address} (Address already in use) for 0.4 s: give another port"
+        why = f"cannot listen at {holder.address} (Address already in use) for 0.4 s: choose another port"
         assert refused.value.message == f"--rdzv: {why}"
     finally:
         holder.close()
@@ -167,7 +167,7 @@ def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
 
 def test_an_address_that_can_never_be_had_is_not_waited_for() -> None:
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"--rdzv: can't listen at tcp://192\.0\.2\.1:5799"):
+    with pytest.raises(ConfigError, match=r"--rdzv: cannot listen at tcp://192\.0\.2\.1:5799"):
         ZmqHead("tcp://192.0.2.1:5799", patience=SECONDS)
     assert time.monotonic() - began < SECONDS / 2
 

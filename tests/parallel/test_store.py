@@ -41,7 +41,7 @@ def test_a_process_that_stopped_with_the_store_locked_stops_no_other(tmp_path: P
         assert holder.stdout is not None
         holder.stdout.readline()
         thread.start()
-        with pytest.raises(CommLost, match="can't be joined"):
+        with pytest.raises(CommLost, match="cannot join"):
             join_store(f"file://{path}", 0.5)
         assert holder.poll() is None
         assert len(beats) > 5

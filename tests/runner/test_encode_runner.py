@@ -298,7 +298,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
         num_cached=0,
         token_ids=np.zeros(1, np.int32),
     )
-    with pytest.raises(EngineDead, match="AllocSlot, which is of no use"):
+    with pytest.raises(EngineDead, match="AllocSlot, which is not supported"):
         rig.run(slot)
 
 

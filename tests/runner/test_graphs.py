@@ -262,7 +262,7 @@ def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     dense.mesh = Mesh(layout=Layout(tensor=2))
     assert obstacle(dense, Backends([TritonAttention()])) is None, "collectives in shared memory are captured"
     dense.device = torch.device("cuda")
-    assert "not over NCCL" in str(obstacle(dense, Backends([TritonAttention()])))
+    assert "not use NCCL" in str(obstacle(dense, Backends([TritonAttention()])))
     dense.mesh = Mesh(layout=Layout(tensor=2), nccl=True)
     assert obstacle(dense, Backends([TritonAttention()])) is None
     routed = make_engine(make_checkpoint(tmp_path, "qwen3_moe"))[1]._model

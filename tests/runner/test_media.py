@@ -167,7 +167,7 @@ def test_what_contradicts_the_store_is_an_error() -> None:
     held = store()
     with pytest.raises(EngineDead, match="names block 11 of embeddings; there are 10"):
         held.apply([bind(0, 0, 1, 11)])
-    with pytest.raises(EngineDead, match="3 rows is said to be in 1 blocks"):
+    with pytest.raises(EngineDead, match="3 rows is assigned 1 blocks"):
         held.apply([bind(0, 0, 3, 1)])
     with pytest.raises(EngineDead, match="has 4 rows in 3 levels: 3 in 3 were expected"):
         held.apply([msgspec.structs.replace(encode(1, 2, 2, 1, 2), count=3)])

@@ -125,7 +125,7 @@ def test_entries_are_numbered_as_the_results_tokens_and_rows_that_left_have_none
 
 def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
     constraint = Constraint(Follower(), (), TokenParams(), WIDE)
-    with pytest.raises(EngineDead, match="drafts of which the head was not told"):
+    with pytest.raises(EngineDead, match="drafts that the engine does not know"):
         constraint.fill(np.zeros((2, WORDS), np.int32))
 
 

@@ -485,10 +485,12 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     world = world_of()
     key, peer = RoomKey(1, 0, 1), Peer("e", 1)
     refuse(world, "encodes no images for others", room=RoomTicket(key, True, peer, 10.0))
-    refuse(world, "seconds of an image's room", room=RoomTicket(key, False, peer, 0.0))
-    refuse(world, "no image is encoded here .--language-model-only", room=None, pixels=image(4).pixels)
-    refuse(world_of(cache_bytes=9), "too large: use a smaller one .or raise --mm-cache-bytes")
-    refuse(World(kv_config(media=limits(takes=False, tower=True))), "takes none .--take-embeddings")
+    refuse(world, "seconds of an image transfer", room=RoomTicket(key, False, peer, 0.0))
+    refuse(world, "this group encodes no images .--language-model-only", room=None, pixels=image(4).pixels)
+    refuse(world_of(cache_bytes=9), "too large: use a smaller image .or raise --mm-cache-bytes")
+    refuse(
+        World(kv_config(media=limits(takes=False, tower=True))), "accepts no embeddings .--take-embeddings"
+    )
     refuse(World(kv_config(media=limits(takes=False))), "takes no images")
     small = world_of(cache_bytes=15)
     with pytest.raises(InvalidRequest, match=r"the 2 images .* raise --mm-cache-bytes to 18"):
@@ -499,7 +501,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         without_pixels(ask(0, [3], 4, [5]).media)[0], room=RoomTicket(refuse_known, False, peer, 10.0)
     )
     again = msgspec.structs.replace(submit(99, [3] + [0] * 10 + [5]), media=(item,))
-    with pytest.raises(InvalidRequest, match="is known"):
+    with pytest.raises(InvalidRequest, match="exists already"):
         world.scheduler.add(again, 0.0)
 
 

@@ -281,12 +281,12 @@ def test_pixels_stay_until_the_end_and_not_longer() -> None:
 
 WRONG = [
     ({"key": b"short"}, "16 bytes"),
-    ({"count": 9}, "not that of its tokens"),
-    ({"grid": (1, 5, 0)}, "not that of its tokens"),
+    ({"count": 9}, "does not match its tokens"),
+    ({"grid": (1, 5, 0)}, "does not match its tokens"),
     ({"start": 9}, "outside of the prompt"),
     ({"start": -1}, "outside of the prompt"),
-    ({"pixels": b""}, "not those of its grid"),
-    ({"pixels": bytes(31)}, "not those of its grid"),
+    ({"pixels": b""}, "do not match its grid"),
+    ({"pixels": bytes(31)}, "do not match its grid"),
 ]
 
 

@@ -218,7 +218,7 @@ def test_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "no line"),
+        ("", "is empty"),
         ("[]", "line 1"),
         ('{"at": 1, "prompt_tokens": 3}', "output_tokens"),
         (

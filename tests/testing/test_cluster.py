@@ -420,7 +420,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
         (a_new_connection_is_taken_for_the_old_one, "not at an end|is at"),
         (no_hello_over_a_new_connection, "not at an end|nothing had happened to it"),
-        (a_head_keeps_what_a_lost_connection_asked, "another front uses"),
+        (a_head_keeps_what_a_lost_connection_asked, "another API server uses"),
         (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
         (a_head_that_drains_is_gone, "after .* seconds"),
         (a_role_is_given_up_at_once, "after .* seconds"),

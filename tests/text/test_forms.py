@@ -108,7 +108,7 @@ def test_a_template_that_cannot_show_calls_says_so(tmp_path: Path, caplog: pytes
     )
     with caplog.at_level(logging.WARNING):
         chat = model(tmp_path, refuses).chat
-    assert "shows no tool calls" in caplog.text
+    assert "does not render the tool calls" in caplog.text
     assert "no calls here" in caplog.text
     with pytest.raises(InvalidRequest, match="no calls here"):
         chat.encode([USER, {"role": "assistant", "content": None, "tool_calls": [call()]}, RESULT])

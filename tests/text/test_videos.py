@@ -147,7 +147,7 @@ def test_a_template_that_does_not_show_them(template: str) -> None:
 
 def test_a_model_without_videos() -> None:
     made, _ = _format(frames=None)
-    with pytest.raises(InvalidRequest, match="takes images, but no videos") as caught:
+    with pytest.raises(InvalidRequest, match="accepts images, but no videos") as caught:
         made.encode([{"role": "user", "content": [_video(2)]}])
     assert caught.value.param == "messages[0].content[0]"
 
@@ -177,16 +177,16 @@ def test_forms() -> None:
         ({"type": "video"}, "of the form"),
         ({"type": "video", "video": []}, "of the form"),
         ({"type": "video", "video": {"url": "x"}}, "of the form"),
-        ({"type": "video", "video": ["data:,", 7]}, r"video\[1\] must be the URL of a frame"),
+        ({"type": "video", "video": ["data:,", 7]}, r"video\[1\] must be the URL of an image"),
         ({"type": "video", "video": ["data:,", None]}, r"video\[1\]"),
         ({"type": "video", "video": ["data:,", {"url": "x"}]}, r"video\[1\]"),
-        (_video(1), "2 frames at least; send a single one as an image"),
-        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "send their frames"),
-        ({"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}, "send their frames"),
-        ({"type": "video_url", "video_url": "file:///etc/passwd"}, "send their frames"),
+        (_video(1), "at least 2 frames; send a single frame as an image"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "send the frames"),
+        ({"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}, "send the frames"),
+        ({"type": "video_url", "video_url": "file:///etc/passwd"}, "send the frames"),
         ({"type": "video_url", "video_url": {"url": 5}}, "of the form"),
         ({"type": "video_url", "video_url": {"url": "data:,", "x": 1}}, "of the form"),
-        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,QQ=="}}, "2 frames at least"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,QQ=="}}, "at least 2 frames"),
         (_video(2, uuid="mine"), "uuid is not supported"),
         (_video(2, fps=0), "fps must be"),
         (_video(2, fps=True), "fps must be"),
@@ -199,10 +199,10 @@ def test_forms() -> None:
         (_video(2, timestamps=[1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, -1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, 1e300]), "timestamps must be a list"),
-        (_video(2, timestamps=[2, 1]), "in order"),
-        (_video(2, timestamps=[1, 2], fps=2), "either fps or timestamps"),
-        (_video(17), r"has 9 images \(2 frames of a video count as one\), but at most 8"),
-        (_video(100_000), "at most 8"),
+        (_video(2, timestamps=[2, 1]), "in ascending order"),
+        (_video(2, timestamps=[1, 2], fps=2), "fps or timestamps, but not both"),
+        (_video(17), r"has 9 images \(2 frames of a video count as one\); the limit is 8"),
+        (_video(100_000), "the limit is 8"),
     ],
 )
 def test_parts_that_are_refused(part: dict[str, Any], problem: str) -> None:
@@ -259,7 +259,7 @@ def test_any_other_part_is_refused_by_name() -> None:
 
 def test_images_and_videos_are_counted_together() -> None:
     assert len(_read(_video(6), *[IMAGE] * 5)) == 6
-    with pytest.raises(InvalidRequest, match="at most 8") as caught:
+    with pytest.raises(InvalidRequest, match="the limit is 8") as caught:
         _read(_video(6), *[IMAGE] * 6)
     assert caught.value.param == "messages[0].content[6]"
     for role in ("assistant", "system"):

@@ -185,7 +185,7 @@ def test_what_is_not_traced_leaves_nothing(rig: Rig) -> None:
         told(spans, 5, finish="stop")
     spans.submitted(submit(), rig.now)
     spans.close()
-    assert [(span.name, span.error) for span in rig.spans()] == [("queue", "the head ended")]
+    assert [(span.name, span.error) for span in rig.spans()] == [("queue", "the engine ended")]
 
 
 def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:

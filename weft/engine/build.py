@@ -207,7 +207,7 @@ def graph_options(
         return None
     why = obstacle(model, backends)
     if why is not None:
-        log.info("decode steps are launched op by op, and not replayed: %s", why)
+        log.info("decode steps are not captured as graphs: %s", why)
         return None
     if config.device == "cpu":
         return GraphOptions(

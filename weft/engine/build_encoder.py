@@ -57,8 +57,8 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
     ranks = config.parallel.tensor_parallel_size
     if ranks > 1 and rank == head_rank(config):
         log.warning(
-            "each of %d ranks encodes every image: as many groups of one rank would divide them (leave "
-            "--tensor-parallel-size out, and set --data-parallel-size %d)",
+            "each of %d ranks encodes every image; to divide the images between the ranks, replace "
+            "--tensor-parallel-size by --data-parallel-size %d",
             ranks,
             ranks,
         )

@@ -150,7 +150,7 @@ class EngineCore:
             return None
         places = zip(stats.drafts_accepted, stats.drafts, strict=True)
         shares = ", ".join(f"{right / all_:.0%}" for right, all_ in places if all_)
-        return f"drafts: {accepted} of {verified} accepted; by place {shares}"
+        return f"drafts: {accepted} of {verified} accepted; by position {shares}"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
         """Queue a sequence. Return its events: empty, unless the emitted ids already end the sequence or the
@@ -276,13 +276,18 @@ class EngineCore:
         """
         if self._lost_at is not None:
             if self.runner.recovered(RECOVERY_POLL):
-                log.info("the group is whole again after %.1f s", self._clock.now() - self._lost_at)
+                took = self._clock.now() - self._lost_at
                 self._lost_at = None
                 # `requeued` counts the sequences given up, too; the log line shows the two numbers apart.
                 before = self.scheduler.stats().requeued
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
-                log.info("%d sequences are computed again, %d are given up", again, len(given_up))
+                log.info(
+                    "the group recovered after %.1f s: %d sequences are recomputed, %d are given up",
+                    took,
+                    again,
+                    len(given_up),
+                )
                 for rooms in self._all_rooms:
                     rooms.regain()
                 return self._told(given_up + self._asked())

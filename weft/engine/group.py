@@ -300,7 +300,7 @@ class GroupExecutor:
             if dismiss and self.membership.phase == "running":
                 self.settle()
         except EngineDead as error:
-            log.warning("while closing: %s", error.message)
+            log.warning("error while closing: %s", error.message)
         self._end(dismiss)
 
     def _end(self, dismiss: bool) -> None:
@@ -310,7 +310,7 @@ class GroupExecutor:
         while self._carried is not None and not wait([self._carried], 0.1).done:
             self._abort()  # repeatedly: a connection attempt may begin after an abort
             if self._clock.now() > until:
-                log.warning("an epoch that was being formed has not ended")
+                log.warning("forming an epoch did not end in time")
                 break
         self._flush()
         self._carrier.shutdown(wait=False, cancel_futures=True)
@@ -325,7 +325,7 @@ class GroupExecutor:
         if (lost := members.failed or members.lost) is not None:
             raise lost
         if members.phase != "running":
-            raise EngineDead("a step was planned, and the group is not formed")
+            raise EngineDead("a step was planned before the group was formed")
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():

@@ -64,7 +64,9 @@ def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[
         try:
             worker.run()
             while not worker.stopped:
-                log.warning("rank %d has lost its head, and keeps its weights for the next one", rank)
+                log.warning(
+                    "rank %d lost its engine process, and keeps its weights for the next engine process", rank
+                )
                 liveness.close()
                 link.channel.close(deliver=False)
                 link = rejoin(worker.epoch)
@@ -127,8 +129,8 @@ def ask(
         if isinstance(frame, f.Shutdown):
             return None
         if isinstance(frame, f.Refused):
-            raise EngineDead(f"this rank was refused: {frame.error.message}")
-    raise EngineDead(f"the head told no sizes of caches within {timeout:g} s")
+            raise EngineDead(f"this rank was rejected: {frame.error.message}")
+    raise EngineDead(f"the engine sent no KV cache sizes within {timeout:g} s")
 
 
 class _Liveness:
@@ -194,5 +196,5 @@ class _Liveness:
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()
         elif time.monotonic() - self._stuck_since > PATIENCE * self._timeout:
-            log.error("rank %d does not come out of an epoch that is over: its process ends", self._rank)
+            log.error("rank %d hangs in an epoch that has ended: its process exits", self._rank)
             os._exit(STUCK)

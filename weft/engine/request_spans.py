@@ -171,7 +171,7 @@ class RequestSpans:
         """Write all open spans as failed and close the writer, at the end of the engine process."""
         now = self._now()
         for span in [*(traced.span for traced in self._live.values()), *self._rooms.values()]:
-            self._writer.write(span, now, "the head ended")
+            self._writer.write(span, now, "the engine ended")
         self._live.clear()
         self._rooms.clear()
         self._writer.close()

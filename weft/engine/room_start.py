@@ -62,7 +62,7 @@ def _made(
     folder the socket lies in a private folder, removed with the channel.
     """
     if ranks is None:
-        raise EngineDead(f"the ranks of a group of role {config.transfer.role} take no part in transfers")
+        raise EngineDead(f"the ranks of a group of role {config.transfer.role} have no KV transfers")
     if config.parallel.nnodes > 1:
         return HeadRooms(sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock)
     folder = Path(config.domain) if config.domain else private_folder()

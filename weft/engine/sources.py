@@ -68,7 +68,7 @@ class EmbeddingSource:
 
 def _part(scheduler: MediaScheduler) -> RoomScheduler:
     if scheduler.embeddings is None:
-        raise EngineDead("the scheduler of a group that moves embeddings takes no part in that")
+        raise EngineDead("the group transfers embeddings, but its scheduler does not")
     return scheduler.embeddings
 
 

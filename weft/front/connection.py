@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
         if not self._in_head:
             return  # a trailer, which is ignored
         if len(self.headers) >= MAX_HEADERS:
-            self._fault = HeaderTooLarge(f"there are more than {MAX_HEADERS} headers")
+            self._fault = HeaderTooLarge(f"the request has more than {MAX_HEADERS} headers")
             raise self._fault
         if name.lower() == b"content-length":
             self._length = int(value[:20])  # the parser accepts only digits
@@ -251,7 +251,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < before:
             self._watch_reading()
         else:
-            log.warning("a client did not read its answer for %g seconds: it is cut off", UNREAD_SECONDS)
+            log.warning("a client did not read its answer for %g seconds: connection closed", UNREAD_SECONDS)
             self.transport.abort()
 
     # -- refusals -----------------------------------------------------------------------------------
@@ -280,7 +280,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self.transport.abort()  # a graceful close would wait until the client reads everything
         elif self._in_body or self._head_bytes:
-            self._refuse(RequestTimeout("the request did not arrive before other ones needed the connection"))
+            self._refuse(
+                RequestTimeout("the request arrived too slowly, and another client needed the connection")
+            )
         else:
             self.transport.close()
 

@@ -130,7 +130,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
         system = os.strerror(number) if number > 0 else error.strerror
         reason = (system or "unknown reason").lower()
         raise ConfigError(
-            f"can't listen on port {port} ({reason}); change --host or --port", param="port"
+            f"cannot listen on port {port} ({reason}); change --host or --port", param="port"
         ) from None
 
 
@@ -257,7 +257,7 @@ class FrontServer:
         except ConfigError:
             raise
         except WeftError as error:
-            log.error("the server can't start: %s", error.message)
+            log.error("the server cannot start: %s", error.message)
             return 1
         gc.freeze()  # objects with the lifetime of the server are not scanned again
         front.lifecycle.move(Phase.READY)
@@ -265,11 +265,11 @@ class FrontServer:
         self._announce()
         await self._unless_stopped(front.links.died.wait(), serving)
         if front.links.failure is not None:
-            log.error("the engine is dead: %s", front.links.failure.message)
+            log.error("the engine has failed, and the server stops: %s", front.links.failure.message)
             front.lifecycle.move(Phase.DEAD)
             return 1
         if not self._stop.is_set():
-            log.error("the HTTP server ended by itself")
+            log.error("the HTTP server stopped unexpectedly")
             return 1
         return await self._drain()
 
@@ -303,7 +303,7 @@ class FrontServer:
         if front.links.failure is not None:
             return 1
         if front.lifecycle.active:
-            log.warning("%s did not finish in time", _requests(front.lifecycle.active))
+            log.warning("%s did not finish within --drain-timeout", _requests(front.lifecycle.active))
             front.links.fail_all(Unavailable("the server shut down before the request was finished"))
         return FORCED if self._stop_now.is_set() else 0
 

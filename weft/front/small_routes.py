@@ -35,7 +35,9 @@ class AbortRequest(Body, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if not _ID.fullmatch(self.rid):
-            raise InvalidRequest("rid must be the id of an answer", param="rid")
+            raise InvalidRequest(
+                "rid must be the id of an answer, as shown in the answer's field id", param="rid"
+            )
 
 
 class ProfileRequest(Body, frozen=True, kw_only=True):
@@ -46,9 +48,7 @@ class ProfileRequest(Body, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if not 0 <= self.seconds <= MOST_PROFILE_S:
-            raise InvalidRequest(
-                f"seconds must be at least 0 and at most {MOST_PROFILE_S:g}", param="seconds"
-            )
+            raise InvalidRequest(f"seconds must be between 0 and {MOST_PROFILE_S:g}", param="seconds")
 
 
 class ReviveRequest(Body, frozen=True, kw_only=True):
@@ -90,14 +90,14 @@ def add_admin(app: FastAPI, front: Front) -> None:
         with front.bodies.upload() as upload:
             body = b"".join(await read_json(request, upload))
         if not await front.abort(parse(body, AbortRequest).rid):
-            raise NotFound("no request with this id is being answered", param="rid")
+            raise NotFound("no running request has this rid", param="rid")
         return Response(to_json(Done(status="aborted")), media_type=JSON)
 
     @app.post("/admin/drain", openapi_extra=openapi.returns(Done))
     async def drain(request: Request) -> Response:
         """Drain and end the server, as SIGTERM does: new requests are refused, and running requests may
         finish."""
-        log.info("a drain was asked for")
+        log.info("drain requested over /admin/drain")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)
 
@@ -110,7 +110,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ReviveRequest)
         names = ", ".join(front.links.revive(asked.group))
-        log.info("a revival was asked for: of %s", names)
+        log.info("revival of %s requested over /admin/revive", names)
         return Response(to_json(Done(status=f"starting {names}")), media_type=JSON)
 
     @app.post("/admin/profile", openapi_extra=openapi.answers_of(ProfileRequest, Done))
@@ -119,9 +119,9 @@ def add_admin(app: FastAPI, front: Front) -> None:
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ProfileRequest)
         if front.config.runner.profile_dir is None:
-            raise InvalidRequest("profiles need a folder: start the server with --profile-dir DIR")
+            raise InvalidRequest("profiles need a directory: start the server with --profile-dir DIR")
         told = front.links.profile(asked.seconds)
-        return Response(to_json(Done(status=f"asked {told} heads")), media_type=JSON)
+        return Response(to_json(Done(status=f"requested from {told} engines")), media_type=JSON)
 
 
 async def _made(front: Front, request: Request, kind: str) -> Response:

@@ -46,14 +46,14 @@ def json_schema(schema: Any, *, compact: bool = False, param: str = "response_fo
     try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError):
-        _refuse("the JSON schema holds numbers that are not finite, or is nested too deeply", param)
+        _refuse("the JSON schema has numbers that are not finite, or is nested too deeply", param)
     return JsonSchema(schema=text, compact=compact)
 
 
 def regex(pattern: str, *, param: str = "guided_regex") -> Grammar:
     """Return the grammar of texts that match the whole of ``pattern``."""
     if not isinstance(pattern, str) or not pattern:
-        _refuse(f"{param} must be a pattern of at least one character", param)
+        _refuse(f"{param} must be a non-empty regular expression", param)
     return Regex(pattern)
 
 
@@ -67,9 +67,9 @@ def context_free(source: str, *, param: str = "guided_grammar") -> Grammar:
 def choice(texts: Items[str], *, param: str = "guided_choice") -> Grammar:
     """Return the grammar of exactly one of ``texts``."""
     if not isinstance(texts, list | tuple) or not texts:
-        _refuse(f"{param} must be a list of at least one text", param)
+        _refuse(f"{param} must be a non-empty list of strings", param)
     if not all(isinstance(text, str) and text for text in texts):
-        _refuse(f"{param} must hold texts of at least one character", param)
+        _refuse(f"{param} must have non-empty strings only", param)
     unique = tuple(dict.fromkeys(texts))
     return Text(unique[0]) if len(unique) == 1 else OneOf(tuple(Text(text) for text in unique))
 

@@ -87,7 +87,7 @@ class _Reader:
         if not isinstance(kind, str) or kind not in self._forms:
             known = ", ".join(sorted(self._forms))
             self.refuse(
-                f"{at}: a format of type {json.dumps(kind)[:60]} is not supported; there are: {known}"
+                f"{at}: a format of type {json.dumps(kind)[:60]} is not supported; supported types: {known}"
             )
         for key, given in value.items():
             # Clients send every default: accept unknown fields without an effect.
@@ -208,13 +208,13 @@ class _Reader:
         try:
             text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         except (ValueError, RecursionError):
-            self.refuse(f"{at}: the JSON schema is nested too deeply, or holds numbers that are not finite")
+            self.refuse(f"{at}: the JSON schema is nested too deeply, or has numbers that are not finite")
         return g.JsonSchema(schema=text)
 
     def _text(self, value: dict[str, Any], key: str, at: str) -> str:
         found = value.get(key)
         if not isinstance(found, str):
-            self.refuse(f"{at}.{key} must be a text")
+            self.refuse(f"{at}.{key} must be a string")
         return found
 
     def _list(self, value: dict[str, Any], key: str, at: str) -> list[Any]:
@@ -226,7 +226,7 @@ class _Reader:
     def _texts(self, value: dict[str, Any], key: str, at: str, empty: bool = False) -> tuple[str, ...]:
         found = self._list(value, key, at)
         if not all(isinstance(one, str) and (one or empty) for one in found):
-            self.refuse(f"{at}.{key} must hold texts of at least one character".lstrip("."))
+            self.refuse(f"{at}.{key} must have non-empty strings only".lstrip("."))
         return tuple(dict.fromkeys(found))
 
     def refuse(self, message: str) -> Never:

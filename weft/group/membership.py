@@ -184,7 +184,7 @@ class Membership:
             case t.Read():
                 silent = None if self.phase == "lost" else self._liveness.silent(self._now)
                 if silent is not None:
-                    self._lose(GroupLost(silent, "it fell silent"))
+                    self._lose(GroupLost(silent, "no heartbeat in time"))
             case t.Gone(rank, how):
                 self._gone(rank, how)
             case t.Garbled(peer, error):
@@ -268,9 +268,9 @@ class Membership:
         self.members[rank].stopped = self.phase != "gathering"
         if self.phase in ("meeting", "forming", "running"):
             if hello.epoch < 0:
-                self._lose(GroupLost(rank, "it was started anew"))
+                self._lose(GroupLost(rank, "its process was restarted"))
             else:
-                self._lose(GroupLost(None, f"rank {rank} had lost its head, and is back"))
+                self._lose(GroupLost(None, f"rank {rank} had lost its engine process, and has reconnected"))
 
     def _loaded(self, rank: int, blocks: tuple[int, ...]) -> None:
         try:
@@ -291,7 +291,7 @@ class Membership:
     def _compare(self, other: tuple[int, int] | None) -> None:
         if other is not None:
             rank, step = other
-            self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the head"))
+            self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the engine"))
 
     def _judge(self, message: str) -> None:
         """Wait a short time after a failed collective until a rank reports or shows the cause.
@@ -310,7 +310,7 @@ class Membership:
         assert self._meeting is not None
         self._meeting.looked = self._now
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
-            self._lose(GroupLost(None, "another replica was started anew"))
+            self._lose(GroupLost(None, "another replica was restarted"))
         elif self.phase == "meeting":
             answer = self._meeting.look(leases)
             if isinstance(answer, t.Lease):
@@ -447,18 +447,18 @@ class Membership:
                     continue
                 if member.peer is None:
                     patience = self._timeout if member.outlived else self._hello_s
-                    yield member.since + patience, partial(self._gone, rank, late("come", patience))
+                    yield member.since + patience, partial(self._gone, rank, late("connect", patience))
                 elif self._roster.is_late(rank):
                     yield member.since + self._load_s, self._late(rank, "load", self._load_s)
         elif self.phase == "meeting":
-            yield self._until, self._late(None, "meet all heads of the domain", self._load_s)
+            yield self._until, self._late(None, "meet all engines of the expert-parallel group", self._load_s)
         elif self.phase == "forming" and self._connecting is None and self._judging is None:
             for rank, member in self.members.items():
                 if not member.formed:
                     yield self._until, self._late(rank, "form", self._timeout)
         elif self.phase == "running" and (missing := self.steps.late()) is not None:
             due, rank, step = missing
-            yield due, self._late(rank, f"end step {step}", COLLECTIVE * self._timeout)
+            yield due, self._late(rank, f"finish step {step}", COLLECTIVE * self._timeout)
 
     def _late(self, rank: int | None, what: str, patience: float) -> Callable[[], None]:
         return partial(self._lose, GroupLost(rank, late(what, patience)))

@@ -87,13 +87,13 @@ class Roster:
         """
         rank, member = hello.rank, self.members.get(hello.rank)
         if member is None:
-            self.refuse(peer, ConfigError(f"rank {rank} is not of this group"))
+            self.refuse(peer, ConfigError(f"rank {rank} does not belong to this group"))
             return False
         if peer in self._given_up:
-            self.refuse(peer, EngineDead("the head of the group has given this rank up"))
+            self.refuse(peer, EngineDead("the engine has replaced this process of the rank"))
             return False
         try:
-            compare(self._settings, hello.settings, "the head", f"rank {rank}")
+            compare(self._settings, hello.settings, "the engine", f"rank {rank}")
         except ConfigError as error:
             self.refuse(peer, error)
             raise
@@ -116,14 +116,14 @@ class Roster:
         self._rooms[rank] = blocks
         if self.pools is not None:
             if any(has < all_have for has, all_have in zip(blocks, self.pools, strict=False)):
-                log.warning("rank %d has less room than the ranks' caches take", rank)
+                log.warning("rank %d has less memory than the KV cache of the group needs", rank)
             self.tell(rank, f.Pools(blocks=self.pools))
         # The rooms include the own rank, so more rooms than members means all ranks.
         elif len(self._rooms) > len(self.members):
             own = self._rooms[self._rank]
             self.pools = least(own, {other: self._rooms[other] for other in self.members})
             if self.pools != own:
-                log.info("the ranks' caches have %s blocks, which all have room for", list(self.pools))
+                log.info("KV cache blocks: %s, the minimum over all ranks", list(self.pools))
             self.tell_all(f.Pools(blocks=self.pools))
 
     def is_late(self, rank: int) -> bool:
@@ -138,12 +138,14 @@ class Roster:
     def replace(self, rank: int, why: str) -> None:
         """Give up the rank's process. If the rank is local, request a new process."""
         # The refusal must come first: ``forget`` drops the address of the process.
-        self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
+        self.tell(
+            rank, f.Refused(error=EngineDead("the engine has replaced this process of the rank").info())
+        )
         served_another = self.members[rank].outlived
         self.forget(rank)
         if self.members[rank].local:
             if served_another:  # no fault: the process may have ended together with an engine process
-                log.info("rank %d served the head before, and is replaced: %s", rank, why)
+                log.info("rank %d belonged to an earlier engine process, and is replaced: %s", rank, why)
             else:
                 log.warning("rank %d is started again: %s", rank, why)
             self.spawn(rank, anew=True)
@@ -170,5 +172,5 @@ class Roster:
 
     def refuse(self, peer: bytes, error: WeftError) -> None:
         """Log and queue a refusal to the process ``peer``."""
-        log.error("a rank is refused: %s", error.message)
+        log.error("a rank is rejected: %s", error.message)
         self.actions.append(t.Send(peer, f.Refused(error=error.info())))

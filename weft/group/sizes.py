@@ -23,7 +23,7 @@ def blocks_of(kv: KVConfig) -> tuple[int, ...]:
 def sized(kv: KVConfig, blocks: Sequence[int]) -> KVConfig:
     """Return ``kv`` with ``blocks`` as pool sizes. Raises EngineDead if the number of pools differs."""
     if len(blocks) != len(kv.pools):
-        raise EngineDead(f"the head speaks of {len(blocks)} kinds of caches, this rank has {len(kv.pools)}")
+        raise EngineDead(f"the engine has {len(blocks)} KV cache groups, this rank has {len(kv.pools)}")
     pools = (
         msgspec.structs.replace(pool, num_blocks=count) for pool, count in zip(kv.pools, blocks, strict=True)
     )
@@ -37,5 +37,5 @@ def least(own: Sequence[int], rooms: Mapping[int, Sequence[int]]) -> tuple[int, 
     """
     for rank, blocks in rooms.items():
         if len(blocks) != len(own):
-            raise EngineDead(f"rank {rank} has {len(blocks)} kinds of caches, the head {len(own)}")
+            raise EngineDead(f"rank {rank} has {len(blocks)} KV cache groups, the engine has {len(own)}")
     return tuple(min(blocks) for blocks in zip(own, *rooms.values(), strict=True))

@@ -28,7 +28,9 @@ def can_decode() -> bool:
 
 def missing() -> BadMedia:
     """Return the error of a server without Pillow."""
-    return BadMedia("cannot be read by this server, which lacks Pillow: install weft[vision]", "no_vision")
+    return BadMedia(
+        "cannot be decoded: the server has no Pillow; install weft[vision] on the server", "no_vision"
+    )
 
 
 def load() -> None:
@@ -68,13 +70,13 @@ def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> 
         with Image.open(io.BytesIO(data), formats=[header.format]) as image:
             # The limits were checked against our header, so Pillow must read the same size.
             if image.size != (header.width, header.height):
-                raise BadMedia("is damaged: it gives two sizes")
+                raise BadMedia("is damaged: its headers have two different sizes")
             image.load()
             return finished(upright(image, header.orientation), target)
     except BadMedia:
         raise
     except MemoryError:
-        raise BadMedia("takes more memory to decode than this server allows; send a smaller one") from None
+        raise BadMedia("needs more memory to decode than this server allows; send a smaller image") from None
     except Exception:  # readers raise arbitrary errors for damaged files
         raise BadMedia("cannot be decoded: the file is damaged or cut off") from None
 

@@ -61,7 +61,7 @@ class Fetcher:
             raise BadMedia(f"took longer than {self._seconds:g} seconds to fetch", UNREACHABLE) from None
         except (OSError, http.client.HTTPException, ValueError):
             raise BadMedia(
-                "could not be fetched: its server does not answer as it should", UNREACHABLE
+                "could not be fetched: its server gave no valid HTTP response", UNREACHABLE
             ) from None
         raise BadMedia(f"is behind more than {MAX_REDIRECTS} redirects", REFUSED)
 
@@ -81,7 +81,7 @@ class Fetcher:
                     )
                 # A compressed body could expand beyond every limit, so only plain bodies are read.
                 if (answer.getheader("Content-Encoding") or "identity").lower() != "identity":
-                    raise BadMedia("could not be fetched: its server sends it compressed", UNREACHABLE)
+                    raise BadMedia("could not be fetched: its server sent a compressed response", UNREACHABLE)
                 if answer.length is not None and answer.length > self._most:
                     raise too_large(self._most)
                 return self._read(answer)
@@ -96,7 +96,7 @@ class Fetcher:
             if len(data) > self._most:
                 raise too_large(self._most)
         if answer.length:
-            raise BadMedia("could not be fetched: its server ended before the file did", UNREACHABLE)
+            raise BadMedia("could not be fetched: its server closed the connection early", UNREACHABLE)
         return bytes(data)
 
     def _connect(self, address: WebAddress, deadline: float) -> socket.socket:
@@ -104,11 +104,11 @@ class Fetcher:
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError):
-            raise BadMedia("could not be fetched: its host is not known", UNREACHABLE) from None
+            raise BadMedia("could not be fetched: its host name cannot be resolved", UNREACHABLE) from None
         places = [(family, place) for family, _, _, _, place in found]
         # A single private address refuses the host, because an attacker may mix both kinds.
         if not places or not all(self._permits(str(place[0])) for _, place in places):
-            raise BadMedia("has a URL whose host is not on the public internet", REFUSED)
+            raise BadMedia("has a URL with a host that is not on the public internet", REFUSED)
         failure: OSError = ConnectionError()
         for family, place in places:
             link = socket.socket(family, socket.SOCK_STREAM)

@@ -74,11 +74,11 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
         elif start[:2] == b"BM":
             found = _bmp(view)
         else:
-            raise BadMedia("is in no format that this server reads; send JPEG, PNG, WebP, GIF or BMP")
+            raise BadMedia("has an unsupported format; send JPEG, PNG, WebP, GIF or BMP")
     except (struct.error, IndexError):
         raise BadMedia("is damaged: its header ends too early") from None
     if found.width < 1 or found.height < 1:
-        raise BadMedia("is damaged: it says that it has no pixels")
+        raise BadMedia("is damaged: its header has a width or height of 0")
     return found
 
 
@@ -88,7 +88,7 @@ def _jpeg(view: memoryview) -> ImageHeader:
     orientation = 0
     for _ in range(_MOST_TURNS):
         if view[at] != 0xFF:
-            raise BadMedia("is damaged: it is no JPEG behind its first bytes")
+            raise BadMedia("is damaged: only its first bytes are a JPEG")
         at += 1
         marker = view[at]
         if marker == 0xFF:  # fill bytes before a marker
@@ -97,10 +97,10 @@ def _jpeg(view: memoryview) -> ImageHeader:
         if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers without a length
             continue
         if marker in (0xD9, 0xDA):
-            raise BadMedia("is damaged: it has pixels, or an end, before its size")
+            raise BadMedia("is damaged: its size is missing before the pixels or the end")
         (size,) = struct.unpack_from(">H", view, at)
         if size < 2:
-            raise BadMedia("is damaged: a part of it has no length")
+            raise BadMedia("is damaged: a segment has no length")
         part = view[at + 2 : at + size]
         if marker in _SOF:
             _, height, width = struct.unpack_from(">BHH", part)
@@ -142,8 +142,8 @@ def _scans(view: memoryview, at: int) -> int:
             found += 1
             if found > MOST_SCANS:
                 raise BadMedia(
-                    f"is a JPEG of more than {MOST_SCANS} scans; save it again, not progressive or with "
-                    "fewer scans"
+                    f"is a JPEG with more than {MOST_SCANS} scans; save the image as a baseline JPEG, or "
+                    "with fewer scans"
                 )
         at += int.from_bytes(view[at : at + 2], "big")
     raise _too_many_parts()
@@ -313,8 +313,8 @@ def _bmp(view: memoryview) -> ImageHeader:
 
 
 def _too_many_parts() -> BadMedia:
-    return BadMedia("is damaged: it consists of far too many parts")
+    return BadMedia("is damaged: it has too many parts")
 
 
 def _animated() -> BadMedia:
-    return BadMedia("has several frames; send the one that is meant, as an image of its own")
+    return BadMedia("has several frames; send one frame as an image")

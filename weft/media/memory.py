@@ -61,7 +61,9 @@ class MediaMemory:
         self.descriptors += made is not None
         # Warn once per shortage.
         if made is None and not self._scarce:
-            log.warning("images are sent to engines, not shown: descriptors are scarce (ulimit -n)")
+            log.warning(
+                "images are copied to engines, not shared, because file descriptors are scarce (ulimit -n)"
+            )
         self._scarce = made is None
         return made
 
@@ -82,12 +84,12 @@ class Lease:
         memory = self._memory
         if self.size + size > memory.most_of_client:
             raise InvalidRequest(
-                f"the request's images take more than {memory.most_of_client} bytes (--media-memory); send "
-                "fewer or smaller ones",
+                f"the request's images need more than {memory.most_of_client} bytes (--media-memory); send "
+                "fewer or smaller images",
                 code="image_too_large",
             )
         if not memory.has_room(self._client, size):
-            raise Overloaded("the server has no memory left for this request's images; try again later")
+            raise Overloaded("the server has no free memory for this request's images; try again later")
         memory.add(self._client, size)
         self.size += size
 

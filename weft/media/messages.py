@@ -117,8 +117,8 @@ def _split(data: bytes | bytearray) -> tuple[memoryview, memoryview]:
     """Return the head and the rest. Raises ValueError."""
     view = memoryview(data)
     if len(view) < _LENGTH.size:
-        raise ValueError("a message without a head")
+        raise ValueError("a message without a header")
     (size,) = _LENGTH.unpack(view[: _LENGTH.size])
     if len(view) < _LENGTH.size + size:
-        raise ValueError("a message whose head is cut off")
+        raise ValueError("a message with a truncated header")
     return view[_LENGTH.size : _LENGTH.size + size], view[_LENGTH.size + size :]

@@ -136,9 +136,9 @@ class Pictures:
             work += sum(frame.header.work for frame in frames)
             if work > self._section.max_request_pixels:
                 raise BadMedia(
-                    f"brings the images of this prompt to {work} pixels (those of a JPEG count for each "
-                    f"scan), and at most {self._section.max_request_pixels} are decoded "
-                    "(--max-request-pixels); send fewer or smaller ones",
+                    f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan); "
+                    f"the limit is {self._section.max_request_pixels} (--max-request-pixels); send fewer or "
+                    "smaller images",
                     TOO_LARGE,
                 ).at(part.where)
             if part.is_video:
@@ -175,8 +175,8 @@ class Pictures:
         header = frame.header
         if header.width * header.height > self._section.max_image_pixels:
             raise BadMedia(
-                f"has {header.width} x {header.height} pixels, and at most {self._section.max_image_pixels} "
-                "are decoded (--max-image-pixels); send a smaller one",
+                f"has {header.width} x {header.height} pixels; the limit is {self._section.max_image_pixels} "
+                "(--max-image-pixels); send a smaller image",
                 TOO_LARGE,
             ).at(frame.where)
         return frame
@@ -197,14 +197,14 @@ class Pictures:
         """
         video, size = self.facts.frames, self.facts.temporal
         if video is None:
-            raise InvalidRequest(f"{where}: this model takes no videos", param=where)
+            raise InvalidRequest(f"{where}: this model accepts no videos", param=where)
         height, width = frames[0].header.shown
         for frame in frames:
             if frame.header.shown != (height, width):
                 shown = frame.header.shown
                 raise InvalidRequest(
-                    f"{frame.where}: a frame of {shown[1]} x {shown[0]} pixels, where the first one has "
-                    f"{width} x {height}: frames of a video must be of one size",
+                    f"{frame.where}: the frame has {shown[1]} x {shown[0]} pixels, and the first frame has "
+                    f"{width} x {height}; all frames of a video must have the same size",
                     param=frame.where,
                     code=INVALID,
                 )

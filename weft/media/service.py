@@ -170,8 +170,8 @@ class MediaService:
             raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
         except CpuSpent:
             spent = BadMedia(
-                f"takes more than {self._cpu_seconds:g} seconds of CPU time to read; send a smaller one, or "
-                "save it as a plain PNG or JPEG",
+                f"takes more than {self._cpu_seconds:g} seconds of CPU time to read; send a smaller image, "
+                "or save it as a plain PNG or JPEG",
                 TOO_LARGE,
             )
             raise spent.at(places[0]) from None

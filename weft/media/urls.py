@@ -55,16 +55,16 @@ def inline(url: str, most: int) -> bytes:
     """Return the bytes in a ``data:`` URL. Raises BadMedia, also for more than ``most`` bytes."""
     if url[:5].lower() != "data:":
         raise BadMedia(
-            "must be a data: URL with its bytes in base64, or an http(s) URL where this server allows them; "
-            "files of the server are never read",
+            "must be a data: URL with base64, or an http(s) URL if this server allows http(s); this server "
+            "does not read its own files",
             REFUSED,
         )
     at = url.find(",", 0, _MAX_HEAD)
     found = None if at < 0 else _HEAD.fullmatch(url[:at])
     if found is None:
-        raise BadMedia("is in a data: URL of another form than data:image/png;base64,...")
+        raise BadMedia("has an invalid data: URL; use the form data:image/png;base64,...")
     if not found[1].lower().endswith(";base64"):
-        raise BadMedia("must be in base64 in its data: URL (data:image/png;base64,...)")
+        raise BadMedia("must be encoded in base64 in its data: URL (data:image/png;base64,...)")
     return from_base64(url[at + 1 :], most)
 
 
@@ -100,7 +100,7 @@ def _tolerant(data: bytes) -> bytes:
 
 def too_large(most: int) -> BadMedia:
     """Return the error of an image with more than ``most`` bytes."""
-    return BadMedia(f"has more than {most} bytes (--max-image-bytes); send a smaller one", TOO_LARGE)
+    return BadMedia(f"has more than {most} bytes (--max-image-bytes); send a smaller image", TOO_LARGE)
 
 
 def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
@@ -110,7 +110,7 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
     """
     if not allowed:
         raise BadMedia(
-            "is an http(s) URL, and this server fetches none (--allowed-media-domains); send a data: URL",
+            "is an http(s) URL, and this server fetches no URLs (--allowed-media-domains); send a data: URL",
             REFUSED,
         )
     if len(url) > MAX_URL:
@@ -120,12 +120,12 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
     # Each check refuses a form that other URL parsers read differently.
     whole = _WEB.fullmatch(url.partition("#")[0])
     if whole is None:
-        raise BadMedia("has a URL of another form than https://host/path", REFUSED)
+        raise BadMedia("has an invalid URL; use the form https://host/path", REFUSED)
     if "@" in whole[2]:
-        raise BadMedia("has a URL with a user name or password, which are not sent", REFUSED)
+        raise BadMedia("has a URL with a user name or password; remove both", REFUSED)
     place = _NETLOC.fullmatch(whole[2])
     if place is None:
-        raise BadMedia("has a URL whose host is no name and no address", REFUSED)
+        raise BadMedia("has a URL with an invalid host", REFUSED)
     scheme: Literal["http", "https"] = "https" if whole[1].lower() == "https" else "http"
     port = int(place[2]) if place[2] else _PORTS[scheme]
     host = _host(place[1].lower())
@@ -141,7 +141,7 @@ def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebA
     """Return the target of a redirect from ``start``, with the usual checks. Raises BadMedia."""
     url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
     if not is_web(url):
-        raise BadMedia("is redirected to something that is no http(s) URL", REFUSED)
+        raise BadMedia("is redirected to a URL that is not http(s)", REFUSED)
     found = web_address(url, allowed)
     # A downgrade would send the path unencrypted.
     if start.scheme == "https" and found.scheme == "http":
@@ -155,7 +155,7 @@ def _host(text: str) -> str:
     Raises BadMedia for anything except a name or an address in the usual form (127.1, 0x7f.1 and 1234567 are
     refused).
     """
-    wrong = BadMedia("has a URL whose host is no name and no address in its usual form", REFUSED)
+    wrong = BadMedia("has a URL with a host that is not a valid name or IP address", REFUSED)
     if text.startswith("["):
         try:
             return str(IPv6Address(text[1:-1]))

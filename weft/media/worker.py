@@ -71,7 +71,8 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
     except BadMedia as error:
         return (packed(Done(reason=error.reason, code=error.code, frame=error.frame)),)
     except MemoryError:
-        return (packed(Done(reason="takes more memory than this server allows", code="image_too_large")),)
+        reason = "needs more memory than this server allows; send a smaller image"
+        return (packed(Done(reason=reason, code="image_too_large")),)
     except TimeoutError:
         return (packed(Done(reason="took too long to fetch", code=UNREACHABLE)),)
 

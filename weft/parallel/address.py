@@ -28,7 +28,7 @@ def own_address(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"--rdzv: {host} can't be reached ({error.strerror})", param="--rdzv") from error
+        raise ConfigError(f"--rdzv: {host} cannot be reached ({error.strerror})", param="--rdzv") from error
 
 
 def tcp(host: str, port: int | str) -> str:
@@ -47,11 +47,11 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
     while (number := _bind(socket, address)) != 0:
         if number != errno.EADDRINUSE or time.monotonic() >= until:
             hint = f" for {patience:g} s" if waits else ""
-            hint += ": give another port" if number == errno.EADDRINUSE else ""
-            why = f"--rdzv: can't listen at {address} ({zmq.strerror(number)}){hint}"
+            hint += ": choose another port" if number == errno.EADDRINUSE else ""
+            why = f"--rdzv: cannot listen at {address} ({zmq.strerror(number)}){hint}"
             raise ConfigError(why, param="--rdzv")
         if not waits:
-            log.warning("%s is taken: waiting for it, for %g s", address, patience)
+            log.warning("%s is in use: waiting up to %g s", address, patience)
         waits = True
         time.sleep(_AGAIN)
 

@@ -109,9 +109,7 @@ class Board:
                     self._serve(self._socket.recv_multipart())
                 for address in self._handshakes.look():
                     self.refused = address
-                    self._strangers.say(
-                        "a connection of %s was refused: it does not know the --group-secret", address
-                    )
+                    self._strangers.say("rejected a connection from %s: wrong --group-secret", address)
         finally:
             self._end()
 
@@ -120,7 +118,9 @@ class Board:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
         except (ValueError, msgspec.MsgspecError) as error:
-            self._strangers.say("dropped a frame that asks the board nothing (%s)", type(error).__name__)
+            self._strangers.say(
+                "dropped an invalid request to the rendezvous store (%s)", type(error).__name__
+            )
             return
         with self._lock:
             for key, value in ask.entries.items():
@@ -204,7 +204,7 @@ class BoardClient:
     @property
     def why(self) -> str:
         """The reason why the store does not answer, as far as this end knows."""
-        return self._handshakes.why or "it is connected, and says nothing"
+        return self._handshakes.why or "host 0 is connected but does not answer"
 
     def close(self) -> None:
         self._close(1000)

@@ -179,7 +179,7 @@ class ZmqRank(RankChannel):
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise PeerGone(f"the head is gone or does not read ({error.strerror})") from error
+            raise PeerGone(f"the engine is gone or does not read ({error.strerror})") from error
 
     def receive(self, timeout: float, wake: Sequence[int] = ()) -> bytes | None:
         parts = self._inbox.take(timeout, wake)

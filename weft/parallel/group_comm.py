@@ -107,7 +107,7 @@ class GroupComm(Comm):
             self._nccl = fast
             self._stage = HostStage(timeout)
         if self.rank == 0:
-            log.info("ranks of %s meet over %s", self.name, self.link)
+            log.info("collectives of %s use %s", self.name, self.link)
 
     @property
     def link(self) -> str:
@@ -126,9 +126,9 @@ class GroupComm(Comm):
         pause = LOOK_S / 32
         while not store.check(all_of_them):
             if self._launcher.broken:
-                raise CommLost("it was aborted before all ranks came")
+                raise CommLost("aborted before all ranks had connected")
             if time.monotonic() > until:
-                raise CommLost(f"a rank did not come within {timeout:g} s")
+                raise CommLost(f"a rank did not connect within {timeout:g} s")
             time.sleep(pause)
             pause = min(2 * pause, LOOK_S)
 

@@ -15,12 +15,13 @@ _FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-NOTHING = "no connection can be made: nothing listens there, or a firewall lies between the hosts"
+NOTHING = "no connection can be made: nothing listens there, or a firewall blocks the connection"
 STRANGER = (
-    "what listens there refuses this host: --group-secret differs, or the address is of another program"
+    "the other side rejects this host: --group-secret differs, or another program listens at the address"
 )
 SILENT = (
-    "it accepts connections and says nothing: it starts, it is stopped, or the address is of another program"
+    "the other side accepts connections but sends nothing: its program is still starting, is stopped, or is "
+    "another program"
 )
 
 MOST = 64

@@ -52,9 +52,9 @@ class Mesh:
         if self.layout.domain == 1:
             return None
         if not self.nccl:
-            return "ranks meet in the middle of a step, and not over NCCL"
+            return "the collectives inside a step do not use NCCL"
         if self.layout.expert:
-            return "ranks divide experts, and agree on what they exchange in each step"
+            return "expert-parallel ranks agree on their exchange in each step"
         return None
 
     @property
@@ -101,7 +101,7 @@ class Mesh:
             for comm in self._groups():
                 comm.settle(CLOSE_S)
         except CommLost as error:
-            log.warning("while closing: %s", error.message)
+            log.warning("error while closing: %s", error.message)
 
     def _groups(self) -> list[GroupComm]:
         return [comm for comm in (self.tp, self.ep, self.dp) if isinstance(comm, GroupComm)]

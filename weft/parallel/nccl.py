@@ -84,7 +84,7 @@ class NcclGroup:
     def settle(self, timeout: float) -> None:
         """Wait for the end of an aborted group. Raise CommLost after ``timeout`` seconds."""
         if self._ending is not None and not self._ended.wait(timeout):
-            raise CommLost("an NCCL communicator of an epoch that has ended does not end")
+            raise CommLost("the NCCL communicator of an ended epoch does not stop")
 
     def _alive(self) -> Any:
         group = self._group

@@ -78,7 +78,7 @@ class RemoteHeads:
         while self._reading() and time.monotonic() < until:
             time.sleep(_LOOK)
         for host in self._reading():
-            log.warning("host %d did not read that the server ends", host)
+            log.warning("host %d did not confirm the end of the server", host)
         self._board.close()
 
     def _want(self, replica: int, incarnation: int) -> None:
@@ -117,7 +117,9 @@ class RemoteHeads:
                 if present is None or ages.get(present, AWAY_S) >= AWAY_S:
                     self._meet(host, key)
                 elif age < AWAY_S / 2 and self._waits(key):
-                    self._answer(host, key, f"another host has --node-rank {host}: give each its own")
+                    self._answer(
+                        host, key, f"another host has --node-rank {host}: give each host its own number"
+                    )
 
     def _waits(self, key: str) -> bool:
         """Return True if a process has waited long enough for the other process with its number to be
@@ -130,12 +132,16 @@ class RemoteHeads:
             theirs = msgspec.msgpack.decode(data or b"", type=dict[str, str])
             compare(self._settings, theirs, "host 0", f"host {host}")
         except (ConfigError, msgspec.MsgspecError) as error:
-            why = error.message if isinstance(error, ConfigError) else f"host {host} is of another version"
+            why = (
+                error.message
+                if isinstance(error, ConfigError)
+                else f"host {host} runs another version of weft"
+            )
             if host not in self._present:
                 self._refused[host] = why
             self._answer(host, key, why)
             return
-        log.info("host %d is there", host)
+        log.info("host %d has connected", host)
         self._refused.pop(host, None)
         before, self._present[host] = self._present.get(host), key
         if before is not None:
@@ -145,7 +151,7 @@ class RemoteHeads:
 
     def _answer(self, host: int, key: str, why: str) -> None:
         if why:
-            log.error("host %d is refused: %s", host, why)
+            log.error("host %d is rejected: %s", host, why)
         self._answered.add(key)
         self._board.post(b.answer_key(host, _mark(key)), why.encode())
 
@@ -153,8 +159,8 @@ class RemoteHeads:
         if time.monotonic() > self._remind:
             self._remind = time.monotonic() + REMIND_S
             refused = self._board.refused
-            why = f"a host at {refused} does not know the --group-secret" if refused else "no connection came"
-            log.info("host %d has not come yet: %s", host, why)
+            why = f"a host at {refused} has a wrong --group-secret" if refused else "no connection so far"
+            log.info("waiting for host %d: %s", host, why)
 
 
 class RemoteHead:

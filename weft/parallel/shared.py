@@ -127,7 +127,7 @@ def _map(
         fd = opened()
         return fd, SharedRing(fd, rank, places, timeout, slot)
     except (OSError, RuntimeError) as error:
-        log.warning("no shared memory for collectives: %s", str(error).splitlines()[0])
+        log.warning("shared memory for collectives is not available: %s", str(error).splitlines()[0])
         return fd, None
 
 
@@ -142,7 +142,7 @@ def _told(store: Any, key: str, timeout: float) -> bytes:
         store.wait([key], timedelta(seconds=timeout))
         return bytes(store.get(key))
     except Exception as error:
-        raise CommLost(f"a rank did not come within {timeout:g} s") from error
+        raise CommLost(f"a rank did not connect within {timeout:g} s") from error
 
 
 def _host() -> str:

@@ -28,7 +28,7 @@ def host_store(host: str, timeout: float) -> tuple[Any, str]:
     try:
         store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     except Exception as error:
-        raise CommLost(f"no store can listen on {host}") from error
+        raise CommLost(f"cannot open a store on {host}") from error
     return store, f"{_TCP}{host}:{store.port}"
 
 
@@ -52,7 +52,7 @@ def join_store(address: str, timeout: float) -> Any:
             raise ValueError("neither file:// nor tcp://")
         store.set_timeout(patience)
     except Exception as error:
-        raise CommLost(f"the store {address} can't be joined") from error
+        raise CommLost(f"cannot join the store {address}") from error
     return store
 
 

@@ -185,7 +185,9 @@ class EncodeRunner:
                 here, there = (False, op.blocks), (True, op.host)
                 self._moved(there, here) if op.up else self._moved(here, there)
             else:
-                raise EngineDead(f"step {plan.step} has the op {type(op).__name__}, which is of no use here")
+                raise EngineDead(
+                    f"step {plan.step} has the op {type(op).__name__}, which is not supported here"
+                )
 
     def _encode(self, ops: dict[int, Encode]) -> dict[int, Embedded | ErrorInfo]:
         """Encode images. Return the embedding or the error of each image, by the index of its op."""
@@ -204,7 +206,7 @@ class EncodeRunner:
         except Exception as error:
             log.warning("an image of %s patches cannot be encoded", op.grid, exc_info=True)
             return ImageFailed(
-                f"the image cannot be encoded ({type(error).__name__}): use another one"
+                f"the image cannot be encoded ({type(error).__name__}): use another image"
             ).info()
 
     def _write(self, op: Encode, made: Embedded | ErrorInfo) -> None:
@@ -220,7 +222,7 @@ class EncodeRunner:
 
     def _send(self, op: SendMedia) -> None:
         if self._departures is None or self.embeddings is None:
-            raise EngineDead("an embedding is to leave, and this rank has no transfers of them")
+            raise EngineDead("an embedding must be sent, but this rank has no transfers of embeddings")
         error = self._spoiled.get((False, op.blocks))
         if error is None:
             self._departures.send(op)

@@ -107,7 +107,7 @@ def synchronize(device: torch.device, timeout: float) -> None:
     event.record(torch.cuda.current_stream(device))
     while not event.query():
         if time.monotonic() > deadline:
-            raise EngineDead("the GPU did not synchronize in time: its process must be started anew")
+            raise EngineDead("the GPU did not synchronize in time: its process must be restarted")
         time.sleep(0.0001)
 
 

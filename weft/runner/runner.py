@@ -382,7 +382,9 @@ class Runner:
     def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy | Drawn:
         if handle.drawn is not None:
             if masks is not None:
-                raise EngineDead(f"token masks came for step {handle.plan.step}, which has drawn its tokens")
+                raise EngineDead(
+                    f"token masks arrived for step {handle.plan.step} after its tokens were sampled"
+                )
             self._sampled(handle)
             return handle.drawn
         failed = self._failed

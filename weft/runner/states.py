@@ -109,7 +109,7 @@ class States:
         """Copy states for ``run``: updates of one type and one state group."""
         kind = self._kinds.get(run[0].kind)
         if kind is None:
-            raise EngineDead(f"step copies a state of cache kind {run[0].kind}, which has none")
+            raise EngineDead(f"step copies a state of KV cache group {run[0].kind}, which has none")
         columns = np.array([(op.slot, op.block, getattr(op, "back", 0)) for op in run], np.int64).T.copy()
         slots, blocks, back = columns
         if slots.min() < 0 or slots.max() >= kind.num_slots:

@@ -220,8 +220,7 @@ def _rows(
     if not len(numbers):
         return []
     slots = segment.slot[numbers]
-    logits = segment.logits[numbers]
-    sample = segment.sample[numbers]
+    logits, sample = segment.logits[numbers], segment.sample[numbers]
     # Rows without logits have no entry in the result: index -1 reads an unused dummy value.
     answers = result.rows.searchsorted(numbers + first)
     answers[logits == 0] = -1
@@ -230,23 +229,21 @@ def _rows(
     ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
     errors = dict(result.row_error)
     embeddings = _embeddings(result)
-    columns = zip(
-        numbers.tolist(),
-        state.in_slot[slots].tolist(),
-        state.columns.num_computed[slots].tolist(),
-        segment.count[numbers].tolist(),
-        logits.tolist(),
-        sample.tolist(),
-        answers.tolist(),
-        begins.tolist(),
-        ends.tolist(),
-        strict=True,
-    )
     rows: list[tuple[int, _Row]] = []
-    for number, sequence, computed, count, num_logits, num_sampled, answer, begin, end in columns:
-        tokens = result.tokens[begin:end].tolist()
-        error = errors.get(answer)
-        row = _Row(*_running(sequence), computed, count, num_logits, num_sampled, answer, error, tokens)
+    for at, number in enumerate(numbers.tolist()):
+        sequence, run = _running(state.in_slot[slots[at]])
+        answer = int(answers[at])
+        row = _Row(
+            sequence=sequence,
+            run=run,
+            computed=int(state.columns.num_computed[slots[at]]),
+            count=int(segment.count[number]),
+            logits=int(logits[at]),
+            sample=int(sample[at]),
+            answer=answer,
+            error=errors.get(answer),
+            tokens=result.tokens[begins[at] : ends[at]].tolist(),
+        )
         if sequence.pooling and first + number in embeddings:
             row.embedding, row.error = embeddings[first + number]
         rows.append((number, row))

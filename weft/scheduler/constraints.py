@@ -121,7 +121,7 @@ class Constraint:
         missing.
         """
         if len(masks) - 1 > len(self.drafts):
-            raise EngineDead("a row verifies drafts of which the head was not told")
+            raise EngineDead("a row verifies drafts that the engine does not know")
         if self.failure is not None:
             return 0
         if len(masks) == 1:
@@ -209,7 +209,7 @@ class Constraint:
         """Record an exception of the matcher. The matcher is foreign code: the exception ends only one
         sequence."""
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
-        unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
+        unknown = EngineDead("the grammar matcher failed", code="grammar_failed")
         self.failure = (error if isinstance(error, WeftError) else unknown).info()
 
 

@@ -230,7 +230,7 @@ class Planner:
         Applies only to a sequence with images from another group.
         """
         if sequence.relies and (gone := self._state.media.lost(sequence, start)):
-            self._state.evict(sequence, "an image that another group encoded is there no more")
+            self._state.evict(sequence, "an image of another group was evicted")
             return gone
         return False
 

@@ -110,7 +110,7 @@ class Reserver:
         landed = (sequence for sequence in self._state.waiting if sequence.tables is not None)
         last = max(landed, key=lambda sequence: sequence.key, default=None)
         if last is not None:
-            self._state.evict(last, "a group made room for other sequences")
+            self._state.evict(last, "the sequence was evicted for other sequences")
         return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:

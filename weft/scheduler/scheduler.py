@@ -119,7 +119,7 @@ class Scheduler:
             submit, self._vocab_size, state.kv.max_model_len, state.kv.media, generates=self._generates
         )
         if submit.sequence in state.live:
-            raise InvalidRequest("a sequence of this id is live", param="sequence")
+            raise InvalidRequest("a sequence with this id is running", param="sequence")
         self._rooms.check(submit)
         if self.embeddings is not None:
             self.embeddings.check(submit)
@@ -204,7 +204,9 @@ class Scheduler:
             del self._awaited[number]
             if (sequence := self._state.live.get(number)) is None:
                 continue
-            error = DeadlineExceeded("what the request awaited did not come in time").info()
+            error = DeadlineExceeded(
+                "the KV cache, the grammar or the images of the request did not arrive in time"
+            ).info()
             self._state.end(sequence, "error")
             events.append(TokenEvent(sequence=number, finish="error", error=error))
         self._rooms.expire(now)

@@ -141,7 +141,7 @@ class SchedulerState:
         """
         if sequence.room is not None:
             self.counts.preemptions += 1
-            self.evict(sequence, "a group made room for other sequences")
+            self.evict(sequence, "the sequence was evicted for other sequences")
             return
         sequence.move(Waiting())
         self._release(sequence, run)

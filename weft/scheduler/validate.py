@@ -44,7 +44,7 @@ def check_submit(
             param="model",
         )
     if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.room is not None):
-        raise InvalidRequest("an embedding has no output, no grammar and no room", param="pooling")
+        raise InvalidRequest("an embedding has no output, no grammar and no transfer", param="pooling")
     if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):
         output = "" if submit.pooling else ", output included"
         raise ContextLength(
@@ -132,6 +132,6 @@ def _check_params(p: TokenParams, vocab_size: int) -> None:
         _within("allowed_token_ids", p.allowed, vocab_size)
     for word in p.bad:
         if not word:
-            raise InvalidRequest("bad_words must not hold an empty text", param="bad_words")
+            raise InvalidRequest("bad_words must not contain an empty string", param="bad_words")
         _within("bad_words", word, vocab_size)
     _within("stop_token_ids", p.stop_ids, vocab_size)

@@ -110,7 +110,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
         raise ConfigError(f"--trace-file {name}: {why}", param="--trace-file") from error
     found = [_parse(line, number, name) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not found:
-        raise ConfigError(f"--trace-file {name} has no line", param="--trace-file")
+        raise ConfigError(f"--trace-file {name} is empty", param="--trace-file")
     return in_order(found)
 
 

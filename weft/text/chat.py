@@ -172,8 +172,8 @@ class ChatFormat:
             )
         if tools and not template.uses_tools:
             raise InvalidRequest(
-                "the model's chat template knows no tools; send the request without tools, or give the "
-                "server a template that has them with --chat-template",
+                "the model's chat template does not support tools; leave tools out, or start the server with "
+                "--chat-template and a template that supports tools",
                 param="tools",
             )
         mark = secret_digits()
@@ -328,14 +328,16 @@ class ChatFormat:
         if requested is not None:
             if not self._allow_request_template:
                 raise InvalidRequest(
-                    "this server does not take chat templates in requests", param="chat_template"
+                    "this server does not accept chat templates in requests; leave chat_template out",
+                    param="chat_template",
                 )
             if not isinstance(requested, str):
                 raise InvalidRequest("chat_template must be a string", param="chat_template")
             return ChatTemplate(requested)
         if self._template is None:
             raise InvalidRequest(
-                "the model has no chat template; use a text completion or give one with --chat-template",
+                "the model has no chat template; use a text completion, or start the server with "
+                "--chat-template",
                 param="messages",
             )
         if isinstance(self._template, InvalidRequest):
@@ -388,14 +390,18 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
         raise InvalidRequest(f"{name} must be an object", param=name)
     for key in kwargs:
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
-            raise InvalidRequest(f"{name} must have plain names", param=name)
+            raise InvalidRequest(
+                f"the keys of {name} must be identifiers that do not start with an underscore", param=name
+            )
         # Names such as ``eos_token`` are special tokens, which only the server sets.
         if key in _RESERVED or key.endswith("_token") or key.endswith("_tokens"):
-            raise InvalidRequest(f"{name} cannot set {key}", param=name)
+            raise InvalidRequest(
+                f"{name} cannot set {key}, which the server sets; leave {key} out", param=name
+            )
     try:
         checked: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(kwargs)))
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must hold plain JSON values", param=name) from None
+        raise InvalidRequest(f"{name} must have JSON values only", param=name) from None
     return checked
 
 
@@ -403,7 +409,7 @@ def _append(message: dict[str, Any], tail: str) -> None:
     """Append ``tail`` to the content of an assistant message. Raise InvalidRequest for any other role."""
     if message["role"] != "assistant":
         raise InvalidRequest(
-            "continue_final_message needs the last message to be the assistant's",
+            "continue_final_message needs a last message of the role assistant",
             param="continue_final_message",
         )
     content = message.get("content")

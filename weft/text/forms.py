@@ -115,7 +115,7 @@ class _Prober:
         }
         left = min(MAX_SECONDS, self._until - time.monotonic())
         if left <= 0:
-            self._error = "its probes take too long"
+            self._error = "the test renderings of the template take too long"
             return None
         try:
             return self._template.render(variables, left)
@@ -197,9 +197,9 @@ class _Prober:
             two = [_call(tried, number, _PROBE) for number in range(2)]
             several = self._with_calls(tried, two)
             return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=several is None)
-        problem = self._error or "calls are not in what it writes"
+        problem = self._error or "the rendered text has no calls"
         if "tool_calls" in self._template.source:
-            log.warning("the chat template shows no tool calls of earlier turns: %s", problem)
+            log.warning("the chat template does not render the tool calls of earlier turns: %s", problem)
         return msgspec.structs.replace(form, problem=problem, nothing=self._plainest(form))
 
     def _plainest(self, form: TemplateForm) -> Nothing:

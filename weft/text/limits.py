@@ -44,7 +44,7 @@ class Budget:
     def size(self, length: int) -> None:
         """Raise TemplateLimit for a string or list of more than the allowed length."""
         if length > self._chars:
-            raise TemplateLimit("the chat template makes too much text")
+            raise TemplateLimit("the chat template produces too much text")
 
     def write(self, length: int) -> None:
         """Charge text written to the output or into a block. Raises TemplateLimit beyond four times the
@@ -82,7 +82,7 @@ def check_counts(values: Iterable[Any]) -> None:
     """Raise TemplateLimit for an integer too large for a width or a count."""
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_COUNT:
-            raise TemplateLimit("the chat template asks for too large a number")
+            raise TemplateLimit("the chat template computes too large a number")
 
 
 def check_binop(operator: str, left: Any, right: Any) -> None:
@@ -107,7 +107,7 @@ def check_binop(operator: str, left: Any, right: Any) -> None:
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_BITS:
-        raise TemplateLimit("the chat template asks for too large a number")
+        raise TemplateLimit("the chat template computes too large a number")
 
 
 def check_method(function: Any, args: tuple[Any, ...]) -> None:

@@ -142,13 +142,13 @@ class CallMade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid in JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} has no value in JSON")
+        raise ValueError(f"{text} is too large for a JSON number")
     return value
 
 
@@ -200,9 +200,9 @@ def check_messages(messages: Any, shows: Shows | None = None) -> list[Message]:
     Raises InvalidRequest with the name of the invalid part.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidRequest("messages must be a list that is not empty", param="messages")
+        raise InvalidRequest("messages must be a non-empty list", param="messages")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages", param="messages")
+        raise InvalidRequest(f"messages has more than {MAX_MESSAGES} messages; send fewer", param="messages")
     checked = [_check_message(message, f"messages[{at}]", shows) for at, message in enumerate(messages)]
     if shows is not None:
         _check_number([part for message in checked for part in message.shown], shows)
@@ -220,7 +220,7 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
     first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
     frames = f" ({shows.group} frames of a video count as one)" if shows.group else ""
     raise InvalidRequest(
-        f"{first.where}: the request has {total} images{frames}, but at most {shows.most} may be in one "
+        f"{first.where}: the request has {total} images{frames}; the limit is {shows.most} "
         "(--limit-mm-per-prompt)",
         param=first.where,
         code="too_many_images",
@@ -383,8 +383,8 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
 
 def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{where}: parts of type {kind} are not supported here, only text; this model, or the message's "
-        "role, takes no other input",
+        f"{where}: parts of type {kind} are not supported here; this model, or a message of this role, "
+        "accepts only text",
         param=param,
         code="unsupported_parameter",
     )
@@ -393,7 +393,7 @@ def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
 def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
     if not shows.group:
         raise InvalidRequest(
-            f"{where}: this model takes images, but no videos", param=where, code="unsupported_parameter"
+            f"{where}: this model accepts images, but no videos", param=where, code="unsupported_parameter"
         )
     return video_part(part, where, shows.group)
 
@@ -420,8 +420,8 @@ def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
     url = fields.get("url")
     if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
         raise InvalidRequest(
-            f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}, where '
-            "there may be a detail, too",
+            f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}, '
+            "optionally with detail",
             param=where,
         )
     return ImagePart(url, where, detail_of(fields.get("detail"), where), kind)

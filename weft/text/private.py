@@ -49,7 +49,7 @@ def build_private(
     for text, token in special.items():
         if private.token_to_id(names[text]) != token:
             raise ConfigError(
-                "the tokenizer's special tokens cannot be told from its text", param="tokenizer"
+                "the tokenizer's special tokens cannot be separated from its text tokens", param="tokenizer"
             )
     return private, names
 

@@ -272,9 +272,9 @@ def _tojson(
 ) -> str:
     """Return JSON without HTML escapes. Raises TemplateLimit for long separators or indents."""
     if any(isinstance(item, str) and len(item) > _MAX_SEPARATOR for item in [indent, *(separators or ())]):
-        raise TemplateLimit("the chat template makes too much text")
+        raise TemplateLimit("the chat template produces too much text")
     if isinstance(indent, int) and indent > _MAX_SEPARATOR:
-        raise TemplateLimit("the chat template asks for too large a number")
+        raise TemplateLimit("the chat template computes too large a number")
     return json.dumps(
         written(value),
         ensure_ascii=ensure_ascii,
@@ -288,7 +288,7 @@ def _tojson(
 def _listed(value: Any) -> list[Any]:
     """Return the iterator of a filter such as ``map`` as a list."""
     if not isinstance(value, Iterator):
-        raise TypeError("no JSON value")
+        raise TypeError("not a JSON value")
     return [written(item) for item in _loop(value)]
 
 

@@ -227,13 +227,13 @@ def max_tokens_for(
     if params.max_tokens is not None and params.max_tokens > room:
         raise ContextLength(
             f"the model's context is {limits.max_model_len} tokens, but {num_prompt + params.max_tokens} "
-            f"were asked for: {num_prompt} in the prompt, {params.max_tokens} for the output; shorten either",
+            f"were requested: {num_prompt} in the prompt, {params.max_tokens} for the output; shorten either",
             param="max_tokens",
         )
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but the context leaves {max_tokens} tokens for the output",
+            f"min_tokens is {params.min_tokens}, but the output has at most {max_tokens} tokens",
             param="min_tokens",
         )
     return max_tokens
@@ -255,10 +255,13 @@ def _check_any_left(
         return
     banned = {word[0] for word in bad if len(word) == 1}
     if banned.issuperset(allowed):
-        raise InvalidRequest("bad_words leave none of allowed_token_ids", param="bad_words")
+        raise InvalidRequest(
+            "bad_words forbids all tokens of allowed_token_ids; change one of the two", param="bad_words"
+        )
     if params.min_tokens and banned.union(stop_ids).issuperset(allowed):
         raise InvalidRequest(
-            "min_tokens needs a token in allowed_token_ids that does not end the sequence", param="min_tokens"
+            "with min_tokens, allowed_token_ids needs a token that does not end the sequence",
+            param="min_tokens",
         )
 
 
@@ -278,7 +281,8 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int,
                 raise InvalidRequest(error.message, param="bad_words") from None
             if len(ids) > MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(
-                    f"bad_words must hold words of at most {MAX_BAD_WORD_TOKENS} tokens", param="bad_words"
+                    f"each word of bad_words must have at most {MAX_BAD_WORD_TOKENS} tokens",
+                    param="bad_words",
                 )
             total += len(ids)
             if total > MAX_BAD_TOKENS:

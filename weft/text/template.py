@@ -82,7 +82,9 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE:
-            raise InvalidRequest("the chat template is too long", param="chat_template")
+            raise InvalidRequest(
+                f"the chat template has more than {MAX_SOURCE} characters", param="chat_template"
+            )
         self.source = source
         vars(self).update(_asked({"source": source}, "chat_template")["facts"])
 
@@ -112,8 +114,8 @@ def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(_guard().call(json.dumps(asked).encode(), WALL_SECONDS))
     except (DeadlineExceeded, WorkerDied):
         raise InvalidRequest(
-            "the chat template takes more time or memory than it may; give the server another one with "
-            "--chat-template",
+            "the chat template needs too much time or memory; start the server with --chat-template and "
+            "another template",
             param=param,
             code=TOO_EXPENSIVE,
         ) from None
@@ -127,16 +129,16 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TemplateLimit):
         return str(error)
     if isinstance(error, MemoryError):
-        return "it makes too much text"
+        return "the template produces too much text"
     if isinstance(error, SecurityError):
-        return "it tries something that is not allowed"
+        return "the template does something that is not allowed"
     if isinstance(error, UndefinedError):
-        return "it needs a field that is missing"
+        return "the template needs a field that is missing"
     if isinstance(error, TemplateSyntaxError):
         return f"syntax error in line {error.lineno}"
     if isinstance(error, TemplateError):
         return str(error)[:500]
-    return "it failed on them"
+    return "the template failed"
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:

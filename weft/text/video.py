@@ -84,7 +84,8 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
     frames = _frames(given, where)
     if len(frames) < least:
         raise InvalidRequest(
-            f"{where}: a video must have {least} frames at least; send a single one as an image", param=where
+            f"{where}: a video must have at least {least} frames; send a single frame as an image",
+            param=where,
         )
     fps, times = _timing(part, len(frames), where)
     return VideoPart(frames, where, fps, times, kind)
@@ -97,8 +98,8 @@ def _frames(given: Any, where: str) -> tuple[Any, ...]:
         found = _JPEGS.match(given[:64])
         if found is None:
             raise InvalidRequest(
-                f"{where}: videos are not decoded here, whatever their container (MP4, WebM, ...): send "
-                f"their frames as {_FORM}, or JPEGs as one URL, data:video/jpeg;base64,<JPEG>,<JPEG>,...",
+                f"{where}: this server does not decode video files (MP4, WebM, ...): send the frames "
+                f"as {_FORM}, or as JPEGs in one URL, data:video/jpeg;base64,<JPEG>,<JPEG>,...",
                 param=where,
                 code="invalid_video",
             )
@@ -107,9 +108,7 @@ def _frames(given: Any, where: str) -> tuple[Any, ...]:
         raise InvalidRequest(f"{where} must be a part of the form {_FORM}", param=where)
     for number, frame in enumerate(given):
         if frame is None or isinstance(frame, bytes | Mapping | list | tuple | int | float):
-            raise InvalidRequest(
-                f"{where}.video[{number}] must be the URL of a frame, as of an image", param=where
-            )
+            raise InvalidRequest(f"{where}.video[{number}] must be the URL of an image", param=where)
     return tuple(given)
 
 
@@ -117,10 +116,10 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
     """Return (fps, seconds of each frame). At most one of the two is given. Raises InvalidRequest."""
     fps, times = part.get("fps"), part.get("timestamps")
     if fps is not None and times is not None:
-        raise InvalidRequest(f"{where} may have either fps or timestamps", param=where)
+        raise InvalidRequest(f"{where} may have fps or timestamps, but not both", param=where)
     if fps is not None and not (_number(fps) and LEAST_FPS <= fps <= MOST_FPS):
         raise InvalidRequest(
-            f"{where}.fps must be a number of frames a second, {LEAST_FPS:g} to {MOST_FPS:g}", param=where
+            f"{where}.fps must be between {LEAST_FPS:g} and {MOST_FPS:g} frames per second", param=where
         )
     if times is None:
         return (None if fps is None else float(fps)), None
@@ -131,7 +130,7 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
             f"{where}.timestamps must be a list of seconds, one for each of the {count} frames", param=where
         )
     if any(after < before for before, after in itertools.pairwise(times)):
-        raise InvalidRequest(f"{where}.timestamps must be in order", param=where)
+        raise InvalidRequest(f"{where}.timestamps must be in ascending order", param=where)
     return None, tuple(map(float, times))
 
 

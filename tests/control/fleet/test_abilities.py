@@ -90,7 +90,7 @@ def test_images_go_to_one_that_understands_them() -> None:
         assert one.open(number, request=number, **IMAGES) == "b"
     one.lose("b")
     assert not [sent for sent in one.sent() if isinstance(sent, m.Submit) and sent.media]
-    assert "knows images" in error_of(one.told()[-1]).message
+    assert "supports images" in error_of(one.told()[-1]).message
     assert one.open(99, request=99) == "a"
 
 

@@ -38,7 +38,7 @@ def test_one_path_is_enough_after_a_while(caplog: pytest.LogCaptureFixture) -> N
     assert one.fleet.next_deadline() == one.now + ABSENT_S
     assert not passes(one, ABSENT_S - 1)
     assert passes(one, 1)
-    assert caplog.messages == ["the server starts without b, whose hosts are not there"]
+    assert caplog.messages == ["the server starts without b: the hosts have not connected"]
     assert one.fleet.refusal() is None
     assert one.open(1) == "a"
     assert one.fleet.table.alive

@@ -346,7 +346,7 @@ def test_a_fallback_that_decodes_gets_no_images(caplog: pytest.LogCaptureFixture
     one = rig("x", "p", "d")
     one.lose("p")
     one.wait(PATIENCE.role + 1)
-    assert "prompts without images, too; prompts with images wait" in caplog.text
+    assert "prompts without images; prompts with images wait" in caplog.text
     assert [name for name, _ in ask(one, 1, media=())] == ["d"]
     assert ask(one, 2, request=2) == []
     one.wait(PATIENCE.recovery - PATIENCE.role)

@@ -432,6 +432,23 @@ def test_who_is_not_read_gives_its_place_up_and_gets_it_back() -> None:
     assert list(one.fleet.entries) == [2]
 
 
+def test_begun_sequences_that_no_instance_has_are_counted() -> None:
+    one = Driver("a").up()
+    one.open(1, 2)
+    one.tokens("a", 1, 7)
+    assert one.fleet.open.kept == 0
+    one.on(e.Paused((1, 2)))
+    assert one.fleet.open.kept == 2
+    one.on(e.Resumed((2,)))
+    assert one.fleet.open.kept == 1
+    one.lose("a")
+    assert one.fleet.open.kept == 2  # sequence 2 waits for the next process
+    one.open(3)
+    assert one.fleet.open.kept == 2  # sequence 3 never began
+    one.on(e.Closed((1, 2, 3)))
+    assert one.fleet.open.kept == 0
+
+
 def test_who_resumes_when_all_patience_is_used_up_hears_so_at_once() -> None:
     one = Driver("a").up()
     one.open(1)

@@ -273,9 +273,9 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
         assert where(one) == ["d", "q"]
     assert one.fleet.table.unpaired == 1
     one.up("q")
-    told = [record.message for record in caplog.records if "never paired" in record.message]
+    told = [record.message for record in caplog.records if "has no partner" in record.message]
     assert len(told) == 1
-    assert "engine p is never paired: it differs from d" in told[0]
+    assert "engine p has no partner: model, weights, dtype or cache layout differ from d" in told[0]
     one.lose("q")
     assert one.fleet.table.unpaired == 2  # nobody works with the one that decodes, either
 
@@ -283,7 +283,7 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
 def test_one_that_takes_no_rooms_is_never_paired(caplog: pytest.LogCaptureFixture) -> None:
     one = Driver("p", "d", roles={"p": "prefill", "d": "decode"}, fingerprints={"p": "", "d": ""}).up()
     assert ask(one, 1) == []
-    assert "does not say how caches are moved" in caplog.text
+    assert "has no KV transfers" in caplog.text
 
 
 def test_one_of_an_old_version_does_both() -> None:

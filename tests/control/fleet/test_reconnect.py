@@ -66,12 +66,12 @@ def test_the_refusal_of_a_head_that_was_not_greeted_reaches_no_reader() -> None:
     one = Driver("a").up()
     one.open(1, 2)
     one.tokens("a", 1, 7)
-    one.tokens("a", 2, finish="error", error=NotGreeted("say hello first").info())
+    one.tokens("a", 2, finish="error", error=NotGreeted("Hello must be the first message").info())
     assert one.told() == []
     greeting, *again = one.sent()
     assert greeting == HELLO
     assert sorted(map(ids, again)) == [[], [7]]
-    one.tokens("a", 2, attempt=0, finish="error", error=NotGreeted("say hello first").info())
+    one.tokens("a", 2, attempt=0, finish="error", error=NotGreeted("Hello must be the first message").info())
     assert (one.told(), one.sent()) == ([], [])  # both were on their way
 
 

@@ -46,7 +46,7 @@ class Owner:
         assert isinstance(address, Address)
         self.so[name] = address._replace(**changes)  # type: ignore[arg-type]
 
-    def present(self) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         return self.so
 
     def revive(self, name: str) -> list[str]:

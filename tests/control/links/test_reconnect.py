@@ -29,7 +29,7 @@ class RemoteOwner:
         }
         self.lost: list[str] = []
 
-    def present(self) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         return self.so
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weft.common.errors import EngineDead
-from weft.control.processes.rolling import QUIT_S, SETTLE_S, Quit, RollingRestart, Switch
+from weft.control.processes.rolling import ABSENT_S, QUIT_S, SETTLE_S, Quit, RollingRestart, Switch
 from weft.control.processes.table import Kill, Member, ProcessState, ProcessTable, Start
 
 GONE = EngineDead("the process ended")
@@ -167,6 +169,50 @@ def test_a_switch_waits_until_all_are_idle_and_replaces_all_at_once() -> None:
     assert rolling.tick(105.0) == []
     assert rolling.watched == {}
     assert not any(entry.draining for entry in table.entries.values())
+
+
+def test_a_switch_waits_for_streams_that_no_engine_has() -> None:
+    """A paused stream goes on later from tokens of the old operations."""
+    table, rolling = made(["0"])
+    rolling.begin_switch()
+    rolling.keeps("a", 0)
+    rolling.keeps("b", 1)
+    answer(table, rolling)
+    assert rolling.tick(1.0) == []
+    assert not table.entries["0"].draining
+    rolling.keeps("b", 0)
+    assert rolling.tick(2.0) == []
+    assert table.entries["0"].draining
+    answer(table, rolling)
+    rolling.keeps("a", 1)  # its client stopped reading just before the drain
+    assert rolling.tick(2.0 + SETTLE_S) == []
+    answer(table, rolling)
+    rolling.keeps("a", 0)
+    assert rolling.tick(2.5 + SETTLE_S) == [Switch(), Quit("0", 1)]
+
+
+def test_a_restart_waits_for_no_stream_that_no_engine_has() -> None:
+    table, rolling = made(["0"])
+    rolling.keeps("a", 1)
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    rolling.tick(1.0 + SETTLE_S / 2)
+    answer(table, rolling)
+    assert rolling.tick(1.0 + SETTLE_S) == [Quit("0", 1)]
+
+
+def test_a_restart_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and not before the process had time to answer."""
+    _, rolling = made(["0", "1"])
+    rolling.begin()
+    rolling.seen("0", 1, True)
+    for now in (0.0, ABSENT_S - 1):
+        assert rolling.tick(now) == []
+    assert "does not answer" not in caplog.text
+    for now in (ABSENT_S, ABSENT_S + 1, 10 * ABSENT_S):
+        assert rolling.tick(now) == []
+    assert caplog.text.count("the rolling restart waits for 1, which does not answer") == 1
 
 
 def test_work_that_came_before_fronts_knew_keeps_the_old_operations() -> None:

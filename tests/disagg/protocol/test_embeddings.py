@@ -184,11 +184,11 @@ def test_no_cache_of_sequences_has_shares() -> None:
 
     (kind,) = Group([KINDS["latent"]], 2, 4, 8).dims.kinds
     wrong = GroupDims(ranks=2, kinds=(msgspec.structs.replace(kind, shards=True),))
-    with pytest.raises(RoomMessageError, match="no shares"):
+    with pytest.raises(RoomMessageError, match="must have all rows"):
         tensors_of(wrong)
     offer = r.Admitted(key=KEY, num_prompt=3, dims=GroupDims(ranks=2, kinds=(kind,)))
     ends = (r.Endpoint("shm", "a", 1), r.Endpoint("shm", "b", 2))
-    with pytest.raises((RoomMessageError, TransferRefused), match="no shares"):
+    with pytest.raises((RoomMessageError, TransferRefused), match="must have all rows"):
         check_bound(offer, r.Bound(key=KEY, start=0, dims=wrong, blocks=(blocks_of([1]),), endpoints=ends))
 
 

@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is cancelled at any point, and what may come before a hand-shake."""
+"""One connection, byte by byte: what is cancelled at any point, and what may come before a handshake."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def test_a_room_that_is_cancelled_at_any_byte_takes_no_other_with_it(cancelled: 
 def test_before_the_hand_shake_is_over_frames_are_short_and_bare(body: int, payload: int) -> None:
     header = f.HEADER.pack(body, payload, bytes(16))
     assert heard(header) == []
-    with pytest.raises(f.BadFrame, match="hand-shake"):
+    with pytest.raises(f.BadFrame, match="handshake"):
         heard(header, proven=False)

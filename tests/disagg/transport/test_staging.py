@@ -244,7 +244,7 @@ def test_spans_longer_than_the_inbox_fail_their_room_with_words(pair: Callable[.
 def test_who_only_takes_has_no_ring_and_sends_nothing() -> None:
     memory = Staged([torch.zeros(8, dtype=torch.uint8)], HostCopies(), Sizes(), sends=False, takes=True)
     assert memory.shared[0].nbytes == 0
-    with pytest.raises(EngineDead, match="only takes"):
+    with pytest.raises(EngineDead, match="only receives"):
         memory.put(Write(KEY, "a", 0, (), np.empty(0, np.uint64)))
     memory.close()
 

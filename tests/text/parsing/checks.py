@@ -19,8 +19,8 @@ _JSON_MARKUP = re.compile(
 )
 
 
-_TAG = re.compile(r"</?\s?[\w=.\-｜]{1,64}\s?/?>")
-"""A closing tag, also one that is misspelled."""
+_TAG = re.compile(r"</?\s?[\w=.\-｜]{1,64}\s?/?>|\"\s+>")
+"""A closing tag, also one that is misspelled, or the end of an opening tag with white space inside."""
 
 
 class Recorder(Tape):
@@ -98,9 +98,8 @@ def check_markup(declared: OutputFormat, markup: str) -> None:
     for mark in sorted([*declared.marks(), ' string="'], key=len, reverse=True):
         rest = rest.replace(mark, " ")
     if declared.channels is not None:
-        rest = re.sub(
-            r"\b(assistant|analysis|commentary|final|json|code|text)\b|to=functions\.|to=", " ", rest
-        )
+        rest = re.sub(r"\b(assistant|analysis|commentary|final|json|code|text)\b", " ", rest)
+        rest = re.sub(r"(\w?)to=(functions\.)?", r"\1", rest)  # one unknown word stays one
     left = _JSON_MARKUP.sub("", rest.replace("function", "").replace("true", "").replace("false", ""))
     used = declared.channels
     if used is not None and any(mark in markup for mark in (used.start, used.channel, used.message)):

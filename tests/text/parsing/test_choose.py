@@ -68,7 +68,7 @@ def test_wrong_flags_are_named() -> None:
         choose("herms", "auto", ModelHints())
     with pytest.raises(ConfigError, match="--reasoning-parser must be one of"):
         choose("auto", "hermes", ModelHints())
-    with pytest.raises(ConfigError, match="do not go together"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         choose("pythonic", "mistral", ModelHints())
 
 

@@ -64,6 +64,13 @@ def test_a_mutated_output_loses_nothing(name: str, seed: int) -> None:
     check_wrong(name, seed)
 
 
+@pytest.mark.parametrize(
+    ("name", "seed"), [("mistral_list", 14840), ("gpt_oss", 20148), ("deepseek_v32", 30728)]
+)
+def test_mutated_outputs_that_once_seemed_to_lose_something(name: str, seed: int) -> None:
+    check_wrong(name, seed)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("name", FAMILIES)
 def test_five_thousand_outputs_lose_nothing(name: str) -> None:

@@ -269,16 +269,16 @@ def test_no_trigger_is_a_prefix_of_another() -> None:
         for calling in (None, *CALLS.values()):
             if thinking is not THOUGHTS["mistral"] or calling is not CALLS["pythonic"]:
                 combined(thinking, calling)
-    with pytest.raises(ValueError, match="is how"):
+    with pytest.raises(ValueError, match="is a prefix of"):
         combined(THOUGHTS["mistral"], CALLS["pythonic"])
     head = ("<tool", BLANK, NAME)
-    with pytest.raises(ValueError, match="is how"):
+    with pytest.raises(ValueError, match="is a prefix of"):
         check_format(
             OutputFormat(name="x", calls=(*HERMES.calls, Call(head=head, arguments=JsonArguments())))
         )
-    with pytest.raises(ValueError, match="nothing"):
+    with pytest.raises(ValueError, match="is empty"):
         check_format(OutputFormat(name="x", calls=(Call(head=(NAME,), arguments=JsonArguments()),)))
-    with pytest.raises(ValueError, match="is how"):
+    with pytest.raises(ValueError, match="is a prefix of"):
         check_format(
             OutputFormat(name="x", thoughts=(Thought(open="<a", close="b"), Thought(open="<a", close="c")))
         )

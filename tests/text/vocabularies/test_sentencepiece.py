@@ -108,7 +108,7 @@ def test_the_files_beside_it_add_tokens(tmp_path: Path) -> None:
     assert tokenizer.is_special(size)
     assert tokenizer.encode("<tool>", add_special_tokens=False)[-1] == size + 3
     assert tokenizer.vocab_size == size + 4
-    with pytest.raises(ConfigError, match="token 1 is '<s>' there and '<b>' beside it"):
+    with pytest.raises(ConfigError, match="token 1 is '<s>' in the model and '<b>' in the files"):
         load(tmp_path / "y", sentencepiece_file(PIECES), added_tokens__json={"<b>": 1})
 
 
@@ -131,10 +131,10 @@ def test_a_model_without_a_space_before_finds_user_defined_spaces(tmp_path: Path
         (sentencepiece_file(PIECES, {}, {4: 1}), "remove_extra_whitespaces"),
         (sentencepiece_file(PIECES, {}, {5: 0}), "escape_whitespaces"),
         (sentencepiece_file([*PIECES, ("zz", 1.0, UNUSED)]), "unused pieces"),
-        (sentencepiece_file([*PIECES, ("aaa", 3.0, NORMAL), ("aa", 3.0, NORMAL)]), "one score"),
-        (b"IQ== 0\nIg== 1\n", "tiktoken's list of ranks"),
-        (b"\x0a\xff", "no SentencePiece model"),
-        (b"", "no SentencePiece model"),
+        (sentencepiece_file([*PIECES, ("aaa", 3.0, NORMAL), ("aa", 3.0, NORMAL)]), "equal scores"),
+        (b"IQ== 0\nIg== 1\n", "a tiktoken list of ranks"),
+        (b"\x0a\xff", "not a SentencePiece model"),
+        (b"", "not a SentencePiece model"),
     ],
 )
 def test_models_that_would_not_be_exact_are_refused_by_name(tmp_path: Path, file: bytes, why: str) -> None:
@@ -151,7 +151,7 @@ def test_runs_of_spaces_of_one_score_are_read_where_the_order_is_certain(
     runs = [("\u2581" * length, -1e9, NORMAL) for length in lengths]
     entries = [*(piece for piece in PIECES if piece[0].strip("\u2581") or len(piece[0]) < 2), *runs]
     if not read:
-        with pytest.raises(ConfigError, match="one score"):
+        with pytest.raises(ConfigError, match="equal scores"):
             load(tmp_path / "x", sentencepiece_file(entries))
         return
     tokenizer = load(tmp_path / "x", sentencepiece_file(entries))

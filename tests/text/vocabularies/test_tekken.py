@@ -96,7 +96,7 @@ def test_a_missing_chat_template_is_named(tmp_path: Path) -> None:
         (tekken_file(TOKENS, [*LISTED, *(str(n) for n in range(40))]), "special tokens must have the ranks"),
         (tekken_file(TOKENS, ["<unk>"]), "no token <s>"),
         (tekken_file(TOKENS, None, version="v13"), "must list its special tokens"),
-        (tekken_file(TOKENS, LISTED, pattern="("), "word pattern is not understood"),
+        (tekken_file(TOKENS, LISTED, pattern="("), "word pattern is not supported"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, file: bytes, why: str) -> None:
@@ -122,8 +122,8 @@ def converted(path: Path, pattern: str = TEKKEN, **added: int) -> bytes:
         (TEKKEN, {}, "tokenizer.json", None),
         (TEKKEN, {"im_start": 940}, "tokenizer.json", None),
         (KIMI, {}, "tekken.json", "word pattern"),
-        (KIMI, {"im_start": 940}, "tokenizer.json", "tokens of its own"),
-        (TEKKEN, {"[THINK]": 940}, "tekken.json", "ids of special tokens"),
+        (KIMI, {"im_start": 940}, "tokenizer.json", "different word patterns"),
+        (TEKKEN, {"[THINK]": 940}, "tekken.json", "the id of its special token"),
     ],
 )
 def test_a_wrong_tokenizer_json_beside_it_is_not_used(

@@ -160,8 +160,11 @@ def test_ids_decode_to_their_bytes_one_by_one(tokenizer: Tokenizer) -> None:
     [
         ({"auto_map": {"AutoTokenizer": ["tokenization_hy.HYTokenizer", None]}}, "HYTokenizer"),
         ({"auto_map": None, "tokenizer_class": None}, "word pattern"),
-        ({"added_tokens_decoder": {"5": {"content": "<|x|>"}}}, r"names the token 5"),
-        ({"added_tokens_decoder": {str(FIRST + 256): {"content": "<|x|>"}}}, r"special tokens have the ids"),
+        ({"added_tokens_decoder": {"5": {"content": "<|x|>"}}}, r"has the special token 5"),
+        (
+            {"added_tokens_decoder": {str(FIRST + 256): {"content": "<|x|>"}}},
+            r"the ids of special tokens are",
+        ),
         ({"added_tokens_decoder": {str(FIRST): {"content": "the"}}}, r"special token 'the' .* twice"),
     ],
 )
@@ -173,11 +176,11 @@ def test_other_tokenizers_are_refused_by_name(tmp_path: Path, config: dict[str, 
 @pytest.mark.parametrize(
     ("file", "why"),
     [
-        (b"IQ== 0\nIg==\n", "a line is not a token and its rank"),
+        (b"IQ== 0\nIg==\n", "a line does not have a token and a rank"),
         (b"I*== 0\n", "not base64"),
         (b"IQ== 0\nIg== 2\n", "ranks are not"),
         (b"IQ== 0\nIg== 1\n", "some bytes have no token"),
-        (tiktoken_file([*TOKENS, b"a"]), "two tokens are the same bytes"),
+        (tiktoken_file([*TOKENS, b"a"]), "two tokens have the same bytes"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, file: bytes, why: str) -> None:

@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     log.configure(setup.section.log_settings, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
     reader = RegistryReader(Path(setup.folder))
-    owner = RegistryOwner(reader, link.report, link.revive)
+    owner = RegistryOwner(reader, link.report, link.revive, link.keeps)
     from weft.front.server import serve
     from weft.front.siblings import Siblings
 

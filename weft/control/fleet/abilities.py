@@ -59,6 +59,5 @@ def too_old(submit: Submit) -> Unavailable:
     elif submit.grammar is None:
         what = "embeddings"
     return Unavailable(
-        f"no engine that takes requests now knows {what}: they run an older release of weft; upgrade their "
-        "hosts"
+        f"no available engine supports {what}: all engines run an older release of weft; upgrade their hosts"
     )

@@ -118,7 +118,7 @@ class Fleet:
     def _opened(self, event: e.Opened) -> None:
         self.open.open(event)
         if event.pinned is not None and not self.table.instances[event.pinned].alive:
-            self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
+            self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
 
     def _end_pinned(self, name: str, error: WeftError) -> None:
         for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
@@ -251,7 +251,7 @@ class Fleet:
         if said is None:
             return
         if said is not event and said.finish == "evicted" != event.finish:  # the instance would continue
-            log.error("engine %s left tokens out; they are computed again", instance.name)
+            log.error("engine %s skipped tokens: another attempt computes the tokens", instance.name)
             self._send(instance, m.Finish(sequence=sequence))
         self._tell(instance, entry, for_good(said))
 
@@ -341,7 +341,7 @@ class Fleet:
         for name in doubtful:
             entry.refuse(name)
         if entry.refuse(instance.name) > MOST_REFUSALS:
-            self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
+            self._end(sequence, Unavailable("the engines evicted the request too often; try again later"))
         else:
             self._leave(sequence)
             self._parked.add(sequence, self._now + wait_after(sum(entry.refused.values())))
@@ -351,7 +351,7 @@ class Fleet:
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the report about the end of the former process may come later, or never
-            self._lose(instance, EngineDead("another process took its place"), replace=False)
+            self._lose(instance, EngineDead("another process has replaced the engine"), replace=False)
         self.table.expect(instance, event.link, self._now, event.domain)
 
     def _located(self, event: e.Located) -> None:
@@ -377,7 +377,7 @@ class Fleet:
 
     def _unreachable(self, event: e.Unreachable) -> None:
         if (instance := self._linked_to(event)) is not None and instance.alive:
-            self.table.shun(instance, self._now, "it cannot be reached; the connection is tried again")
+            self.table.shun(instance, self._now, "the connection is broken; reconnecting")
 
     def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
         """Return the instance of ``event`` if the event comes from the present link; None for an old link."""

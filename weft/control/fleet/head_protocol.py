@@ -95,7 +95,7 @@ class HeadProtocol:
         if front not in self._fronts:
             self.bad_frames += 1
             if isinstance(message, m.Submit):  # the API server was dropped because it did not read
-                return self._reject(front, message, NotGreeted("say hello first"))
+                return self._reject(front, message, NotGreeted("Hello must be the first message"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)
         elif isinstance(message, m.Finish):
@@ -173,11 +173,13 @@ class HeadProtocol:
         version = m.common_version(hello.versions)
         if version is None:
             low, high = hello.versions
-            spoken = f"this head speaks versions {m.OLDEST} to {m.VERSION}, the front {low} to {high}"
+            spoken = f"this engine speaks versions {m.OLDEST} to {m.VERSION}, the API server {low} to {high}"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
         welcome = self._engine.welcome(self._incarnation)
         if welcome.role == "encode" and version < ENCODE_SINCE:
-            spoken = f"this head encodes images for others, which the front, of version {version}, cannot use"
+            spoken = (
+                f"this engine only encodes images; an API server of version {version} does not support this"
+            )
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
@@ -197,7 +199,7 @@ class HeadProtocol:
         try:
             # Sequence ids come from API servers, so two servers may clash.
             if owner is not None and owner.front != front:
-                raise Unavailable("another front uses the sequence's id")
+                raise Unavailable("another API server uses this sequence id")
             if owner is not None and submit.attempt <= owner.attempt:
                 self.bad_frames += 1  # a duplicate or a late message: an answer would end the running attempt
                 return []
@@ -228,7 +230,7 @@ class HeadProtocol:
         if self._pixels is not None:
             return self._pixels.take(submit)
         if any(item.shared is not None for item in submit.media):
-            raise ValueError("pixels by name")
+            raise ValueError("pixels by name are not supported here")
         return submit
 
     def _reject(self, front: bytes, submit: m.Submit, error: WeftError, finish: str = "error") -> Outgoing:

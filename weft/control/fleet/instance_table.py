@@ -225,7 +225,7 @@ class InstanceTable:
         version = m.common_version(welcome.versions)
         if version is None:
             low, high = welcome.versions
-            spoken = f"the engine speaks versions {low} to {high}, this front {m.OLDEST} to {m.VERSION}"
+            spoken = f"the engine speaks versions {low} to {high}, this API server {m.OLDEST} to {m.VERSION}"
             raise EngineDead(spoken)
         if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
             raise EngineDead("the engine was replaced")
@@ -258,7 +258,7 @@ class InstanceTable:
         self.complete = True
         self._changed(now)
         missing = [one.name for one in self.instances.values() if not one.alive]
-        log.warning("the server starts without %s, whose hosts are not there", ", ".join(missing))
+        log.warning("the server starts without %s: the hosts have not connected", ", ".join(missing))
         return True
 
     def prove(self, instance: Instance) -> None:
@@ -369,7 +369,7 @@ class InstanceTable:
             why = None if one.lonely else why_lonely(one, alive)
             if why is not None:
                 one.lonely = True
-                log.warning("engine %s is never paired: %s", one.name, why)
+                log.warning("engine %s has no partner: %s", one.name, why)
 
 
 def _of_role(instances: Iterable[Instance], role: m.Role) -> list[Instance]:

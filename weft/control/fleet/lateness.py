@@ -11,7 +11,7 @@ from weft.control.fleet.instance_table import InstanceTable, Patience
 log = get_logger(__name__)
 
 LATE = "the engine failed and did not come back in time; try again later"
-UNFIT = "the groups that take requests do not fit together; see the server's log"
+UNFIT = "the available groups do not fit together; see the server's log"
 NO_ROLE = "no group of the role "
 """First words of the error for missing roles."""
 
@@ -69,12 +69,12 @@ class Lateness:
 
     def _say_what_follows(self) -> None:
         if not self._table.local:
-            then = "requests wait until one comes back" if self._table.awaited else "requests are refused"
+            then = "requests wait for a pair" if self._table.awaited else "requests are rejected"
         elif self._table.blind:
-            then = "those that decode compute prompts without images, too; prompts with images wait"
+            then = "decode engines also prefill prompts without images; prompts with images wait"
         else:
-            then = "those that decode compute prompts, too"
-        log.warning("no pair of engines that prefill and decode takes requests: %s", then)
+            then = "decode engines also prefill"
+        log.warning("no pair of a prefill engine and a decode engine is available: %s", then)
 
     def _limits(self) -> tuple[tuple[_Limit, float], ...]:
         lacking, gone = self._table.lacking, self._table.gone

@@ -54,6 +54,11 @@ class OpenSequences:
         """Return the open and unpaused members of ``sequences``."""
         return [one for one in sequences if one in self.entries and one not in self.paused]
 
+    @property
+    def kept(self) -> int:
+        """Number of begun sequences at no instance. Each continues later from its tokens."""
+        return sum(self.entries[one].attempt >= 0 for one in [*self.paused, *self.parked])
+
     def pause(self, sequence: int) -> None:
         """Mark a sequence as paused. The caller has removed the sequence from all instances."""
         self.parked.discard(sequence)

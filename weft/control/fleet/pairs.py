@@ -76,10 +76,10 @@ def why_lonely(instance: Instance, others: Iterable[Instance]) -> str | None:
     # Different fingerprints are the last explanation: an engine without one was started without a role.
     for one in (instance, *opposite):
         if one.welcome is not None and not (one.welcome.rooms and one.welcome.fingerprint):
-            return f"{one.name} does not say how caches are moved; start it with --role"
+            return f"{one.name} has no KV transfers; start {one.name} with --role"
     names = ", ".join(one.name for one in opposite)
     return (
-        f"it differs from {names} in model, weights, dtype or cache layout; start both with the same "
+        f"model, weights, dtype or cache layout differ from {names}; start both with the same "
         "--model, --revision, --dtype, --quantization and --kv-cache-dtype"
     )
 

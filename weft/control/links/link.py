@@ -289,7 +289,9 @@ class Link:
         if isinstance(message, m.Welcome):
             self._by_name = message.probe is not None and reaches(message.probe)
         elif self._by_name and isinstance(message, m.Tokens) and any(map(_unreached, message.events)):
-            log.warning("%s cannot open images of this process: they are sent from now on", self.instance)
+            log.warning(
+                "%s cannot map shared image memory: images are sent as bytes from now on", self.instance
+            )
             self._by_name = False
         self._tell(message)
 
@@ -304,7 +306,7 @@ class Link:
                 self._broken_at = loop.time()
         if self._linked:  # queued messages were for the broken connection
             self._outbox.clear()
-            log.warning("the connection to engine %s is there again", self.instance)
+            log.warning("reconnected to engine %s", self.instance)
         self._linked, self._broken_at, self._unreachable = True, None, False
         self._heard = loop.time()
         self._report(e.Linked(self.instance, self.number))

@@ -220,7 +220,7 @@ class Links:
         # is enough.
         waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
-            raise Overloaded("too many requests wait for the engine")
+            raise Overloaded("too many requests wait for the engine; try again later")
         opened = e.Opened(tuple(submits), hashes or {})
         if self._placements is not None and trace is not None:
             for submit in opened.submits:
@@ -306,7 +306,7 @@ class Links:
                 while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            raise EngineDead("an engine does not say how it is") from None
+            raise EngineDead("an engine did not report its counters in time") from None
         return [one.stats for one in self.instances]
 
     def profile(self, seconds: float) -> int:
@@ -368,7 +368,7 @@ class Links:
         try:
             work()
         except Exception:
-            log.exception("the links to the engines go on after an error")
+            log.exception("error in a link to an engine; the links continue")
 
     def _carry_out(self, action: e.Action) -> None:
         match action:
@@ -412,7 +412,7 @@ class Links:
 
     def _follow_owner(self) -> None:
         """Compare the owner's processes with the fleet's instances and feed the differences to the fleet."""
-        present = self._owner.present()
+        present = self._owner.present(self._fleet.open.kept)
         for name, instance in self._fleet.table.instances.items():
             address = present.get(name)
             link = self._links.get(name)

@@ -12,9 +12,9 @@ from weft.control.links.link import Address
 class Owner(Protocol):
     """The owner of the instances' processes. See ``weft.control.processes``. No method blocks."""
 
-    def present(self) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         """Return for each instance the address of the current process, or an error if no process will be
-        started again. Polled.
+        started again. Polled. ``kept``: number of begun sequences of the API server that are at no instance.
         """
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:

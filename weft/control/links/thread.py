@@ -110,7 +110,7 @@ class LinksThread:
             if self._links is not None:
                 self._call(self._links.close())
         except (WeftError, TimeoutError) as error:
-            log.warning("while closing: %s", error)
+            log.warning("error while closing: %s", error)
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(CALL_S)
         self._loop.close()

@@ -25,7 +25,10 @@ class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """API server to supervisor, every ``ALIVE_S`` seconds: the event loop runs."""
+    """API server to supervisor, every ``ALIVE_S`` seconds and when ``kept`` changes: the event loop runs."""
+
+    kept: int = 0
+    """Number of begun sequences at no engine, for instance paused streams."""
 
 
 class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -111,6 +114,7 @@ class SupervisorLink:
         link.setblocking(False)
         self._link = link
         self._unsent: deque[bytes] = deque()
+        self._kept = 0
 
     def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
         """Register the callbacks for a drain and for a stop, and begin to send ``FrontAlive``.
@@ -135,11 +139,17 @@ class SupervisorLink:
                 stop()
 
         def live() -> None:
-            self._say(FrontAlive())
+            self._say(FrontAlive(self._kept))
             loop.call_later(ALIVE_S, live)
 
         loop.add_reader(self._link, read)
         live()
+
+    def keeps(self, kept: int) -> None:
+        """Report the number of begun sequences at no engine. A repeated number is not sent."""
+        if kept != self._kept:
+            self._kept = kept
+            self._say(FrontAlive(kept))
 
     def ready(self) -> None:
         """Report readiness for requests."""

@@ -81,12 +81,13 @@ class HeadOwner:
         self._draining = True
         self._rolling.end()
 
-    def present(self) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         """Return, by name, the address of the present process, or the error if the engine is retired.
 
         The caller polls this method. Each call also advances restarts and starts processes with a due time in
         the past.
         """
+        self._rolling.keeps("", kept)
         self._turn()
         present: dict[str, Address | WeftError] = {}
         for name, entry in self._table.entries.items():

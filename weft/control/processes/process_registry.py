@@ -107,19 +107,23 @@ class RegistryOwner:
         reader: RegistryReader,
         report: Callable[[str, int, WeftError], None],
         revive: Callable[[str], None] = lambda name: None,
+        keeps: Callable[[int], None] = lambda kept: None,
     ) -> None:
         """``report`` notifies the supervisor of a lost engine.
 
-        ``revive`` requests a restart of a retired group.
+        ``revive`` requests a restart of a retired group. ``keeps`` reports the number of begun sequences
+        at no engine.
         """
         self._reader = reader
+        self._keeps = keeps
         self._report, self._revive = report, revive
         self._keys: dict[str, CurveKeys] = {}
 
-    def present(self) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         """Return, by name, the address of each present engine, or the error that ended the engine for
         good.
         """
+        self._keeps(kept)
         return {record.name: self._of(record) for record in self._reader.read().of("head")}
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:

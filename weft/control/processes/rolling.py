@@ -31,6 +31,8 @@ log = get_logger(__name__)
 
 SETTLE_S = 1.0
 """Seconds for every API server to learn of a drain, and for requests already on the way to arrive."""
+ABSENT_S = 10.0
+"""Seconds without an answer until a requested restart reports for which process it waits."""
 QUIT_S = 15.0
 """Seconds for a process to end after the order to quit."""
 
@@ -82,6 +84,10 @@ class RollingRestart:
         """True from ``begin_switch`` until all processes got the order to quit."""
         self._switching = False
         """True while the unit is all processes and drains for a switch."""
+        self._kept: dict[str, int] = {}
+        """API server -> number of begun sequences at no engine."""
+        self._waits_since = math.inf
+        """Time of the first ``tick`` in which the requested restart waited for answers."""
 
     @property
     def active(self) -> bool:
@@ -102,7 +108,7 @@ class RollingRestart:
         """Begin to replace all processes, once all running processes answer. No effect during a restart."""
         if not self.active:
             log.info("a rolling restart was asked for")
-            self._asked, self._up = True, set()
+            self._asked, self._up, self._waits_since = True, set(), math.inf
 
     def begin_switch(self) -> None:
         """Request a switch, once all processes answer and are idle. No effect while a switch waits.
@@ -135,8 +141,17 @@ class RollingRestart:
         elif name in self._unit and self._table.running(name, incarnation) is not None:
             self._up.add(name)
 
+    def keeps(self, front: str, kept: int) -> None:
+        """Note that the API server ``front`` has ``kept`` begun sequences at no engine, for instance paused.
+
+        A switch waits for the end of these sequences: each continues later from tokens of the old operations.
+        """
+        self._kept[front] = kept
+
     def tick(self, now: float) -> list[Action]:
         """Return the actions that are due at ``now``. The caller polls several times per second."""
+        if self._asked:
+            self._report_absent(now)
         if self._asked and self._up >= set(running := self._running()):
             self._asked = False
             units: dict[str, dict[str, int]] = {}
@@ -176,6 +191,7 @@ class RollingRestart:
             if now < self._settled:
                 self._idle.clear()
             done = now >= self._settled and self._idle.items() >= present.items()
+            done = done and not (self._switching and any(self._kept.values()))
             if self._switching and not done and now >= self._deadline:
                 # Work arrived before the API servers knew of the drain, and outlasts the drain. Continue with
                 # the old operations: a longer drain would block all other requests.
@@ -191,10 +207,20 @@ class RollingRestart:
         """Drain all processes if all running processes are idle and none is waiting for a restart."""
         running = self._incarnations()
         waits = any(one.state is t.ProcessState.WAITING for one in self._table.entries.values())
-        if running and not waits and self._idle.items() >= running.items():
+        kept = any(self._kept.values())
+        if running and not waits and not kept and self._idle.items() >= running.items():
             self._switching = True
             self._left.append(running)
             self._next(now)
+
+    def _report_absent(self, now: float) -> None:
+        """Log once which processes a requested restart waits for."""
+        absent = sorted(self._running().keys() - self._up)
+        if self._waits_since == math.inf:
+            self._waits_since = now
+        elif absent and ABSENT_S <= now - self._waits_since < math.inf:
+            self._waits_since = -math.inf  # no second report
+            log.warning("the rolling restart waits for %s, which does not answer", " and ".join(absent))
 
     def _present(self) -> dict[str, int]:
         """Return name -> incarnation of the unit's old processes that still run."""

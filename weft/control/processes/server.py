@@ -164,7 +164,7 @@ class ClusterServer:
             if isinstance(message, channel.FrontReady):
                 self._on(s.FrontIsReady(name, incarnation))
             elif isinstance(message, channel.FrontAlive):
-                self._on(s.FrontIsAlive(name, incarnation))
+                self._on(s.FrontIsAlive(name, incarnation, message.kept))
             elif isinstance(message, channel.DrainAsked):
                 self._signals.append(signal.SIGTERM)
             elif isinstance(message, channel.GroupRevived):

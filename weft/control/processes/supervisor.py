@@ -78,6 +78,8 @@ class FrontIsAlive(NamedTuple):
 
     name: str
     incarnation: int
+    kept: int = 0
+    """Number of begun sequences at no engine."""
 
 
 class Signalled(NamedTuple):
@@ -222,6 +224,8 @@ class Supervisor:
 
     def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
         """Report the loss to the process table and return the resulting actions."""
+        if role == "front":  # the streams of a lost API server end with the API server
+            self.rolling.keeps(name, 0)
         return self._after([*self._table(role).lose(name, incarnation, error, self._now)])
 
     def _after(self, actions: list[Action]) -> list[Action]:
@@ -259,6 +263,7 @@ class Supervisor:
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is not None:
             entry.heard = self._now
+            self.rolling.keeps(event.name, event.kept)
         return []
 
     # -- the server

@@ -145,7 +145,7 @@ class Arrivals:
             case Tick():
                 self._ended.expire(now)
                 late = self._early.expire(now)
-                return [self._drop(write, "no receiver came for it in time") for _, write in late]
+                return [self._drop(write, "no receiver registered in time") for _, write in late]
 
     def next_due(self) -> float | None:
         both = (self._ended.next_due(), self._early.next_due())
@@ -156,10 +156,10 @@ class Arrivals:
         if room is not None:
             return self._take(room, write)
         if write.key in self._ended:
-            return [self._drop(write, "its room has ended")]
+            return [self._drop(write, "the transfer has ended")]
         if self._early.park(write.key, write, write.held_bytes, now):
             return []
-        return [self._drop(write, "too many bytes came before their rooms")]
+        return [self._drop(write, "too many bytes arrived before their transfers")]
 
     def _expected(self, key: RoomKey, coverage: Coverage, now: float) -> list[Action]:
         if key in self._rooms or key in self._ended:
@@ -178,7 +178,7 @@ class Arrivals:
         if (write.source, write.number) in room.taken:
             return [Answer(write, None)]
         if room.over:
-            return [self._drop(write, "its room has all that it needs, or has failed")]
+            return [self._drop(write, "the transfer is complete or has failed")]
         try:
             for region, spans in write.parts:
                 room.coverage.check(region, spans)
@@ -214,7 +214,7 @@ class Arrivals:
     def _stopped(self, key: RoomKey, now: float) -> list[Action]:
         self._rooms.pop(key, None)
         self._ended.add(key, None, now)
-        return [self._drop(write, "its room has ended") for write in self._early.flush(key)]
+        return [self._drop(write, "the transfer has ended") for write in self._early.flush(key)]
 
     def _drop(self, write: Incoming, why: str) -> Answer:
         self.dropped += 1

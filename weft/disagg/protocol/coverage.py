@@ -33,14 +33,14 @@ class Coverage:
         """
         expected = self._expected.get(region)
         if expected is None:
-            raise BadSpans(f"region {region} gets nothing in this room")
+            raise BadSpans(f"the transfer has no bytes for region {region}")
         offsets, lengths = spans[:, 0], spans[:, 1]
         if len(spans) and (lengths.min() < 1 or lengths.max() > self.nbytes or offsets.min() < 0):
-            raise BadSpans("a span of a length or an offset that cannot be")
+            raise BadSpans("a span has an invalid length or offset")
         # [n]: the last expected span that starts at or before each offset.
         at = np.searchsorted(expected[:, 0], offsets, side="right") - 1
         if (at < 0).any() or (offsets > expected[at].sum(axis=1) - lengths).any():
-            raise BadSpans(f"a span lies outside what this room has in region {region}")
+            raise BadSpans(f"a span lies outside the transfer in region {region}")
 
     def add(self, region: int, spans: np.ndarray) -> None:
         """Record checked ``spans`` as written, with correct digests."""
@@ -58,7 +58,7 @@ class Coverage:
             order = np.argsort(landed[:, 0], kind="stable")
             begins, ends = landed[order, 0], landed[order].sum(axis=1)
             if (begins[1:] < ends[:-1]).any() or ends.sum() - begins.sum() != expected[:, 1].sum():
-                raise BadSpans(f"bytes of region {region} came twice")
+                raise BadSpans(f"bytes of region {region} arrived twice")
         return True
 
 

@@ -110,7 +110,7 @@ def tensor_of(dims: TensorDims) -> Tensor:
     if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
         raise RoomMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
     if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
-        raise RoomMessageError(f"tensor {dims.name!r}: sizes that cannot be")
+        raise RoomMessageError(f"tensor {dims.name!r}: invalid sizes")
     # Tensors are contiguous: the stride of a dim is the product of all later sizes.
     strides, stride = dict[str, int](), item
     for name, size in reversed(dims.dims):
@@ -141,16 +141,22 @@ def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
     found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
     for kind, tensors in zip(dims.kinds, found, strict=True):
         if kind.block_size % kind.ratio:
-            raise RoomMessageError(f"a block of {kind.block_size} is no multiple of its ratio {kind.ratio}")
+            raise RoomMessageError(
+                f"the block size {kind.block_size} is not a multiple of the ratio {kind.ratio}"
+            )
         if kind.shards and kind.kind != "embedding":
-            raise RoomMessageError(f"ranks take all rows of kind {kind.kind}, and no shares of them")
+            raise RoomMessageError(f"each rank must have all rows of KV cache group {kind.kind}")
         for tensor in tensors:
             # A tensor holds one entry per `ratio` positions; a state holds one entry in all.
             entries = 1 if kind.kind == "state" else kind.block_size // kind.ratio
             if tensor.layers != len(kind.layers) or tensor.entries != entries:
-                raise RoomMessageError(f"a tensor of kind {kind.kind} has other layers or positions than it")
+                raise RoomMessageError(
+                    f"a tensor of KV cache group {kind.kind} has other layers or positions than the group"
+                )
             if tensor.heads and tensor.heads != heads_of(kind, tensor, 0, dims.ranks).size:
-                raise RoomMessageError(f"a tensor of kind {kind.kind} has not a rank's share of heads")
+                raise RoomMessageError(
+                    f"a tensor of KV cache group {kind.kind} does not have one rank's share of heads"
+                )
     return found
 
 
@@ -176,18 +182,18 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
     """Return the reason why caches of one group cannot move to the other group; None if the groups are
     compatible."""
     if len(one.kinds) != len(other.kinds):
-        return f"{len(one.kinds)} cache kinds here, {len(other.kinds)} there"
+        return f"{len(one.kinds)} KV cache groups here, {len(other.kinds)} there"
     for number, (a, b) in enumerate(zip(one.kinds, other.kinds, strict=True)):
         # Block sizes and numbers of ranks may differ: span plans cut at both sides' block ends.
         for field in ("kind", "layers", "window", "ratio", "kv_heads"):
             here, there = getattr(a, field), getattr(b, field)
             if here != there:
-                return f"cache kind {number}: {field} is {here} here and {there} there"
+                return f"KV cache group {number}: {field} is {here} here and {there} there"
         if [(t.name, t.dtype) for t in a.tensors] != [(t.name, t.dtype) for t in b.tensors]:
-            return f"cache kind {number}: other tensors or dtypes there"
+            return f"KV cache group {number}: other tensors or dtypes there"
         for mine, theirs in zip(a.tensors, b.tensors, strict=True):
             if _fixed(a, mine, one.ranks) != _fixed(b, theirs, other.ranks):
-                return f"cache kind {number}: tensor {mine.name!r} has other sizes there"
+                return f"KV cache group {number}: tensor {mine.name!r} has other sizes there"
     return None
 
 
@@ -204,7 +210,7 @@ def placed(
     is 0.
     """
     if len(blocks) != len(dims.kinds):
-        raise RoomMessageError(f"blocks of {len(blocks)} kinds, of {len(dims.kinds)} needed")
+        raise RoomMessageError(f"blocks of {len(blocks)} KV cache groups instead of {len(dims.kinds)}")
     places = []
     for kind, tensors, given in zip(dims.kinds, tensors_of(dims), blocks, strict=True):
         if len(given.ids) % 4:
@@ -212,16 +218,18 @@ def placed(
         ids = np.frombuffer(given.ids, "<i4").astype(np.int64)
         pool = min((tensor.blocks for tensor in tensors), default=0)
         if len(ids) and (ids.min() < 0 or ids.max() >= pool):
-            raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {pool}")
+            raise RoomMessageError(f"a block of KV cache group {kind.kind} is outside its pool of {pool}")
         if kind.kind == "state":
             # A state occupies exactly one place. A growing table may not have the place yet.
             if len(ids) > 1 or (not len(ids) and num_positions and not grows):
-                raise RoomMessageError("a state is in one place")
+                raise RoomMessageError("a state must have exactly one block")
         # Block 0 is the null block (evicted window blocks), so only 0 may repeat.
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
-            raise RoomMessageError(f"a block of kind {kind.kind} is named twice")
+            raise RoomMessageError(f"a block of KV cache group {kind.kind} is named twice")
         elif num_positions > max(start, (given.first + len(ids)) * kind.block_size):
-            raise RoomMessageError(f"blocks of kind {kind.kind} end before position {num_positions}")
+            raise RoomMessageError(
+                f"blocks of KV cache group {kind.kind} end before position {num_positions}"
+            )
         places.append(Place(given.first, ids))
     return tuple(places)
 
@@ -236,7 +244,7 @@ def joined(place: Place, more: Place) -> Place:
         return place
     at = more.first - place.first
     if not 0 <= at <= len(place.ids):
-        raise RoomMessageError(f"a block table of {len(place.ids)} entries goes on at number {at}")
+        raise RoomMessageError(f"a block table of {len(place.ids)} entries continues at entry {at}")
     rest = place.ids[at + len(more.ids) :]
     return Place(place.first, np.concatenate([place.ids[:at], more.ids, rest]))
 

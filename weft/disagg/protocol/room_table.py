@@ -261,7 +261,9 @@ class Rooms:
                 error = DeadlineExceeded("a transfer between groups took too long")
                 actions += self._fail(room, error.info(), now)
             elif room.bind_by is not None and room.bind_by <= now:
-                actions += self._fail(room, Unavailable("a transfer was not taken in time").info(), now)
+                actions += self._fail(
+                    room, Unavailable("no receiver accepted the transfer in time").info(), now
+                )
             elif room.say is not None and room.say_at <= now:
                 actions += self._say(room, room.say, now)
         self._ended.expire(now)
@@ -308,7 +310,7 @@ class Rooms:
 
     def _all_there(self, room: Room, now: float) -> list[ev.Action]:
         """Fail a newly bound transfer if a local rank is gone: the rank's part would never move."""
-        lost = Unavailable("a process that would have a part in the transfer was lost")
+        lost = Unavailable("a process of the transfer was lost")
         return self._fail(room, lost.info(), now) if self._gone else []
 
     def _rank_gone(self, rank: int, now: float) -> list[ev.Action]:
@@ -316,7 +318,7 @@ class Rooms:
         self._gone.add(rank)
         for room in list(self._rooms.values()):
             if room.was_bound and room.state is not State.failing:
-                lost = Unavailable("a process that had a part in the transfer was lost")
+                lost = Unavailable("a process of the transfer was lost")
                 actions += self._fail(room, lost.info(), now)
             # `_fail` may have ended the transfer.
             if room.key in self._rooms:
@@ -340,7 +342,7 @@ class Rooms:
         if room is None:
             return []
         room.peer_is_quiet()
-        return self._fail(room, Unavailable("the other end of the transfer has ended it").info(), now)
+        return self._fail(room, Unavailable("the other end has ended the transfer").info(), now)
 
     def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[ev.Action]:
         room = self._rooms.get(fence.key)

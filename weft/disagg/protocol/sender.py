@@ -39,7 +39,7 @@ class SendingRooms(Rooms):
         """Return the actions for ``event``, in order of execution."""
         match event:
             case ev.Open(key) if self._incarnation not in (None, key.incarnation):
-                error = TransferRefused("the transfer was meant for another start of this process").info()
+                error = TransferRefused("the transfer was addressed to another process of this engine").info()
                 return self._reject(event, error, now)
             case ev.Offer(message, num_cached):
                 return self._offer(message, num_cached, now)
@@ -109,9 +109,9 @@ def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
     if why is not None:
         raise TransferRefused(f"the caches of the two groups differ: {why}")
     if bound.start > offer.num_prompt:
-        raise TransferRefused("the receiver has more of the prompt than there is")
+        raise TransferRefused("the receiver claims more positions than the prompt has")
     if len(bound.endpoints) != bound.dims.ranks:
-        raise TransferRefused(f"{len(bound.endpoints)} endpoints of {bound.dims.ranks} ranks")
+        raise TransferRefused(f"{len(bound.endpoints)} endpoints for {bound.dims.ranks} ranks")
     placed(bound.blocks, bound.dims, bound.start, offer.num_prompt)
 
 

@@ -236,10 +236,10 @@ def _blocks(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
     or the null block."""
     at = numbers - place.first
     if len(at) and (at.min() < 0 or at.max() >= len(place.ids)):
-        raise RoomMessageError(f"the block table of kind {kind.kind} lacks positions that are sent")
+        raise RoomMessageError(f"the block table of KV cache group {kind.kind} lacks positions that are sent")
     ids: np.ndarray = place.ids[at]
     if len(ids) and ids.min() < 1:
-        raise RoomMessageError(f"positions that are sent of kind {kind.kind} lie in the null block")
+        raise RoomMessageError(f"positions to send of KV cache group {kind.kind} lie in the null block")
     return ids
 
 

@@ -174,7 +174,7 @@ class Connection:
                     fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                     self.fds += fds
             if flags & socket.MSG_CTRUNC or len(self.fds) > MOST_FDS:
-                raise f.BadFrame("a peer sent more descriptors than it may")
+                raise f.BadFrame("a peer sent too many file descriptors")
         self._in += data
         return len(data)
 
@@ -203,7 +203,7 @@ class Connection:
             # Check the sizes before any memory is allocated for the frame.
             f.check_sizes(body, payload)
             if not self.proven and (body > UNPROVEN_BODY or payload):
-                raise f.BadFrame("a peer sent more than a hand-shake before it was over")
+                raise f.BadFrame("a peer sent data before the end of the handshake")
             del self._in[: f.HEADER.size]
             self._header = body, payload, mac
         body, payload, mac = self._header

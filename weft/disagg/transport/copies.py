@@ -184,7 +184,7 @@ class CudaCopies:
         """Return the device memory for a copy of ``size`` bytes. Raises EngineDead for more than ``most``
         bytes."""
         if size > self._most:
-            raise EngineDead(f"a copy of {size} bytes between groups; at most {self._most} were said")
+            raise EngineDead(f"a copy of {size} bytes between groups; the limit is {self._most}")
         return self._through
 
     def _rows(self, region: Tensor, spans: np.ndarray, at: int) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ class CudaCopies:
         # A blocking wait would hold the thread without a time-out.
         while not event.query():
             if time.monotonic() > until:
-                raise EngineDead("a GPU did not end a copy between groups in time")
+                raise EngineDead("a GPU did not finish a copy between groups in time")
             time.sleep(_POLL_S)
 
 

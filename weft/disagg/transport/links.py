@@ -70,12 +70,12 @@ def check_hello(hello: f.Hello, transport: str, incarnation: int, meant: PeerRan
         raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {transport}")
     if meant is None:
         if hello.wanted != incarnation:
-            raise f.BadFrame("a peer means another start of this rank")
+            raise f.BadFrame("a peer addresses another process of this rank")
         return
     if hello.incarnation != meant.endpoint.incarnation:
-        raise f.BadFrame("another start of a rank answers")
+        raise f.BadFrame("another process of a rank answers")
     if hello.rank != meant.rank:
-        raise f.BadFrame(f"rank {hello.rank} answers where rank {meant.rank} is meant to be")
+        raise f.BadFrame(f"rank {hello.rank} answers instead of rank {meant.rank}")
 
 
 def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:

@@ -192,7 +192,7 @@ class Staged:
 
     def put(self, write: Write) -> Write | None:
         if not self._sends:
-            raise EngineDead("a rank that only takes caches is to send some")
+            raise EngineDead("a rank that only receives cannot send")
         self._outbox.put(write)
         return None
 
@@ -270,7 +270,7 @@ class Staged:
     def _into(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         size = int(spans[:, 2].sum())
         if size > self._inbox.nbytes:
-            raise EngineDead(f"{size} bytes of a cache came at once; {self._inbox.nbytes} can be taken in")
+            raise EngineDead(f"{size} bytes of KV cache in one write; the limit is {self._inbox.nbytes}")
         # The inbox is full: wait for the copies to the caches, then start at its beginning.
         if self._filled + size > self._inbox.nbytes:
             self.settle()

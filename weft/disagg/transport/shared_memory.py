@@ -49,9 +49,9 @@ def map_read_only(fd: int, nbytes: int) -> torch.Tensor:
     try:
         sealed = is_sealed(fd, size)
     except OSError as error:
-        raise EngineDead("a peer shows something that is no shared memory") from error
+        raise EngineDead("a peer passed a descriptor that is not shared memory") from error
     if not sealed:
-        raise EngineDead("a peer shows memory whose size or content it could change behind our back")
+        raise EngineDead("a peer passed shared memory that the peer can still change")
     pages = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
     import warnings
 

@@ -82,7 +82,7 @@ class ShmTransport(SocketTransport):
             fds, link.connection.fds = link.connection.fds, []
             try:
                 if len(fds) != len(hello.regions):
-                    raise f.BadFrame("not one descriptor a region")
+                    raise f.BadFrame("the number of descriptors differs from the number of regions")
                 pairs = zip(fds, hello.regions, strict=True)
                 link.regions = tuple(map_read_only(fd, size) for fd, size in pairs)
             finally:
@@ -94,7 +94,7 @@ class ShmTransport(SocketTransport):
         memory = list[torch.Tensor]()
         for part, spans in parts:
             if part.source >= len(link.regions):
-                raise f.BadFrame("a write names a region that its sender has not shown")
+                raise f.BadFrame("a write names a region that its sender has not passed")
             memory.append(link.regions[part.source])
             check_inside(spans[:, 0], spans[:, 2], memory[-1].numel())
         return Source(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0), 0)

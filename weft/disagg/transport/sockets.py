@@ -120,7 +120,7 @@ class SocketTransport:
 
     def _proven(self, link: Link) -> None:
         """Handle a ``Proof`` of the peer. Raises BadFrame if the transport has no proofs."""
-        raise f.BadFrame("a proof came that nobody asked for")
+        raise f.BadFrame("a peer sent a proof without a request")
 
     def _payload(self, write: Write) -> list[memoryview]:
         return []
@@ -325,7 +325,10 @@ class SocketTransport:
         name = f"accepted#{self._accepted}"
         host = str(address[0]) if isinstance(address, tuple) else ""
         if (oldest := self._newcomers.add(host, name)) is not None:
-            self._lost(self._links[oldest], Unavailable("it said nothing, and made room for another one"))
+            self._lost(
+                self._links[oldest],
+                Unavailable("closed without a handshake, to make room for another connection"),
+            )
         link = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
         self._links[name] = link
         self._selector.register(sock, selectors.EVENT_READ, link)
@@ -392,7 +395,7 @@ class SocketTransport:
         now = time.monotonic()
         for link in list(self._links.values()):
             if link.until is not None and link.until <= now:
-                self._lost(link, Unavailable("a peer did not say who it is in time"))
+                self._lost(link, Unavailable("a peer did not identify itself in time"))
 
     def _patience(self) -> float:
         due = [link.until for link in self._links.values() if link.until is not None]
@@ -422,7 +425,7 @@ class SocketTransport:
                     # Late answer after `cancel`: free the slot, but report nothing.
                     self._memory.ended(link.name, key, number)
             case _:
-                raise f.BadFrame(f"a {type(got.frame).__name__} came out of turn")
+                raise f.BadFrame(f"a {type(got.frame).__name__} arrived out of order")
 
     def _check_hello(self, link: Link, hello: f.Hello) -> None:
         check_hello(hello, self.name, self.incarnation, self._peers[link.name] if link.writer else None)
@@ -451,7 +454,7 @@ class SocketTransport:
         for part, each in parts:
             # Numbers from a peer are not trusted: check each target before the event leaves this class.
             if part.target >= len(self._memory.regions):
-                raise f.BadFrame("a write names a region that there is not")
+                raise f.BadFrame("a write names an unknown region")
             check_inside(each[:, 1], each[:, 2], self._memory.regions[part.target].numel())
         digests = f.digests_of(frame, spans)
         source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)

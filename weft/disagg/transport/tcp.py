@@ -61,7 +61,7 @@ class TcpTransport(SocketTransport):
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         if len(hello.nonce) != NONCE_BYTES:
-            raise f.BadFrame("a peer says hello without a nonce")
+            raise f.BadFrame("a peer sent a hello without a nonce")
         if link.writer:
             writer, receiver = keys(self._secret, link.nonce, hello.nonce)
             link.connection.out_key, link.connection.in_key = writer, receiver
@@ -90,7 +90,7 @@ class TcpTransport(SocketTransport):
         lengths = np.concatenate([spans[:, 2] for _, spans in parts]) if parts else np.empty(0, np.int64)
         size = 0 if got.payload is None else got.payload.numel()
         if int(lengths.sum()) != size:
-            raise f.BadFrame("a write's payload is not as long as its spans")
+            raise f.BadFrame("the payload of a write differs in length from its spans")
         if got.payload is None:
             return Source((), (), np.empty(0), 0)
         begins, done, moved = np.cumsum(lengths) - lengths, 0, list[tuple[int, np.ndarray]]()

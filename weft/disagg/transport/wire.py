@@ -108,7 +108,7 @@ def pack(frame: Frame, number: int, key: bytes, payload: int = 0) -> bytes:
 def unpack(body: bytes | bytearray | memoryview, mac: bytes, number: int, key: bytes, payload: int) -> Frame:
     """Return the frame of ``body``. Raises BadFrame for a wrong MAC or an invalid body."""
     if not hmac.compare_digest(mac, _mac(key, number, len(body), payload, body)):
-        raise BadFrame("a frame that was not made with this connection's key, or was changed on its way")
+        raise BadFrame("a frame was made with another key, or was changed in transit")
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, ValueError, UnicodeDecodeError) as error:
@@ -131,7 +131,7 @@ def spans_of(part: Spans) -> np.ndarray:
 def digests_of(frame: WriteFrame, spans: int) -> np.ndarray:
     """Return uint64 [spans]. Raises BadFrame for a wrong size."""
     if len(frame.digests) != 8 * spans:
-        raise BadFrame("not one digest a span")
+        raise BadFrame("the number of digests differs from the number of spans")
     return np.frombuffer(frame.digests, "<u8")
 
 

@@ -161,7 +161,7 @@ class RankTransfer:
         if not self._started:
             self.turn(0.0)
         if not carried_out.wait(_END_S) and self._thread.is_alive():
-            raise EngineDead("the thread that moves caches between groups does not stop")
+            raise EngineDead("the KV transfer thread does not stop")
 
     def close(self) -> None:
         """End the thread, which closes the transport. Raises EngineDead after a time-out."""
@@ -169,7 +169,7 @@ class RankTransfer:
         if self._thread.is_alive():
             self._thread.join(_END_S)
             if self._thread.is_alive():
-                raise EngineDead("the thread that moves caches between groups does not end")
+                raise EngineDead("the KV transfer thread does not end")
 
     def _put(self, command: _Command) -> None:
         self._commands.put(command)
@@ -182,7 +182,7 @@ class RankTransfer:
             while not self._done:
                 self.turn(_IDLE_S)
         except Exception as error:
-            log.exception("the transfers of rank %d have failed, and it takes part in no more", self._rank)
+            log.exception("the KV transfers of rank %d have failed, and are disabled", self._rank)
             self.failure = error
             self._fail_all(_info(error))
         finally:
@@ -289,7 +289,9 @@ class RankTransfer:
         # The sender plans with `bound.dims`, so both must agree on shares of rows.
         if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
             what = "shares of rows" if any(kind.shards for kind in bound.dims.kinds) else "whole rows"
-            raise RoomMessageError(f"a transfer of {what} came to a rank that does not take these")
+            raise RoomMessageError(
+                f"a transfer of {what} was sent to a rank that does not receive such transfers"
+            )
         here = Side(self.dims, placed(bound.blocks, self.dims, bound.start, offer.num_prompt))
         expected = arriving(here, self._rank, offer.dims, bound.start, offer.num_prompt)
         self._arrive(a.Expected(offer.key, Coverage(expected)))
@@ -336,9 +338,7 @@ class RankTransfer:
         try:
             return self._transport.take(write)
         except Exception as error:
-            log.exception(
-                "a write of transfer %d/%d could not be taken in", write.key.room, write.key.attempt
-            )
+            log.exception("receiving a write of transfer %d/%d failed", write.key.room, write.key.attempt)
             return _info(error)
 
     def _report(self, key: RoomKey, outcome: Outcome, error: ErrorInfo | None) -> None:

@@ -131,7 +131,7 @@ class GroupRooms:
         again.
         """
         if self._own.failure is not None:
-            raise EngineDead("the head's thread that moves caches between groups has failed")
+            raise EngineDead("the engine's KV transfer thread has failed")
         said: list[RankWord] = []
         for word in self._reports.take():
             said.append(_of_head(word))

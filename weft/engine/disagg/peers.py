@@ -103,7 +103,7 @@ class PeerWatch:
             return
         self._known[peer] = process
         if process.host != self._host:
-            log.info("the end of a head on another host is told by fronts, not seen: %s", peer.name)
+            log.info("engine %s is on another host: API servers will report its end", peer.name)
             return
         # Open the pidfd before comparing start times: from then on a reuse of the pid cannot go unnoticed.
         try:

@@ -168,7 +168,7 @@ class ZmqRooms:
                 self._keys.guard_rank(socket)
             socket.connect(address)
         except zmq.ZMQError as error:
-            log.warning("no connection to the head of another group can be made: %s", error.strerror)
+            log.warning("cannot connect to the engine of another group: %s", error.strerror)
             if socket is not None:
                 socket.close(0)
             return None

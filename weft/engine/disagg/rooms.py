@@ -227,7 +227,7 @@ class HeadRooms:
     def lose(self) -> None:
         """Fail all transfers after the loss of ranks. The caller must call ``asked`` afterwards."""
         self._whole = False
-        lost = Unavailable("processes of a group that had a part in the transfer were lost").info()
+        lost = Unavailable("a process of the transfer was lost").info()
         for key in list(self._records):
             self._on(ev.Cancel(key, lost))
 
@@ -250,7 +250,7 @@ class HeadRooms:
         """Send a cancellation of every transfer to the peer and close the channel. The transfers of the ranks
         end with the processes.
         """
-        ends = Unavailable("the head of a group that had a part in the transfer ends").info()
+        ends = Unavailable("an engine of the transfer is shutting down").info()
         for key in list(self._records):
             self._on(ev.Cancel(key, ends))
         for action in self._actions:
@@ -308,17 +308,19 @@ class HeadRooms:
         try:
             message = r.decode(arrived.body)
             if isinstance(message, r.Admitted) and len(message.hashes) % HASH_BYTES:
-                raise r.RoomMessageError("hashes of a prompt are not whole")
+                raise r.RoomMessageError("the hashes of a prompt are truncated")
         except r.RoomMessageError as error:
             self.bad += 1
-            self._strangers.say("dropped a message of another head: %s (%s)", error.message, peer.name)
+            self._strangers.say(
+                "dropped an invalid message of another engine: %s (%s)", error.message, peer.name
+            )
             return
         try:
             self._on(ev.Heard(peer, message))
         except Exception:  # an invalid message must end only the message's own transfer
-            log.exception("a message of %s could not be taken in", peer.name)
+            log.exception("processing a message of %s failed", peer.name)
             self.bad += 1
-            bad = r.RoomMessageError("the other end of the transfer said what cannot be right")
+            bad = r.RoomMessageError("the other end of the transfer sent an invalid message")
             self._on(ev.Cancel(message.key, bad.info()))
 
     def _rank_said(self, word: RankWord) -> None:
@@ -344,7 +346,7 @@ class HeadRooms:
                 del self._stops[key]
 
     def _peer_ended(self, peer: Peer) -> None:
-        log.info("a head at the other end of transfers has ended: %s", peer.name)
+        log.info("the engine at the other end of transfers has ended: %s", peer.name)
         self._lost.add(peer)
         self._channel.drop(peer)
         self._on(ev.PeerLost(peer))
@@ -374,9 +376,7 @@ class HeadRooms:
                 del self._unmet[key]
             elif now >= until:
                 del self._unmet[key]
-                self._on(
-                    ev.Cancel(key, Unavailable("the other end of the transfer was never heard of").info())
-                )
+                self._on(ev.Cancel(key, Unavailable("the other end of the transfer never answered").info()))
             else:
                 self._channel.send(record.peer, b"", asks=True)
 
@@ -412,7 +412,7 @@ class HeadRooms:
         return False.
         """
         if not self._whole:
-            self._on(ev.Cancel(key, Unavailable("the group is being formed anew").info()))
+            self._on(ev.Cancel(key, Unavailable("the group is recovering").info()))
             return False
         record = self._records.get(key)
         if record is None or record.failed:
@@ -442,7 +442,7 @@ class HeadRooms:
             self._on(ev.PeerLost(peer))
         else:
             log.warning(
-                "the other end of transfer %d/%d does not answer: %s; blocks wait until it does, or ends",
+                "no answer from the other end of transfer %d/%d: %s; blocks stay pinned until it answers",
                 key.room,
                 key.attempt,
                 peer.name,

@@ -160,7 +160,7 @@ class Spares:
         while (spare := self._take()) is not None:
             if spare.become(command):
                 return spare.process
-            log.warning("a spare process has ended, or stands still: another one is started")
+            log.warning("a spare process has ended or hangs: starting another process")
             spare.end()
         return start_process(command)
 

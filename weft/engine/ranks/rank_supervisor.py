@@ -127,4 +127,4 @@ class RankSupervisor:
                     replica.look()
                 # An error concerns one replica: the engine process gets no answer and ends by time-out.
                 except Exception:
-                    log.exception("the ranks of replica %d", replica.number)
+                    log.exception("error in the rank supervisor of replica %d", replica.number)

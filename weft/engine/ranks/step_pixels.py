@@ -53,7 +53,10 @@ class StepPixels:
             and self._by_name
         ):
             self._by_name = False
-            log.warning("ranks get the pixels of images in frames from now on: %s", frame.error.message)
+            log.warning(
+                "ranks cannot map shared image memory; pixels are sent as bytes from now on: %s",
+                frame.error.message,
+            )
         return frame
 
     def settled(self, step: int) -> None:

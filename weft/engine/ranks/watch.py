@@ -101,7 +101,7 @@ class HeadWatch(_Thread):
             if isinstance(heartbeat, RankHeartbeat):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
-            strangers.say("dropped a frame beside the heartbeats: %s", error.message)
+            strangers.say("dropped an invalid frame on the heartbeat channel: %s", error.message)
         except EngineDead:  # the rank is gone, and the silence will be noticed
             pass
         return True
@@ -147,7 +147,7 @@ class RankWatch(_Thread):
         try:
             heartbeat = decode_to_rank(data)
         except FrameError as error:
-            strangers.say("dropped a frame beside the heartbeats: %s", error.message)
+            strangers.say("dropped an invalid frame on the heartbeat channel: %s", error.message)
             return True
         if not isinstance(heartbeat, RankHeartbeat):
             return True

@@ -171,7 +171,7 @@ class Worker:
         if isinstance(frame, f.Shutdown):
             self.stopped = True
         elif isinstance(frame, f.Refused):
-            raise GivenUp(f"this rank was refused: {frame.error.message}")
+            raise GivenUp(f"this rank was rejected: {frame.error.message}")
         elif isinstance(frame, f.Abort):
             # Ignore a late Abort of an earlier epoch.
             if frame.epoch >= self.epoch:
@@ -198,7 +198,7 @@ class Worker:
             if transfer is None or reports is None:
                 continue
             if transfer.failure is not None:
-                raise GivenUp("the thread of this rank that moves caches between groups has failed")
+                raise GivenUp("this rank's KV transfer thread has failed")
             told = reports.take()
             some |= bool(told)
             for frame in rooms.said(told):
@@ -212,7 +212,9 @@ class Worker:
         """
         has = blocks_of(self._runner.kv)
         if len(frame.blocks) != len(has) or any(a > b for a, b in zip(frame.blocks, has, strict=True)):
-            raise GivenUp(f"the head's caches have {list(frame.blocks)} blocks, this rank's {list(has)}")
+            raise GivenUp(
+                f"the engine's KV cache has {list(frame.blocks)} blocks, this rank's has {list(has)}"
+            )
 
     def _form(self, frame: f.Form) -> None:
         self._leave()
@@ -236,15 +238,15 @@ class Worker:
             return
         # Every check below finds a lost, repeated or reordered frame, or a difference of slot tables.
         if self._unsampled is not None:
-            raise EngineDead(f"step {frame.step} came where the masks of step {frame.step - 1} were due")
+            raise EngineDead(f"received step {frame.step} instead of the masks of step {frame.step - 1}")
         if self._next is not None and frame.step != self._next:
-            raise EngineDead(f"step {frame.step} came where step {self._next} was due")
+            raise EngineDead(f"received step {frame.step} instead of step {self._next}")
         if frame.plan.step != frame.step:
             raise EngineDead(f"the frame of step {frame.step} holds the plan of step {frame.plan.step}")
         digest = self._digest.take(frame.plan)
         if digest != frame.digest:
             raise EngineDead(
-                f"the slot tables differ at step {frame.step}: digest {frame.digest:016x} at the head, "
+                f"the slot tables differ at step {frame.step}: digest {frame.digest:016x} at the engine, "
                 f"{digest:016x} here"
             )
         self._next = frame.step + 1
@@ -262,7 +264,7 @@ class Worker:
             return
         handle = self._unsampled
         if handle is None or handle.plan.step != frame.step:
-            raise EngineDead(f"masks of step {frame.step} came, which awaits none")
+            raise EngineDead(f"received masks of step {frame.step}, which needs none")
         self._unsampled = None
         self._runner.sample(handle, frame.masks)
 

@@ -34,7 +34,7 @@ class WorkerRooms:
     def take(self, frame: f.RoomToRank, transfer: Transfer | None) -> None:
         """Execute ``frame``. Raises EngineDead if the rank has no transfers."""
         if transfer is None:
-            raise EngineDead("a transfer between groups came to a rank that takes part in none")
+            raise EngineDead("a KV transfer was sent to a rank without KV transfers")
         if isinstance(frame, f.StopRoom):
             self._named.discard(frame.key)
             self._stopping.add(frame.key)

@@ -134,7 +134,7 @@ def _load(path: Path, name: str) -> list[tuple[int, Any]]:
         return []
     if not isinstance(loaded, list):
         raise ConfigError(
-            f"{name} must be a list of entries, e.g. - text: hello (or, called *.jsonl, one a line)",
+            f"{name} must be a list of entries, e.g. - text: hello (a *.jsonl file has one entry per line)",
             param="--scripted",
         )
     # The values are loaded already. Parse again for the line number of each entry.
@@ -179,12 +179,12 @@ class _Maker:
         try:
             regex = None if match.regex is None else re.compile(match.regex, re.DOTALL)
         except re.error as error:
-            raise self._wrong(f"match.regex is no regular expression ({error})") from None
+            raise self._wrong(f"match.regex is not a valid regular expression ({error})") from None
         if data.repeat is False:
             raise self._wrong("repeat must be a number of at least 1, or true for any number")
         # A choice without text takes no text from the entry, so text beside choices would have no effect.
         if data.choices is not None and (data.text is not None or data.token_ids is not None):
-            raise self._wrong("text or token_ids beside choices: write them in each choice")
+            raise self._wrong("with choices, text or token_ids belong in each choice")
         return Entry(
             contains=tuple(contains),
             regex=regex,

@@ -142,11 +142,11 @@ class ScriptedEngine:
         kv = self._config.kv
         tokens, num_prompt = check_submit(submit, self._vocab_size, kv.max_model_len)
         if submit.sequence in self._live:
-            raise InvalidRequest("a sequence of this id is live", param="sequence")
+            raise InvalidRequest("a sequence with this id is running", param="sequence")
         _check_playable(submit)
         section = self._config.scheduler
         if len(self._live) >= section.max_num_seqs + section.max_queued_requests:
-            raise Overloaded(f"{len(self._live)} sequences are played already; try again later")
+            raise Overloaded(f"{len(self._live)} sequences are running already; try again later")
         emitted = tuple(tokens[num_prompt:])
         if submit.salt == READINESS_SALT:
             output, cached = _PROBE, 0
@@ -157,9 +157,7 @@ class ScriptedEngine:
         # such tokens.
         ids = self._with_end(output, submit)
         if ids[: len(emitted)] != emitted:
-            raise InvalidRequest(
-                "what was emitted elsewhere is not what the script plays", param="emitted_ids"
-            )
+            raise InvalidRequest("the tokens emitted so far differ from the script", param="emitted_ids")
         self._read_tokens += num_prompt
         self._live[submit.sequence] = _Playing(
             submit=submit,

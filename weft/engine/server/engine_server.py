@@ -142,7 +142,7 @@ class EngineServer:
             message = decode_parts(body, attached)
         except (ValueError, msgspec.DecodeError) as error:
             self._protocol.bad_frames += 1
-            self._strangers.say("dropped a frame that is not a message (%s)", type(error).__name__)
+            self._strangers.say("dropped an invalid frame (%s)", type(error).__name__)
             return
         if isinstance(message, m.Profile):
             self._profiler.ask(message.seconds)
@@ -156,7 +156,7 @@ class EngineServer:
             try:
                 self._socket.send_multipart([front, m.encode(message)], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                log.warning("a front is gone or does not read (%s): its sequences end", error.strerror)
+                log.warning("an API server is gone or does not read (%s): its sequences end", error.strerror)
                 self._protocol.forget(front)
 
     def _heartbeat(self, at_once: bool) -> None:

@@ -32,7 +32,7 @@ class Profiler:
         Without a folder, log a warning and do nothing.
         """
         if self._folder is None:
-            log.warning("a profile was asked for, and there is no folder for it (--profile-dir)")
+            log.warning("profile request ignored: --profile-dir is not set")
             return
         self._until = time.monotonic() + seconds
         if self._profile is None and seconds > 0:
@@ -76,4 +76,4 @@ class Profiler:
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=activities, experimental_config=config)
         self._profile.__enter__()
-        log.info("a profile begins")
+        log.info("profile started")

@@ -47,8 +47,8 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
     if transfer.role != "unified" or transfer.prefill or transfer.encode:
         flag = "role" if transfer.role != "unified" else "prefill" if transfer.prefill else "encode"
         raise ConfigError(
-            f"--{flag}: groups that prefill, decode or encode are started by `weft serve` or `weft up`; "
-            "leave it out",
+            f"--{flag}: only `weft serve` and `weft up` start groups that prefill, decode or encode; "
+            f"leave --{flag} out",
             param=f"--{flag}",
         )
     return EngineCore(config) if config.parallel.data_parallel_size == 1 else Replicas((config,))

@@ -126,7 +126,7 @@ class AccessControl:
         if not self._admin_keys:
             raise Forbidden("this route needs an admin key; start the server with --admin-key")
         if b"origin" in headers:
-            raise Forbidden("this route is not for browsers")
+            raise Forbidden("this route refuses requests from browsers (requests with an Origin header)")
         if self._admin_keys.find(*given) is None:
             raise Unauthorized("the admin key is missing or wrong; send it as Authorization: Bearer KEY")
 
@@ -145,6 +145,6 @@ class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
 
     def __init__(self, what: str, wait: float, headers: list[tuple[bytes, bytes]]) -> None:
-        super().__init__(f"this key's {what} a minute are used up; try again in {duration(wait)}")
+        super().__init__(f"this key has used all its {what} per minute; try again in {duration(wait)}")
         self.wait = wait
         self.headers = headers

@@ -104,7 +104,7 @@ class Upload:
 
     def hold(self, count: int) -> None:
         """Count ``count`` bytes added by the server to a complete body. Raises Overloaded."""
-        assert self._timeout is None, "a body that is being read refers to nothing yet"
+        assert self._timeout is None, "hold() is for complete bodies only"
         self._take(count)
 
     def _take(self, count: int) -> None:
@@ -116,7 +116,7 @@ class Upload:
         while self._share.used > self._share.most:
             stalled = next(iter(self._share.reading), self)
             if stalled is self:
-                raise Overloaded("the server has no memory left for this request's body; try again later")
+                raise Overloaded("the server has no free memory for this request's body; try again later")
             stalled._end()
 
     def _move(self, share: _Share) -> None:
@@ -147,7 +147,7 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
     if kind != "application/json":
         raise UnsupportedMedia("the content type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMedia("the body must not be compressed")
+        raise UnsupportedMedia("the body must not be compressed; leave out the header content-encoding")
     limit = upload.limit
     too_large = TooLarge(f"the body must have at most {limit} bytes")
     length = request.headers.get("content-length", "0")
@@ -176,9 +176,11 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
         if not upload.ended:
             raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:
-        raise Cancelled("the client went away") from None
+        raise Cancelled("the client closed the connection") from None
     if upload.ended:  # possibly ended just as the last bytes arrived
-        raise RequestTimeout("the body came so slowly that others needed its memory")
+        raise RequestTimeout(
+            "the body arrived too slowly, and other requests needed the memory; try again later"
+        )
     return body
 
 

@@ -41,8 +41,8 @@ class Hosts:
         if name and (name in self._names or _is_local(name)):
             return
         raise Forbidden(
-            "this server answers no requests to this host name: ask it by localhost, or start it with "
-            "--allowed-hosts and the name",
+            "this server does not accept this host name in the header Host: use localhost, or add the name "
+            "to --allowed-hosts",
             code="host_not_allowed",
         )
 

@@ -94,7 +94,7 @@ class EventStream(Response):
                     async with asyncio.timeout_at(self._deadline):
                         await self._send(events, send)
                 except TimeoutError:
-                    log.warning("a client did not read its stream in time")
+                    log.warning("a client did not read its stream in time: connection closed")
 
     async def _send(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -159,7 +159,7 @@ async def within(deadline: float) -> AsyncIterator[None]:
 
 def late() -> DeadlineExceeded:
     """Return the error for a request past its deadline."""
-    return DeadlineExceeded("the request took longer than this server allows")
+    return DeadlineExceeded("the request took longer than --request-timeout allows")
 
 
 @contextlib.asynccontextmanager
@@ -170,7 +170,7 @@ async def watched(receive: Receive, flow: Flow) -> AsyncIterator[None]:
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        flow.fail(Cancelled("the client went away"))
+        flow.fail(Cancelled("the client closed the connection"))
 
     task = asyncio.create_task(watch())
     try:

@@ -57,7 +57,7 @@ def _shape(front: Front, generation: Generation) -> AnswerShape:
 @functools.lru_cache(maxsize=1)
 def _log_once(front: Front) -> None:
     log.info(
-        "lines that begin with x-anthropic-billing-header: are left out of the prompts of /v1/messages, "
-        "because they differ at each call, and prompts would share no prefix; --keep-attribution-lines keeps "
-        "them"
+        "/v1/messages drops prompt lines that begin with x-anthropic-billing-header:, because these lines "
+        "change with each request and would prevent prefix cache hits; --keep-attribution-lines keeps the "
+        "lines"
     )

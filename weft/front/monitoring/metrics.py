@@ -35,173 +35,208 @@ _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 
 _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
-    "kv_cache_usage_perc": ("Used share of the fullest cache pool, 0 to 1.", lambda s: s.kv_usage),
+    "kv_cache_usage_perc": ("Used fraction of the fullest KV cache pool, 0 to 1.", lambda s: s.kv_usage),
     "free_slots": ("Slots without a sequence.", lambda s: s.free_slots),
     "image_embedding_bytes": (
-        "Bytes of the embeddings of images that a rank keeps.",
+        "Bytes of image embeddings cached by one rank.",
         lambda s: s.embedding_bytes,
     ),
     "image_embedding_host_bytes": (
-        "Bytes of those that it keeps in the second tier, in host memory.",
+        "Bytes of image embeddings cached by one rank in host memory, the second tier.",
         lambda s: s.embedding_host_bytes,
     ),
 }
 #: Counters, since the start of the engine process.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
-    "prompt_tokens": ("Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
+    "prompt_tokens": ("Prompt tokens, computed or found in the prefix cache.", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
     "num_preemptions": (
-        "Sequences whose cache was given to another, to be recomputed.",
+        "Preemptions: a running sequence lost its slot and cache blocks, and is recomputed.",
         lambda s: s.preemptions,
     ),
     "engine_steps": ("Forward passes.", lambda s: s.steps),
-    "engine_prefill_rows": ("Rows of prompts in forward passes.", lambda s: s.prefill_rows),
-    "engine_prefill_tokens": ("Tokens of those rows.", lambda s: s.prefill_tokens),
-    "engine_decode_rows": ("Rows of running sequences in forward passes.", lambda s: s.decode_rows),
+    "engine_prefill_rows": ("Prefill rows in forward passes.", lambda s: s.prefill_rows),
+    "engine_prefill_tokens": ("Tokens of prefill rows in forward passes.", lambda s: s.prefill_tokens),
+    "engine_decode_rows": ("Decode rows in forward passes.", lambda s: s.decode_rows),
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
-    "spec_decode_num_draft_tokens": ("Drafts verified.", lambda s: sum(s.drafts)),
-    "spec_decode_num_accepted_tokens": ("Drafts that became tokens.", lambda s: sum(s.drafts_accepted)),
+    "spec_decode_num_draft_tokens": ("Draft tokens verified.", lambda s: sum(s.drafts)),
+    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", lambda s: sum(s.drafts_accepted)),
     "engine_idle_steps": (
-        "Forward passes without rows, beside other replicas of the domain.",
+        "Forward passes without rows, run because other replicas of the expert-parallel group had rows.",
         lambda s: s.idle_steps,
     ),
-    "images_encoded": ("Images of prompts that went through the vision tower.", lambda s: s.images_encoded),
-    "image_cache_hits": ("Images of prompts whose embedding was there already.", lambda s: s.image_hits),
+    "images_encoded": ("Images encoded by the vision tower.", lambda s: s.images_encoded),
+    "image_cache_hits": ("Images whose embedding was found in the cache.", lambda s: s.image_hits),
     "image_encode_seconds": (
-        "Seconds in which the head's rank encoded images; on a GPU, in which it launched that.",
+        "Seconds that rank 0 spent on encoding images; on a GPU, on launching the encoding.",
         lambda s: s.encode_seconds,
     ),
-    "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
+    "row_errors": ("Sequences that failed because of NaN or infinite logits.", lambda s: s.row_errors),
     "grammar_constrained_steps": (
-        "Forward passes in which a grammar said what some row may sample.",
+        "Forward passes in which a grammar constrained at least one row.",
         lambda s: s.constrained_steps,
     ),
     "grammar_mask_seconds": (
-        "Seconds in which their masks were made, mostly while the device computed.",
+        "Seconds spent on computing grammar masks, mostly while the device computed.",
         lambda s: s.mask_seconds,
     ),
     "grammar_compiled": (
-        "Grammars compiled, or found compiled, for a sequence.",
+        "Grammars compiled, or found in the cache of compiled grammars.",
         lambda s: s.grammars_compiled,
     ),
-    "grammar_errors": ("Sequences that their grammar ended with an error.", lambda s: s.grammar_errors),
-    "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
-    "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
+    "grammar_errors": ("Sequences that failed because of a grammar error.", lambda s: s.grammar_errors),
+    "group_recoveries": ("Recoveries of the group after the loss of a rank.", lambda s: s.recoveries),
+    "num_requeued": (
+        "Sequences that were requeued by a recovery of the group, and recomputed.",
+        lambda s: s.requeued,
+    ),
     "overlapped_steps": ("Steps computed in two micro-batches.", lambda s: s.overlapped_steps),
     "communication_seconds": (
-        "Seconds in which collectives of the head's rank were under way.",
+        "Seconds in which collectives of rank 0 were running.",
         lambda s: s.communication_seconds,
     ),
     "communication_hidden_seconds": (
-        "Of those, seconds under compute.",
+        "Seconds of communication that overlapped with compute.",
         lambda s: s.communication_hidden_seconds,
     ),
-    "head_bad_frames": ("Frames that the head dropped.", lambda s: s.bad_frames),
+    "head_bad_frames": ("Invalid frames dropped by the engine process.", lambda s: s.bad_frames),
 }
 
 
 #: Counters per position of a draft after the token verified with the draft, from 0.
 _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
-    "spec_decode_num_draft_tokens_per_pos": ("Drafts verified, by place.", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens_per_pos": (
+        "Draft tokens verified, by position in the draft.",
+        lambda s: s.drafts,
+    ),
     "spec_decode_num_accepted_tokens_per_pos": (
-        "Drafts that became tokens, by place.",
+        "Draft tokens accepted, by position in the draft.",
         lambda s: s.drafts_accepted,
     ),
 }
 
 #: Gauges of engine processes with a role; below, the same for counters.
 _TRANSFER_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "transfers_awaiting": ("Sequences whose prompt is still to be computed elsewhere.", lambda s: s.awaiting),
-    "transfers_fetching": ("Sequences whose cache is coming.", lambda s: s.fetching),
-    "transfers_open": ("Transfers that have not ended.", lambda s: s.rooms),
-    "transfers_blocks_on_hold": ("Cache blocks that a transfer may still touch.", lambda s: s.blocks_on_hold),
+    "transfers_awaiting": (
+        "Sequences that wait for another group to compute the prompt.",
+        lambda s: s.awaiting,
+    ),
+    "transfers_fetching": ("Sequences that are receiving KV cache blocks.", lambda s: s.fetching),
+    "transfers_open": ("Open KV cache transfers.", lambda s: s.rooms),
+    "transfers_blocks_on_hold": ("KV cache blocks pinned by a transfer.", lambda s: s.blocks_on_hold),
 }
 _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "transfers_done": ("Transfers of a sequence's cache that were done.", lambda s: s.done),
-    "transfers_failed": ("Transfers that failed.", lambda s: s.failed),
-    "transfers_corrupt": ("Of those, by a wrong digest.", lambda s: s.corrupt),
-    "transfers_sent_bytes": ("Bytes of caches sent.", lambda s: s.sent_bytes),
-    "transfers_received_bytes": ("Bytes of caches received.", lambda s: s.received_bytes),
-    "transfers_seconds": ("From the first byte to the last, of those done.", lambda s: s.seconds),
-    "transfers_evictions": ("Sequences given back, to be prefilled again.", lambda s: s.evictions),
+    "transfers_done": ("KV cache transfers that succeeded.", lambda s: s.done),
+    "transfers_failed": ("KV cache transfers that failed.", lambda s: s.failed),
+    "transfers_corrupt": ("KV cache transfers that failed because of a wrong digest.", lambda s: s.corrupt),
+    "transfers_sent_bytes": ("Bytes of KV cache sent.", lambda s: s.sent_bytes),
+    "transfers_received_bytes": ("Bytes of KV cache received.", lambda s: s.received_bytes),
+    "transfers_seconds": (
+        "Seconds from the first byte to the last, summed over successful transfers.",
+        lambda s: s.seconds,
+    ),
+    "transfers_evictions": (
+        "Sequences returned to the API server, to be prefilled again.",
+        lambda s: s.evictions,
+    ),
 }
 #: Histograms of all engine processes: name -> (help, bounds, value).
 _STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[HeadStats], Measures]]] = {
     "request_queue_time_seconds": (
-        "From a sequence's arrival at the head until a step gave it a slot.",
+        "Seconds from the arrival of a sequence at the engine until the sequence got a slot.",
         SECONDS,
         lambda s: s.queue_times,
     ),
     "request_prefill_time_seconds": (
-        "From then until its first token.",
+        "Seconds from the slot to the first token of a sequence.",
         SECONDS,
         lambda s: s.prefill_times,
     ),
 }
 #: Histograms of engine processes with a role: name -> (help, bounds, value).
 _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
-    "transfer_seconds": ("From a transfer's first byte to its last.", SECONDS, lambda s: s.took),
+    "transfer_seconds": (
+        "Seconds from the first byte of a KV cache transfer to the last.",
+        SECONDS,
+        lambda s: s.took,
+    ),
     "transfer_exposed_seconds": (
-        "At the sender: from the first token until the receiver had all.",
+        "Seconds at the sender from the first token until the receiver had the whole KV cache.",
         SECONDS,
         lambda s: s.exposed,
     ),
-    "transfer_size_bytes": ("Bytes of a transfer.", BYTES, lambda s: s.sizes),
+    "transfer_size_bytes": ("Bytes of a KV cache transfer.", BYTES, lambda s: s.sizes),
 }
 
 #: Engine processes with transfers of image embeddings: gauges, counters and histograms.
 _EMBEDDING_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "embedding_transfers_awaiting": ("Sequences whose images are still to come.", lambda s: s.awaiting),
-    "embedding_transfers_open": ("Transfers of embeddings that have not ended.", lambda s: s.rooms),
+    "embedding_transfers_awaiting": (
+        "Sequences that wait for image embeddings of another group.",
+        lambda s: s.awaiting,
+    ),
+    "embedding_transfers_open": ("Open transfers of image embeddings.", lambda s: s.rooms),
 }
 _EMBEDDINGS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
-    "embedding_transfers_done": ("Transfers of an image's embedding that were done.", lambda s: s.done),
-    "embedding_transfers_failed": ("Those that failed.", lambda s: s.failed),
-    "embedding_transfers_corrupt": ("Of those, by a wrong digest.", lambda s: s.corrupt),
-    "embedding_transfers_sent_bytes": ("Bytes of embeddings sent.", lambda s: s.sent_bytes),
-    "embedding_transfers_received_bytes": ("Bytes of embeddings received.", lambda s: s.received_bytes),
+    "embedding_transfers_done": ("Transfers of image embeddings that succeeded.", lambda s: s.done),
+    "embedding_transfers_failed": ("Transfers of image embeddings that failed.", lambda s: s.failed),
+    "embedding_transfers_corrupt": (
+        "Transfers of image embeddings that failed because of a wrong digest.",
+        lambda s: s.corrupt,
+    ),
+    "embedding_transfers_sent_bytes": ("Bytes of image embeddings sent.", lambda s: s.sent_bytes),
+    "embedding_transfers_received_bytes": ("Bytes of image embeddings received.", lambda s: s.received_bytes),
     "embedding_transfers_evictions": (
-        "Sequences given back, for their images to be encoded again.",
+        "Sequences returned to the API server, because their images must be encoded again.",
         lambda s: s.evictions,
     ),
 }
 _EMBEDDING_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
-    "embedding_transfer_seconds": ("From its first byte to its last.", SECONDS, lambda s: s.took),
-    "embedding_transfer_size_bytes": ("Bytes of the transfer of an embedding.", BYTES, lambda s: s.sizes),
+    "embedding_transfer_seconds": (
+        "Seconds from the first byte of an image embedding transfer to the last.",
+        SECONDS,
+        lambda s: s.took,
+    ),
+    "embedding_transfer_size_bytes": ("Bytes of an image embedding transfer.", BYTES, lambda s: s.sizes),
 }
 
-_UP = "1 while the head is alive."
+_UP = "1 while the engine process is alive, else 0."
 _HEAD = ("head", "role")
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 #: Of the links to all engine processes. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
-    "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
-    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.fleet.late_events),
-    "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
+    "front_bad_frames": ("Invalid frames from engines, dropped by the API server.", lambda c: c.bad_frames),
+    "front_late_events": (
+        "Token events that arrived after the end of their sequence.",
+        lambda c: c.fleet.late_events,
+    ),
+    "engine_restarts": ("Restarts of engine processes after a failure.", lambda c: c.restarts),
     "streams_paused": (
-        "Times that a stream gave its slots back, as its client did not read.",
+        "Pauses of a stream: its sequences lost their slots because the client did not read.",
         lambda c: c.pauses,
     ),
-    "front_failovers": ("Sequences that went on after the death of their head.", lambda c: c.failovers),
-    "front_pairs": ("Sequences sent to a head that prefills and one that decodes.", lambda c: c.paired),
+    "front_failovers": (
+        "Sequences that continued on another engine after the loss of their engine.",
+        lambda c: c.failovers,
+    ),
+    "front_pairs": ("Sequences sent to a pair of a prefill engine and a decode engine.", lambda c: c.paired),
     "front_local_prefills": (
-        "Sequences prefilled by a head whose role is to decode, as none that prefills was up.",
+        "Sequences prefilled by a decode engine, because no prefill engine was up.",
         lambda c: c.local_prefills,
     ),
 }
-_ENCODES = "Images sent to heads that encode them for others, with the first attempt of a sequence or again."
+_ENCODES = "Images sent to encode engines, by the attempt of the sequence: first or again."
 _DECISIONS = (
-    "Choices of a head among several by what they have cached: all had told that (exact), some (degraded), "
-    "or none (fallback)."
+    "Routing decisions between several engines, by how many of the engines had reported their prefix cache: "
+    "all (exact), some (degraded) or none (fallback)."
 )
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
-    "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
+    "front_sequences": ("Open sequences of the API server.", lambda c: c.open_sequences),
     "engines_without_partner": (
-        "Heads that live and only prefill, decode or encode, and none that lives works with them.",
+        "Live engines with a role (prefill, decode, encode) that have no live partner.",
         lambda c: c.fleet.table.unpaired,
     ),
 }
@@ -257,7 +292,7 @@ class _HeadCollector(_LinkCollector):
             measured = [(who, of_head(its)) for who, (_, its) in zip(roles, stats, strict=True)]
             yield self._histogram(name, text, bounds, measured)
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
-        yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
+        yield self._gauge("free_blocks", "Free KV cache blocks, by KV cache group.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
             places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
             yield self._counter(name, text, places, "head", "position")
@@ -294,30 +329,30 @@ class _HeadCollector(_LinkCollector):
 
 #: (name, help, buckets) of histograms measured by the API server.
 _HISTOGRAMS = (
-    ("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT),
+    ("time_to_first_token_seconds", "Seconds from the arrival of a request to its first token.", _TTFT),
     (
         "inter_token_latency_seconds",
-        "Between two tokens of one sequence, as they arrive from the head.",
+        "Seconds between two tokens of one sequence, as received from the engine.",
         _ITL,
     ),
-    ("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E),
+    ("e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", _E2E),
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of a request, over all choices.", _TOKENS),
     ("request_max_num_generation_tokens", "Generated tokens of a request's longest choice.", _TOKENS),
-    ("request_decode_time_seconds", "From a request's first token to its last.", _E2E),
+    ("request_decode_time_seconds", "Seconds from the first token of a request to its last.", _E2E),
     (
         "request_time_per_output_token_seconds",
-        "Mean time between the tokens of a request's longest choice.",
+        "Mean seconds between the tokens of a request's longest choice.",
         _ITL,
     ),
-    ("request_params_n", "Choices that a request asks for.", _CHOICES),
-    ("request_params_max_tokens", "Output tokens that a request allows for a choice.", _TOKENS),
+    ("request_params_n", "Parameter n of a request.", _CHOICES),
+    ("request_params_max_tokens", "Maximum output tokens per choice of a request.", _TOKENS),
 )
 _EVENTS = (
-    ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
+    ("request_success", "Choices that ended without an error.", ("model_name", "finished_reason")),
     ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
     ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
-    ("prefix_cache_misses", "Prompts, by why the cached prefix ended.", ("model_name", "reason")),
+    ("prefix_cache_misses", "Prompts, by the reason why the cached prefix ended.", ("model_name", "reason")),
 )
 
 

@@ -99,7 +99,7 @@ class RequestTimes:
     def close(self) -> None:
         """End the record of the request. No effect after ``done`` and ``failed``."""
         if self._trace is not None:
-            self._trace.end("the request was given up")
+            self._trace.end("the request was abandoned")
         self._log("given_up")
 
     def _log(self, *end: str) -> None:

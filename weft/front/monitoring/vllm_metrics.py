@@ -66,15 +66,15 @@ class _Derived(Collector):
         labels = ["model_name", "engine"]
         model = self._config.served_names[0]
         cached = CounterMetricFamily(
-            "vllm:prompt_tokens_cached", "Prompt tokens found in a cache.", labels=labels
+            "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", labels=labels
         )
         sources = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens, by where they came from.",
+            "Prompt tokens, by source: computed, or found in the prefix cache.",
             labels=[*labels, "source"],
         )
         drafts = CounterMetricFamily(
-            "vllm:spec_decode_num_drafts", "Sequences' steps that verified drafts.", labels=labels
+            "vllm:spec_decode_num_drafts", "Drafts verified: one per sequence and step.", labels=labels
         )
         for name, stats in self._engines:
             hits = min(stats.prefix_hits, stats.prompt_tokens)

@@ -42,7 +42,7 @@ class EmbeddingShape:
         if size > (most := front.section.max_response_bytes):
             raise InvalidRequest(
                 f"the answer would have about {size} bytes; this server's limit is {most} "
-                "(--max-response-bytes): send fewer inputs a request, or ask for base64",
+                "(--max-response-bytes): send fewer inputs per request, or set encoding_format to base64",
                 param="input",
                 code="response_too_large",
             )

@@ -161,11 +161,11 @@ function chart(id, names, label, show, floor) {
 }
 
 function draw() {
-  chart("tokens", ["output", "prompts"], "Tokens a second, output and prompts", number, 1);
-  chart("rows", ["decodeRows", "prefillRows"], "Rows a step, decode and prefill", number, 1);
+  chart("tokens", ["output", "prompts"], "Tokens per second, output and prompts", number, 1);
+  chart("rows", ["decodeRows", "prefillRows"], "Rows per step, decode and prefill", number, 1);
   chart("queue", ["running", "waiting"], "Sequences, running and waiting", number, 1);
-  chart("ttft", ["ttft50", "ttft99"], "Time to first token, median and 99%", milliseconds, 0.001);
-  chart("itl", ["itl50", "itl99"], "Time between tokens, median and 99%", milliseconds, 0.001);
+  chart("ttft", ["ttft50", "ttft99"], "Time to first token, median and p99", milliseconds, 0.001);
+  chart("itl", ["itl50", "itl99"], "Time between tokens, median and p99", milliseconds, 0.001);
   chart("kv", ["kv"], "KV pool used", percent, 1);
 }
 
@@ -211,7 +211,7 @@ async function describe() {
     ["name", models.map((one) => one.id).join(", ")],
     ["context", models[0].max_model_len.toLocaleString("en") + " tokens"],
     ["address", location.origin + base + "/v1"],
-    ...(models[0].about ? [["can do", models[0].about]] : []),
+    ...(models[0].about ? [["about", models[0].about]] : []),
   ];
   for (const [name, value] of facts) card.append(make("dt", name), make("dd", value));
   if (models[0].example) $("question").placeholder = models[0].example;
@@ -235,8 +235,8 @@ async function poll() {
   try {
     const answer = await api("/metrics", { cache: "no-store" });
     $("key-form").hidden = answer.status !== 401;
-    if (answer.status === 401) return show(key ? "the key is wrong" : "an API key is needed", false);
-    if (!answer.ok) return show("the server answers " + answer.status, false);
+    if (answer.status === 401) return show(key ? "the key is wrong" : "the server needs an API key", false);
+    if (!answer.ok) return show("the server answered with status " + answer.status, false);
     const at = performance.now() / 1000;
     const metrics = parseMetrics(await answer.text());
     const point = measure(at, metrics);
@@ -354,7 +354,7 @@ const CALCULATOR = {
 function calculate(text) {
   // + - * / and parentheses; throws for anything else.
   const tokens = text.match(/\d+(?:\.\d+)?|[-+*/()]/g) || [];
-  if (tokens.join("") !== text.replace(/\s+/g, "")) throw new Error("this is no arithmetic");
+  if (tokens.join("") !== text.replace(/\s+/g, "")) throw new Error("not an arithmetic expression");
   let at = 0;
   const factor = () => {
     const token = tokens[at++];
@@ -378,7 +378,7 @@ function calculate(text) {
     return value;
   };
   const result = sum();
-  if (at < tokens.length) throw new Error("this is no arithmetic");
+  if (at < tokens.length) throw new Error("not an arithmetic expression");
   return String(result);
 }
 
@@ -395,7 +395,7 @@ function render(body, reply) {
   if (reply.reasoning) {
     const details = make("details", null, { class: "thought" });
     details.open = !reply.content;
-    details.append(make("summary", "Thought"), ...markdown(reply.reasoning));
+    details.append(make("summary", "Reasoning"), ...markdown(reply.reasoning));
     parts.push(details);
   }
   parts.push(...markdown(reply.content));
@@ -460,7 +460,7 @@ async function receive(reply, body, talk) {
     if (chunk.error) throw new Error(chunk.error.message);
     for (const choice of chunk.choices) {
       take(reply, choice.delta);
-      if (choice.finish_reason === "length") reply.note = "It was cut off: raise the number of output tokens.";
+      if (choice.finish_reason === "length") reply.note = "The answer was cut off: raise the maximum of output tokens.";
     }
     if (!due) {
       due = true;
@@ -491,7 +491,7 @@ async function reply(talk) {
   for (const call of made.calls) {
     let result;
     try {
-      if (call.function.name !== "calculator") throw new Error("there is no tool of this name");
+      if (call.function.name !== "calculator") throw new Error("no tool has this name");
       result = calculate(JSON.parse(call.function.arguments).expression);
     } catch (error) {
       result = "error: " + error.message;
@@ -525,9 +525,9 @@ async function attach(files) {
   complain("");
   if (!model) await describe();
   for (const file of files) {
-    if (!seesImages) return complain(`${model || "This model"} takes no images.`);
-    if (!file.type.startsWith("image/")) return complain(`${file.name} is no image.`);
-    if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} has more than 4 MiB.`);
+    if (!seesImages) return complain(`${model || "This model"} does not accept images.`);
+    if (!file.type.startsWith("image/")) return complain(`${file.name} is not an image.`);
+    if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} is larger than 4 MiB.`);
     images.push(await new Promise((resolve, reject) => {
       const reader = new FileReader();
       reader.onload = () => resolve(reader.result);

@@ -73,7 +73,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
             between("max_completion_tokens", self.max_completion_tokens, 1, 1 << 31)
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest(
-                    "max_tokens and max_completion_tokens differ; send one", param="max_tokens"
+                    "max_tokens and max_completion_tokens are different; send only one of the two",
+                    param="max_tokens",
                 )
         check_metadata(self.metadata)
 
@@ -89,7 +90,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         for name in ("messages", "tools", "chat_template_kwargs", *_FOR_TEMPLATE):
             if getattr(self, name):
                 raise InvalidRequest(
-                    f"{name} has no place in a prompt of token ids; send prompt_token_ids or {name}",
+                    f"{name} has no effect with prompt_token_ids; send either prompt_token_ids or {name}",
                     param="prompt_token_ids",
                 )
 

@@ -45,13 +45,14 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
             between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None and self.echo:
             raise InvalidRequest(
-                "echo with logprobs gives those of the prompt; drop prompt_logprobs", param="prompt_logprobs"
+                "prompt_logprobs cannot be combined with echo; leave prompt_logprobs out and set logprobs",
+                param="prompt_logprobs",
             )
         prompts = self.prompts()
         if self.n is not None:
             between("n", self.n, 1, MAX_N)
         if len(prompts) * (self.n or 1) > MAX_SEQUENCES:
-            raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}", param="n")
+            raise InvalidRequest(f"the number of prompts times n must be at most {MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return every prompt, as text or as token ids. Raises InvalidRequest."""
@@ -82,7 +83,7 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
 def _prompt_text(text: Any) -> str:
     if not isinstance(text, str) or not text:
         raise InvalidRequest(
-            "prompt must be a text that is not empty, token ids, or a list of either", param="prompt"
+            "prompt must be a non-empty string, a list of token ids, or a list of either", param="prompt"
         )
     return text
 
@@ -91,6 +92,6 @@ def _prompt_ids(ids: Any) -> list[int]:
     """Return the token ids of one prompt. The vocabulary is checked at submission. Raises InvalidRequest."""
     if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
         raise InvalidRequest(
-            "prompt must hold token ids: integers from 0 to the vocabulary's size", param="prompt"
+            "prompt must hold token ids: integers from 0 to the vocabulary size minus 1", param="prompt"
         )
     return ids

@@ -30,8 +30,8 @@ def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str,
         found[name] = effort != "none"
     if not found and effort != "medium" and (thinks or effort != "none"):
         raise InvalidRequest(
-            "this model's chat template has no variable for reasoning_effort: only medium, what the model "
-            "does by itself, can be asked for",
+            "this model's chat template has no setting for reasoning_effort; leave reasoning_effort out, or "
+            "set it to medium (the model's default)",
             param="reasoning_effort",
         )
     return found
@@ -49,7 +49,7 @@ def switch_variables(on: bool, source: str, thinks: bool = True) -> dict[str, An
     if _mentions(source, "reasoning_effort") and _quotes(source, "none"):
         return {"reasoning_effort": "none"}
     raise InvalidRequest(
-        "this model's chat template has no variable for enable_thinking: it cannot be switched off",
+        "this model's chat template has no setting to switch reasoning off; leave enable_thinking out",
         param="enable_thinking",
     )
 

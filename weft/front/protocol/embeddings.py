@@ -68,5 +68,5 @@ def _one(item: Any) -> str | list[int]:
     if isinstance(item, list) and item and all(type(i) is int and 0 <= i < 1 << 31 for i in item):
         return item
     raise InvalidRequest(
-        "input must be a text that is not empty, token ids, or a list of either", param="input"
+        "input must be a non-empty string, a list of token ids, or a list of either", param="input"
     )

@@ -115,7 +115,10 @@ def constraint_of(asked: Constrained) -> Constraint | None:
     if not asking:
         return None
     if len(asking) > 1:
-        raise InvalidRequest(f"{asking[0]} and {asking[1]} each ask for a form; send one", param=asking[0])
+        raise InvalidRequest(
+            f"{asking[0]} and {asking[1]} both set an output format; send only one of the two",
+            param=asking[0],
+        )
     (param,) = asking
     value = getattr(asked, param)
     if param == "response_format":

@@ -99,7 +99,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
-                "prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs"
+                "prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs"
             )
         self.sharing()
 
@@ -134,7 +134,7 @@ def sharing_of(priority: int | None, salt: str | None, session: str = "") -> Sha
         between("priority", priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
     if salt is not None and not _SALT.fullmatch(salt):
         raise InvalidRequest(
-            "cache_salt must have 1 to 256 characters out of A-Z a-z 0-9 . _ ~ + / = -", param="cache_salt"
+            "cache_salt must have 1 to 256 of the characters A-Z a-z 0-9 . _ ~ + / = -", param="cache_salt"
         )
     return Sharing(priority=priority or 0, salt=salt or "", session=session)
 

@@ -62,7 +62,7 @@ def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
         try:
             read_schema(json.dumps(tool.arguments), LLGUIDANCE)
         except InvalidRequest as found:
-            way = "; set strict to false to leave it out" if tool.strict else ""
+            way = "; set strict to false to drop the keyword" if tool.strict else ""
             return InvalidRequest(
                 f"tools[{number}] ({tool.name}): {found.message}{way}",
                 param=error.param or "tools",
@@ -79,7 +79,7 @@ def advised(error: InvalidRequest, form: object) -> InvalidRequest:
         made = loosened(json.loads(form.schema), LLGUIDANCE)[1]
     except (InvalidRequest, AttributeError):
         return error
-    way = "; set strict to false to leave it out" if made else ""
+    way = "; set strict to false to drop the keyword" if made else ""
     return InvalidRequest(error.message + way, param=error.param, code=error.error_code)
 
 
@@ -109,4 +109,4 @@ def _say(where: str, left_out: Sequence[LeftOut]) -> None:
 
 @functools.lru_cache(MAX_SAID)
 def _said(line: str) -> None:
-    log.warning("outputs are held to all of a request but for what no grammar can hold to: %s", line)
+    log.warning("no grammar can enforce this part of a schema, so outputs may violate it: %s", line)

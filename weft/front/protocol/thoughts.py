@@ -66,5 +66,7 @@ def one_of(asked: Sequence[tuple[str, V | None]]) -> tuple[str, V | None]:
     first, value = given[0]
     for name, other in given[1:]:
         if other != value:
-            raise InvalidRequest(f"{first} and {name} say different things; send one", param=name)
+            raise InvalidRequest(
+                f"{first} and {name} have different values; send only one of the two", param=name
+            )
     return first, value

@@ -57,7 +57,7 @@ def check_schema(schema: Any, where: str, at: str = "", levels: int = MAX_LEVELS
 def _check_type(kind: Any, where: str, at: str) -> None:
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not all(isinstance(one, str) and one in _TYPES for one in kinds):
-        raise _wrong(where, at, f"must have types out of {', '.join(sorted(_TYPES))}")
+        raise _wrong(where, at, f"may have only these types: {', '.join(sorted(_TYPES))}")
 
 
 def _is_texts(value: Any) -> bool:

@@ -45,12 +45,17 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         for number, tool in enumerate(tools):
             _check_tool(tool, number)
             if tool.name in known:
-                raise InvalidRequest(f"tools[{number}] has the name of an earlier tool", param="tools")
+                raise InvalidRequest(
+                    f"tools[{number}] has the same name as an earlier tool; give each tool its own name",
+                    param="tools",
+                )
             known.add(tool.name)
         if mode == "required" and not tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if names is not None and (not names or not known.issuperset(names)):
-            raise InvalidRequest("tool_choice must name tools of the request", param="tool_choice")
+            raise InvalidRequest(
+                "tool_choice must name one or more tools of the parameter tools", param="tool_choice"
+            )
         # A null in a schema counts as absent, so later steps never see one.
         return cls(
             tools=tuple(
@@ -78,11 +83,13 @@ def _check_tool(tool: Tool, number: int) -> None:
     where = f"tools[{number}]"
     if not _NAME.fullmatch(tool.name):
         raise InvalidRequest(
-            f"{where} must have a name of 1 to 128 characters out of A-Z a-z 0-9 _ . : / -", param="tools"
+            f"{where} must have a name of 1 to 128 of the characters A-Z a-z 0-9 _ . : / -", param="tools"
         )
     where = f"{where} ({tool.name})"
     if tool.parameters.get("type") not in (None, "object"):
-        raise InvalidRequest(f"{where}: the schema of its parameters must be of an object", param="tools")
+        raise InvalidRequest(
+            f"{where}: the schema of its parameters must have the type object", param="tools"
+        )
     check_schema(tool.parameters, where)
     try:
         msgspec.msgpack.encode(tool.parameters)  # the encoding used between a read worker and the API server

@@ -162,10 +162,11 @@ class Front:
         text = await loop.run_in_executor(self._pool, files.load)
         if text.chat.problem is not None:
             log.warning(
-                "%s; chat completions are refused until --chat-template names another one", text.chat.problem
+                "%s; chat requests are rejected: start with --chat-template and another template",
+                text.chat.problem,
             )
         if files.images is not None and not can_decode():
-            log.warning("images are refused: this model sees, but Pillow is not installed (weft[vision])")
+            log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
         welcome = await self.links.start()
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
@@ -318,7 +319,7 @@ class Front:
                 except DeadlineExceeded:
                     # A time-out is not cached: another read would start the compile again.
                     raise takes_too_long(under_way.param) from None
-        raise Overloaded("grammars wait too long to be compiled; try again later")
+        raise Overloaded("compiling the request's grammars takes too long; try again later")
 
     async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
         """Read a body for an answer without the engine, and return the answer's JSON. ``kind``: one of
@@ -360,7 +361,7 @@ class Front:
                     headers = await self.in_thread(headers_of, found, files)
                 else:
                     return found, files
-        raise Overloaded("grammars wait too long to be compiled; try again later")
+        raise Overloaded("compiling the request's grammars takes too long; try again later")
 
     async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
         """Return the compile error of ``grammar``; None if the grammar compiles."""
@@ -379,7 +380,7 @@ class Front:
         """Return the answer of a worker process; None if the body is small enough for a thread. Raises
         Overloaded."""
         if self._pooled >= TEXT_QUEUE:
-            raise Overloaded("too many requests wait to be read; try again later")
+            raise Overloaded("too many request bodies wait to be parsed; try again later")
         size = sum(map(len, body))
         if size <= SMALL_BODY:
             return None

@@ -89,20 +89,19 @@ class Generation:
         # 429.
         if len(job.prompts) * job.params.n > most:
             raise InvalidRequest(
-                f"prompts times n must be at most {most} on this server",
+                f"the number of prompts times n must be at most {most} on this server",
                 param="input" if job.asked.encoding else "n",
             )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
             raise InvalidRequest(
-                f"the prompts' tokens times n must be at most {MAX_SUBMITTED // 4}; ask for fewer choices a "
-                "request",
+                f"the number of prompt tokens times n must be at most {MAX_SUBMITTED // 4}; use a smaller n",
                 param="n",
             )
         pixels = sum(len(item.pixels) for item in job.media) * job.params.n
         if pixels > MAX_PIXELS:
             raise InvalidRequest(
-                f"the images times n take more than {MAX_PIXELS} bytes; ask for fewer choices a request",
+                f"the bytes of all images times n must be at most {MAX_PIXELS}; use a smaller n",
                 param="n",
             )
         with self._lock:
@@ -250,7 +249,7 @@ class Generation:
         if delta.finish_reason == "error" and delta.error is not None:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
-            raise EngineDead("the engine gave the request up")
+            raise EngineDead("the engine aborted the request")
         self._hold(delta)
         return [delta, *self._watch_thought(choice, delta)]
 
@@ -319,8 +318,8 @@ class Generation:
         self._held_bytes += delta.logprobs.nbytes
         if self._held_bytes > (most := self._front.section.max_response_bytes):
             raise InvalidRequest(
-                f"the answer's logprobs have more than {most} bytes (--max-response-bytes); ask for fewer "
-                "tokens or alternatives, or stream the answer",
+                f"the answer's logprobs have more than {most} bytes (--max-response-bytes); request fewer "
+                "tokens or fewer logprobs per token, or stream the answer",
                 param="logprobs",
                 code="response_too_large",
             )
@@ -390,7 +389,7 @@ async def probe(front: Front) -> None:
                     if event.error is not None:
                         raise ReportedError(event.error)
     except TimeoutError:
-        raise EngineDead("the engine did not make a first token in time") from None
+        raise EngineDead("the engine did not generate a first token in time") from None
     finally:
         front.links.release(flow)
         for made in ids:

@@ -93,7 +93,7 @@ class ChoiceOutput:
         elif isinstance(event, Reasoning):
             self._reasoning.append(event.text)
         elif isinstance(event, CallBegin):
-            assert event.call == len(self.calls), "calls are numbered in order"
+            assert event.call == len(self.calls), "tool calls must be numbered in order"
             event = msgspec.structs.replace(event, id=self._id_of(event))
             self.calls.append(Call(event.id, event.name))
         elif isinstance(event, CallArguments):

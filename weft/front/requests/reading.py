@@ -212,12 +212,13 @@ class Reader:
             return
         if not self.text.output.thought_end:
             raise InvalidRequest(
-                "this model has no thoughts that the server knows; name their format with --reasoning-parser",
+                "the server does not know the reasoning format of this model; start the server with "
+                "--reasoning-parser",
                 param=name,
             )
         if asked.params.logprobs is not None:
             raise InvalidRequest(
-                "the tokens that end a thought for its budget have no logprobs; send either", param=name
+                f"{name} cannot be combined with logprobs; send only one of the two", param=name
             )
 
     def _given(self, ids: list[int]) -> ChatPrompt:
@@ -258,7 +259,7 @@ class Reader:
             )
         except RecursionError:
             param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
-            raise InvalidRequest(f"{param} holds what is nested too deeply", param=param) from None
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
 
@@ -400,8 +401,8 @@ class Reader:
             }
             raise InvalidRequest(
                 f"the answer would repeat about {size} bytes of prompts and their logprobs; this server's "
-                f"limit is {self._max_response_bytes} (--max-response-bytes): ask for fewer prompts, choices "
-                "or logprobs a request" + ("" if asked.stream else ", or stream the answer"),
+                f"limit is {self._max_response_bytes} (--max-response-bytes): request fewer prompts, choices "
+                "or logprobs" + ("" if asked.stream else ", or stream the answer"),
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )
@@ -410,7 +411,9 @@ class Reader:
 def takes_too_long(param: str) -> InvalidRequest:
     """Return the error for a compile time-out of a grammar."""
     return InvalidRequest(
-        f"{param} takes too long to compile; ask for something simpler", param=param, code="grammar_timeout"
+        f"{param} takes too long to compile; make the schema, pattern or grammar simpler",
+        param=param,
+        code="grammar_timeout",
     )
 
 

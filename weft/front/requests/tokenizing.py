@@ -78,7 +78,7 @@ def tokenize(reader: Reader, body: bytes) -> bytes:
             ids = reader.text.tokenizer.encode(asked.prompt, add_special_tokens=special, limit=MAX_TOKENS)
         except TooManyTokens as error:
             raise InvalidRequest(
-                f"prompt has at least {error.least} tokens; at most {MAX_TOKENS} are answered", param="prompt"
+                f"prompt has at least {error.least} tokens; the limit is {MAX_TOKENS}", param="prompt"
             ) from None
     answer = Tokenized(count=len(ids), max_model_len=reader.limits.max_model_len, tokens=ids)
     if asked.return_token_strs:

@@ -23,7 +23,9 @@ from weft.front.responses.shape import ResponsesShape
 from weft.front.responses.store import ResponseStore, history
 
 MAX_ITEMS = 100
-_ELSEWHERE = "; or another of this server's processes made it (--fronts), which do not share what they store"
+_ELSEWHERE = (
+    "; or another API server process has the response: processes of --fronts share no stored responses"
+)
 
 
 def add_responses(app: FastAPI, front: Front) -> None:
@@ -59,7 +61,7 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
     async def compact_response() -> Response:
         """Refuse the request by name; otherwise "compact" would be taken for a response id."""
         raise NotFound(
-            "this server compacts no conversations: send a shorter input", code="unsupported_route"
+            "this server does not compact conversations: send a shorter input", code="unsupported_route"
         )
 
 
@@ -68,7 +70,7 @@ def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
     async def get_response(request: Request, response_id: str, stream: str = "false") -> Response:
         """Return a stored response."""
         if stream.lower() not in ("false", "0", ""):
-            raise InvalidRequest("stored responses can't be streamed", param="stream")
+            raise InvalidRequest("stored responses cannot be streamed; leave stream out", param="stream")
         return Response(store.get(response_id, key_of(request.scope)).answer, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.DeletedResponse))
@@ -82,8 +84,8 @@ def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
         """Refuse the request: only background responses can be cancelled, and the server makes none."""
         store.get(response_id, key_of(request.scope))
         raise InvalidRequest(
-            "only responses with background: true can be cancelled, which this server does not make; close "
-            "the connection to cancel a running one",
+            "only background responses can be cancelled, and this server does not support background: true; "
+            "close the connection to cancel a running response",
             param="response_id",
         )
 
@@ -112,7 +114,7 @@ def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None
     if after is not None:
         at = next((number for number, item in enumerate(items) if item["id"] == after), None)
         if at is None:
-            raise InvalidRequest("after must be the id of an item of the list", param="after")
+            raise InvalidRequest("after must be the id of an input item of this response", param="after")
         items = items[at + 1 :]
     page = items[: int(limit)]
     return e.InputItems(
@@ -142,8 +144,8 @@ async def _prepare(
     size = sum(map(len, body)) + stored
     if size > limit:
         raise TooLarge(
-            f"the request and the stored responses that it refers to have {size} bytes, and at most {limit} "
-            "are read (--max-request-bytes); begin a new conversation, or send the items that matter",
+            f"the request and its stored responses have {size} bytes together; the server's limit is {limit} "
+            "(--max-request-bytes): start a new conversation, or send only the items that matter",
             param="previous_response_id" if chain else "input",
         )
     upload.hold(stored)

@@ -131,8 +131,8 @@ class ResponseStore:
         stored = self._kept.get(id)
         if stored is None or stored.key != key:
             raise NotFound(
-                f"the response {printable(id, 64)} is not stored here: it never was (store: false), was "
-                f"deleted, or made room for newer ones (--responses-store-bytes){self._where}",
+                f"the response {printable(id, 64)} is not stored: it had store: false, was deleted, or was "
+                f"evicted for newer responses (--responses-store-bytes){self._where}",
                 param=param,
                 code=code,
             )

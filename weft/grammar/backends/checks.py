@@ -77,7 +77,7 @@ def _check_part(part: Grammar) -> None:
     """Raise InvalidRequest for an empty text, pattern or list, and for invalid counts."""
     match part:
         case OneOf() if not part.parts:
-            raise InvalidRequest("a grammar that is one of several parts must have at least one")
+            raise InvalidRequest("a choice of grammars must have at least one option")
         case FreeText() if not all((*part.ends, *part.without)):
             raise InvalidRequest("an end of free text must have at least one character")
         case Regex() if not part.pattern:
@@ -86,7 +86,7 @@ def _check_part(part: Grammar) -> None:
             raise InvalidRequest("the context-free grammar is empty")
         case Triggered():
             if not part.trigger or not part.parts:
-                raise InvalidRequest("a trigger must have at least one character and one part behind it")
+                raise InvalidRequest("a trigger must be non-empty and must have at least one part")
             _check_counts(part.least, part.most)
         case Repeated():
             _check_counts(part.least, part.most)
@@ -94,6 +94,6 @@ def _check_part(part: Grammar) -> None:
 
 def _check_counts(least: int, most: int | None) -> None:
     if least < 0 or (most is not None and most < least):
-        raise InvalidRequest("a repeated part needs 0 <= least <= most")
+        raise InvalidRequest("a repeated part needs 0 <= minimum <= maximum")
     if max(least, most or 0) > MAX_REPEATS:
         raise InvalidRequest(f"a part is repeated more than {MAX_REPEATS} times")

@@ -76,7 +76,7 @@ def _until(node: Until) -> dict[str, Any]:
     # xgrammar would miss an end inside an overlapping start.
     if any(node.end.startswith(node.end[cut:]) for cut in range(1, len(node.end))):
         raise InvalidRequest(
-            f"free text that ends with {node.end!r} is not supported by xgrammar: the end begins as it ends; "
-            "--grammar-backend llguidance supports it"
+            f"xgrammar does not support free text that ends with {node.end!r}, because this end overlaps "
+            "with itself; --grammar-backend llguidance supports it"
         )
     return {"type": "tag", "begin": "", "content": text, "end": node.end}

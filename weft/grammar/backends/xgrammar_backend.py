@@ -184,7 +184,7 @@ def _check_start(compiled: XgrammarGrammar, size: int) -> None:
     start = time.thread_time()
     matcher.fill(words)
     if time.thread_time() - start > MAX_MASK_S:
-        raise InvalidRequest("the grammar is too complex to follow: a mask of it takes too long")
+        raise InvalidRequest("the grammar is too complex: computing a token mask takes too long")
     if not words.any():
         raise InvalidRequest("no output satisfies the grammar")
 

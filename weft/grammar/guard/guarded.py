@@ -67,7 +67,7 @@ class Proved:
 
     def matcher(self) -> Matcher:
         """Raise AssertionError: this process only checks grammars."""
-        raise AssertionError("grammars are only checked here")
+        raise AssertionError("this compiler only checks grammars")
 
 
 class GuardedCompiler:

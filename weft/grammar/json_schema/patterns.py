@@ -146,7 +146,7 @@ class _Reader:
                 self._refuse("look-around, a reference or a flag")
         inner = self._alternatives(depth + 1)
         if not self._take(")"):
-            self._refuse("a group that is not closed")
+            self._refuse("an unclosed group")
         return f"(?:{inner})"
 
     def _repeated(self, atom: str) -> str:
@@ -163,7 +163,7 @@ class _Reader:
             return atom
         self._take("?")  # a lazy repetition matches the same texts
         if self._at < len(self._text) and self._text[self._at] in "*+?":
-            self._refuse("two repetitions of one thing")
+            self._refuse("a repetition of a repetition")
         return atom + times
 
     def _counts(self) -> str | None:
@@ -171,14 +171,14 @@ class _Reader:
         end = self._text.find("}", self._at)
         least, comma, most = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         if not least and comma and most.isdecimal():
-            self._refuse("a count without its smaller number")
+            self._refuse("a count without a minimum")
         # ECMA-262 reads a brace without valid counts as a literal.
         if not (least.isascii() and least.isdecimal()) or (
             most and not (most.isascii() and most.isdecimal())
         ):
             return None
         if int(least) > _MAX_COUNT or int(most or 0) > _MAX_COUNT or (most and int(most) < int(least)):
-            self._refuse(f"a count over {_MAX_COUNT}, or out of order")
+            self._refuse(f"a count above {_MAX_COUNT}, or with the minimum above the maximum")
         self._at = end + 1
         return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
 
@@ -210,7 +210,7 @@ class _Reader:
             self._at += digits
             # A lone surrogate is not a character of any text.
             if 0xD800 <= int(code, 16) < 0xE000:
-                self._refuse("half of a surrogate pair")
+                self._refuse("a lone surrogate")
             return chr(int(code, 16))
         if char.isalnum() and char.isascii():
             self._refuse(f"\\{char}")
@@ -224,7 +224,7 @@ class _Reader:
         items: list[str] = []
         while True:
             if self._at >= len(self._text):
-                self._refuse("a class that is not closed")
+                self._refuse("an unclosed class")
             if self._take("]"):
                 inner = "".join(items)
                 return f"[^{inner}{self._dialect.excluded}]" if negated else f"[{inner}]"

@@ -188,7 +188,7 @@ class SchemaReader:
         except LookupError:
             self._refuse("$ref", at, "points to nothing")
         if not isinstance(found, dict | bool):
-            self._refuse("$ref", at, "points to what is no schema")
+            self._refuse("$ref", at, "points to a value that is not a schema")
         return found
 
     def _schema(self, schema: Any, at: str) -> Any:
@@ -242,7 +242,7 @@ class SchemaReader:
         types = value if isinstance(value, list) else [value]
         for one in types:
             if one not in _TYPES:
-                raise InvalidRequest(f"{shown(one)} is no type of JSON (at {at})")
+                raise InvalidRequest(f"{shown(one)} is not a JSON type (at {at})")
         if not types:
             raise InvalidRequest(f"a list of types must not be empty (at {at})")
         return {"type": types[0] if len(types) == 1 else list(dict.fromkeys(types))}
@@ -260,7 +260,7 @@ class SchemaReader:
 
     def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
-            self._refuse("$ref", at, "must be a text")
+            self._refuse("$ref", at, "must be a string")
         if value not in self._targets:
             if len(self._targets) >= MAX_TARGETS:
                 raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
@@ -345,7 +345,7 @@ class SchemaReader:
 
     def _read_pattern(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
-            raise InvalidRequest(f"a pattern must be a text (at {at})")
+            raise InvalidRequest(f"a pattern must be a string (at {at})")
         return {"pattern": _anchored(self._pattern(value, at))}
 
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class SchemaReader:
                     state[pointer] = True
                     stack.pop()
                 elif state.get(following) is False:
-                    self._refuse("$ref", following[1:], "leads to itself")
+                    self._refuse("$ref", following[1:], "refers to itself")
                 elif following not in state:
                     state[following] = False
                     stack.append((following, _same_place(self._targets[following])))

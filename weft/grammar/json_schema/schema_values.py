@@ -22,9 +22,9 @@ def count(value: Any, at: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequest(f"a number from 0 on is expected (at {at})")
+        raise InvalidRequest(f"a number of at least 0 is expected (at {at})")
     if value > MAX_COUNT:
-        raise Unheld(f"a number up to {MAX_COUNT} is expected (at {at})")
+        raise Unheld(f"a number of at most {MAX_COUNT} is expected (at {at})")
     return value
 
 
@@ -59,9 +59,9 @@ def check_constant(value: Any, at: str) -> None:
 def check_text(text: str, at: str) -> None:
     """Raise Unheld for a text with control characters or lone surrogates."""
     if any((ord(char) < 0x20 and char not in "\b\f\n\r\t") or char == "\x7f" for char in text):
-        raise Unheld(f"texts with control characters are not supported (at {at})")
+        raise Unheld(f"strings with control characters are not supported (at {at})")
     if any(0xD800 <= ord(char) < 0xE000 for char in text):
-        raise Unheld(f"half of a surrogate pair is no text (at {at})")
+        raise Unheld(f"a lone surrogate is not valid Unicode (at {at})")
 
 
 def shown(value: Any) -> str:

@@ -17,7 +17,14 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.batch.plan_columns import logits_columns, ragged, row_columns, verify_columns
+from weft.runner.batch.plan_columns import (
+    LogitsColumns,
+    RowColumns,
+    logits_columns,
+    ragged,
+    row_columns,
+    verify_columns,
+)
 from weft.runner.batch.staging import StagingBuffer
 from weft.runner.images.media import MediaStore
 from weft.runner.sampling.sampler import SampleRows
@@ -67,11 +74,8 @@ class Batch(StepRows):
 class _Staged:
     """Columns of a plan about logits, on the device."""
 
-    logits_index: Tensor
-    sampled: tuple[np.ndarray, Tensor, Tensor]
-    """Sampled entries: slots on the host, slots, logits rows."""
-    prompt: tuple[np.ndarray, Tensor, Tensor]
-    """Prompt entries: slots on the host, slots, logits rows."""
+    host: LogitsColumns[np.ndarray]
+    logits: LogitsColumns[Tensor]
     entries: Tensor | None
     """int64 [decode rows, most drafts], as in ``Verify``; None if no row has drafts."""
     merged: Tensor | None
@@ -84,6 +88,14 @@ def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
     if plan.agreed is None:
         return step
     return replace(step, exchange=Exchange(rows=plan.agreed.padded_tokens))
+
+
+def _upload(buffer: StagingBuffer, *groups: Sequence[np.ndarray]) -> list[list[Tensor]]:
+    """Copy groups of columns to the device in one copy. Return the same groups as tensors."""
+    buffer.begin(sum(len(column) for group in groups for column in group))
+    places = [[buffer.add(column) for column in group] for group in groups]
+    buffer.upload()
+    return [[buffer.tensor(place) for place in group] for group in places]
 
 
 class BatchBuilder:
@@ -116,20 +128,19 @@ class BatchBuilder:
         """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
         device."""
         rows, staged = self._stage(plan, buffer)
-        starts = self._state.num_computed[rows[0]]
-        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits_index))
+        starts = self._state.num_computed[rows.slot]
+        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
         """Return the rows of a plan for micro-batches, without the step, and int64 [L]: the merged rows with
         logits."""
         rows, staged = self._stage(plan, buffer)
-        starts = self._state.num_computed[rows[0]]
-        slots = rows[0][rows[2]]
-        row = rows[2]
-        positions = starts[row] + rows[3]
+        starts = self._state.num_computed[rows.slot]
+        slots = rows.slot[rows.row]
+        positions = starts[rows.row] + rows.within
         ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
-        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
+        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits.merged_row
 
     def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
         """Build the step of one micro-batch.
@@ -139,46 +150,36 @@ class BatchBuilder:
         """
         prefill = plan.prefill
         decode = plan.decode
-        index, _ = logits_columns(plan)
-        columns = [*row_columns(prefill, decode), index]
+        index = logits_columns(plan).merged_row
+        ahead = np.zeros(plan.rows if cut else 0, np.int64)
+        ahead[:1] = cut
+        columns, (index_there, ahead_there) = _upload(buffer, row_columns(prefill, decode), (index, ahead))
+        rows = RowColumns(*columns)
+        starts = self._state.num_computed[rows.slot]
+        live = None
         if cut:
-            ahead = np.zeros(plan.rows, np.int64)
-            ahead[0] = cut
-            columns.append(ahead)
-        buffer.begin(sum(len(c) for c in columns))
-        where = [buffer.add(c) for c in columns]
-        buffer.upload()
-        staged = [buffer.tensor(w) for w in where]
-        starts = self._state.num_computed[staged[0]]
-        if not cut:
-            return replace(self._step(prefill, decode, staged[:6], starts, staged[6]), exchange=exchange)
-        # [rows]: the row with a cut starts behind ``cut`` and reads its state from copy 0.
-        live = self._state.live[staged[0]].masked_fill(staged[7] > 0, 0)
-        starts = starts + staged[7]
-        step = self._step(prefill, decode, staged[:6], starts, staged[6], live=live)
+            # [rows]: the row with a cut starts behind ``cut`` and reads its state from copy 0.
+            live = self._state.live[rows.slot].masked_fill(ahead_there > 0, 0)
+            starts = starts + ahead_there
+        step = self._step(prefill, decode, rows, starts, index_there, live=live)
         return replace(step, exchange=exchange)
 
-    def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[list[Tensor], _Staged]:
-        """Return the columns of ``row_columns``, and the columns for logits and samples, on the device."""
-        index, entry_columns = logits_columns(plan)
-        entries, merged = verify_columns(plan)
-        columns = [*row_columns(plan.prefill, plan.decode), index, *entry_columns]
-        columns += [entries.ravel(), merged.ravel()]
-        buffer.begin(sum(len(c) for c in columns))
-        where = [buffer.add(c) for c in columns]
-        buffer.upload()
-        logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:11])
-        drafted = bool(entries.shape[1])
-        return [buffer.tensor(w) for w in where[:6]], _Staged(
-            logits_index=logits_index,
-            sampled=(entry_columns[0], s_slot, s_row),
-            prompt=(entry_columns[2], p_slot, p_row),
-            entries=buffer.tensor(where[11]).view(entries.shape) if drafted else None,
-            merged=buffer.tensor(where[12]).view(merged.shape) if drafted else None,
+    def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[RowColumns[Tensor], _Staged]:
+        """Return the columns of the rows, and the columns for logits and samples, on the device."""
+        logits = logits_columns(plan)
+        drafts = verify_columns(plan)
+        rows, there, drafts_there = _upload(
+            buffer, row_columns(plan.prefill, plan.decode), logits, [column.ravel() for column in drafts]
         )
+        entries, merged = (
+            column.view(host.shape) if host.shape[1] else None
+            for column, host in zip(drafts_there, drafts, strict=True)
+        )
+        staged = _Staged(host=logits, logits=LogitsColumns(*there), entries=entries, merged=merged)
+        return RowColumns(*rows), staged
 
     def _sampling(
-        self, rows: Sequence[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
+        self, rows: RowColumns[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
     ) -> dict[str, Any]:
         """Return the fields of ``StepRows``. ids, positions: int64 [T]; ids are read only if rows have
         drafts."""
@@ -187,23 +188,22 @@ class BatchBuilder:
             # [decode rows, most drafts]; -1 stays as padding
             at = staged.merged
             verify = Verify(entries=staged.entries, drafts=torch.where(at < 0, at, ids[at]))
-        predicted = positions[staged.logits_index] + 1
-        s_host, s_slot, s_row = staged.sampled
-        p_host, p_slot, p_row = staged.prompt
+        logits = staged.logits
+        predicted = positions[logits.merged_row] + 1
         return {
-            "slots": rows[0],
-            "counts": rows[1],
+            "slots": rows.slot,
+            "counts": rows.tokens,
             "starts": starts,
             "verify": verify,
             "sample_rows": SampleRows(
-                slot_host=s_host,
-                slot=s_slot,
-                logits_row=s_row,
-                position=predicted[s_row],
-                prompt_slot_host=p_host,
-                prompt_slot=p_slot,
-                prompt_logits_row=p_row,
-                prompt_position=predicted[p_row],
+                slot_host=staged.host.sampled_slot,
+                slot=logits.sampled_slot,
+                logits_row=logits.sampled_row,
+                position=predicted[logits.sampled_row],
+                prompt_slot_host=staged.host.prompt_slot,
+                prompt_slot=logits.prompt_slot,
+                prompt_logits_row=logits.prompt_row,
+                prompt_position=predicted[logits.prompt_row],
             ),
         }
 
@@ -219,32 +219,31 @@ class BatchBuilder:
         lengths = [len(c) for c in columns]
         staged = upload(np.concatenate(columns).astype(np.int64), self._state.history.device)
         *rows, index = staged.split(lengths)
-        return self._step(prefill, decode, rows, starts, index, shift)
+        return self._step(prefill, decode, RowColumns(*rows), starts, index, shift)
 
     def _step(
         self,
         prefill: Segment,
         decode: Segment,
-        rows: Sequence[Tensor],
+        rows: RowColumns[Tensor],
         starts: Tensor,
         logits_index: Tensor,
         shift: int = 0,
         live: Tensor | None = None,
     ) -> StepInput:
-        """Build the model input. ``rows``: columns of ``row_columns``, on the device. ``live``: int64 [rows],
-        replaces the live state copies of the slots."""
-        slots, _, row, within, prefill_offsets, decode_offsets = rows
+        """Build the model input. ``live``: int64 [rows], replaces the live state copies of the slots."""
+        slots = rows.slot
         # [T]: position and slot of each token
-        positions = starts[row] + within
-        token_slots = slots[row]
+        positions = starts[rows.row] + rows.within
+        token_slots = slots[rows.row]
         first = prefill.rows
         if live is None:
             live = self._state.live[slots]
         p = slice(None, first)
         d = slice(first, None)
         segments = (
-            self._segment(prefill, 0, slots[p], starts[p], prefill_offsets.int(), live[p]),
-            self._segment(decode, prefill.tokens, slots[d], starts[d], decode_offsets.int(), live[d]),
+            self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p]),
+            self._segment(decode, prefill.tokens, slots[d], starts[d], rows.decode_offsets.int(), live[d]),
         )
         return StepInput(
             ids=self._state.history[token_slots, positions + shift].long(),
@@ -274,10 +273,8 @@ class BatchBuilder:
             # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
             mine = ragged(np.arange(len(count)) * each, count)
             columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
-        buffer.begin(sum(map(len, columns)))
-        where = [buffer.add(column) for column in columns]
-        buffer.upload()
-        return [buffer.tensor(w) for w in where]
+        (staged,) = _upload(buffer, columns)
+        return staged
 
     def decode_rows(
         self, plan: StepPlan, staged: Sequence[Tensor], ids: Tensor, positions: Tensor

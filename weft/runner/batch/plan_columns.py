@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Generic, NamedTuple, TypeVar
+
 import numpy as np
 
 from weft.types.plan import Segment, StepPlan
+
+Column = TypeVar("Column")
+"""A column: an int64 array on the host, or an int64 tensor on the device."""
+
+
+class RowColumns(NamedTuple, Generic[Column]):
+    """The rows and tokens of a plan, prefill rows first."""
+
+    slot: Column
+    """[rows]"""
+    tokens: Column
+    """[rows]: tokens of each row."""
+    row: Column
+    """[T]: row of each token."""
+    within: Column
+    """[T]: place of each token in its row."""
+    prefill_offsets: Column
+    """[prefill rows + 1]: first token of each prefill row, and the number of tokens."""
+    decode_offsets: Column
+    """[decode rows + 1]: the same for decode rows."""
+
+
+class LogitsColumns(NamedTuple, Generic[Column]):
+    """The logits of a plan. A sampled entry draws a token; a prompt entry scores a token of the prompt."""
+
+    merged_row: Column
+    """[L]: merged rows with logits."""
+    sampled_slot: Column
+    """[sampled entries]"""
+    sampled_row: Column
+    """[sampled entries]: row of the logits."""
+    prompt_slot: Column
+    """[prompt entries]"""
+    prompt_row: Column
+    """[prompt entries]: row of the logits."""
 
 
 def most_each(plan: StepPlan) -> int:
@@ -43,22 +80,21 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def row_columns(prefill: Segment, decode: Segment) -> list[np.ndarray]:
-    """Return slot and count of each row; row and place in the row of each token; row offsets of both
-    segments."""
+def row_columns(prefill: Segment, decode: Segment) -> RowColumns[np.ndarray]:
+    """Return the columns of the rows and tokens of both segments."""
     count = np.concatenate([prefill.count, decode.count])
-    return [
-        np.concatenate([prefill.slot, decode.slot]),
-        count,
-        np.repeat(np.arange(len(count)), count),
-        ragged(np.zeros(len(count)), count),
-        offsets_of(prefill.count),
-        offsets_of(decode.count),
-    ]
+    return RowColumns(
+        slot=np.concatenate([prefill.slot, decode.slot]),
+        tokens=count,
+        row=np.repeat(np.arange(len(count)), count),
+        within=ragged(np.zeros(len(count)), count),
+        prefill_offsets=offsets_of(prefill.count),
+        decode_offsets=offsets_of(decode.count),
+    )
 
 
-def logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return (merged rows with logits, [slot, logits row] of sampled entries and of prompt entries)."""
+def logits_columns(plan: StepPlan) -> LogitsColumns[np.ndarray]:
+    """Return the columns of the logits of ``plan``."""
     both = (plan.prefill, plan.decode)
     ends = np.cumsum(np.concatenate([s.count for s in both]).astype(np.int64))
     # [rows]: slot, number of logits, number of samples. The last tokens of a row have logits; the last logits
@@ -68,12 +104,13 @@ def logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
     index = ragged(ends - logits, logits)
     last = np.cumsum(logits)
-    return index, [
-        np.repeat(slot, sample),
-        ragged(last - sample, sample),
-        np.repeat(slot, logits - sample),
-        ragged(last - logits, logits - sample),
-    ]
+    return LogitsColumns(
+        merged_row=index,
+        sampled_slot=np.repeat(slot, sample),
+        sampled_row=ragged(last - sample, sample),
+        prompt_slot=np.repeat(slot, logits - sample),
+        prompt_row=ragged(last - logits, logits - sample),
+    )
 
 
 def verify_columns(plan: StepPlan, each: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -132,11 +132,11 @@ def obstacle(model: Model, backends: Backends) -> str | None:
     """Return the reason why decode steps of this model cannot be captured; None if capture is possible."""
     layout = model.mesh.layout
     if layout.expert and layout.data > 1 and model.device.type != "cpu":
-        return "replicas agree on how rows travel in each step"
+        return "replicas agree on the expert dispatch in each step"
     if model.device.type != "cpu" and model.mesh.obstacle is not None:
         return model.mesh.obstacle
     if model.asking:
-        return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
+        return f"{', '.join(model.asking)} reads a value from the device in the middle of a step"
     if not backends.capturable:
         return "the attention backend needs the host in every step"
     return None
@@ -421,7 +421,7 @@ class DecodeGraphs:
         try:
             self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotCapture as error:
-            log.warning("decode steps are launched op by op, and not replayed: %s", error)
+            log.warning("decode steps are not captured as graphs: %s", error)
             self._captures = self.uncaptured = False
 
 

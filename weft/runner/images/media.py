@@ -120,11 +120,13 @@ class MediaStore:
                 self._bound.setdefault(op.slot, []).append((op, self._blocks(op.blocks, op.count)))
             elif isinstance(op, GatherMedia):
                 if self._gather is None:
-                    raise EngineDead("ranks are to exchange an embedding, and this one has no way to")
+                    raise EngineDead("ranks exchange an embedding, but this rank has no transfers")
                 self._gather(self._by_row, self._index(op.blocks, op.count), op.count)
             elif isinstance(op, SendMedia):
                 if self._send is None:
-                    raise EngineDead("an embedding is to leave, and this rank has no transfers of them")
+                    raise EngineDead(
+                        "an embedding must be sent, but this rank has no transfers of embeddings"
+                    )
                 self._send(op)
         return seconds
 
@@ -191,7 +193,7 @@ class MediaStore:
 
     def _encode(self, op: Encode) -> None:
         if self._tower is None:
-            raise EngineDead("an image is to be encoded where there is no vision tower")
+            raise EngineDead("an image must be encoded, but this rank has no vision tower")
         self.write(op.blocks, op.count, self._tower.embed(self.image(op)))
 
     def _move(self, op: MoveMedia) -> None:
@@ -218,7 +220,7 @@ class MediaStore:
     def _blocks(self, blocks: bytes, count: int) -> np.ndarray:
         found = self._checked(blocks, self._pool.shape[1])
         if not 0 < count <= len(found) * self._rows:
-            raise EngineDead(f"an embedding of {count} rows is said to be in {len(found)} blocks")
+            raise EngineDead(f"an embedding of {count} rows is assigned {len(found)} blocks")
         return found
 
     def _checked(self, blocks: bytes, number: int) -> np.ndarray:

@@ -325,4 +325,4 @@ def differs(room: ImageRoom, offer: Admitted) -> ErrorInfo | None:
     kinds = [kind.kind for kind in offer.dims.kinds]
     if offer.num_prompt == room.item.count and kinds == ["embedding"]:
         return None
-    return Unavailable("what was encoded is not the image that the sequence has").info()
+    return Unavailable("the encoded image is not the image of the sequence").info()

@@ -64,7 +64,7 @@ def check_media(
         frames, rows, columns = item.grid
         sides_fit = min(item.grid) > 0 and rows % limits.merge == 0 and columns % limits.merge == 0
         if not sides_fit or item.count != patches_of(item) // limits.merge**2:
-            raise InvalidRequest("the grid of an image is not that of its tokens", param="media")
+            raise InvalidRequest("the grid of an image does not match its tokens", param="media")
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
         end = item.start + item.count
@@ -72,7 +72,7 @@ def check_media(
         if len(item.pixels) > MOST_PIXELS or too_large:
             raise InvalidRequest(
                 f"an image of {columns * limits.patch} x {rows * limits.patch} pixels is too large: use a "
-                "smaller one (or raise --mm-cache-bytes, which has to hold its embedding)",
+                "smaller image (or raise --mm-cache-bytes, which must hold its embedding)",
                 param="media",
             )
         _check_source(item, limits, computes)
@@ -82,7 +82,7 @@ def check_media(
         if not item.pixels and may_lack:
             continue
         if len(item.pixels) not in range(frames * size, frames * limits.frames * size + 1, size):
-            raise InvalidRequest("the pixels of an image are not those of its grid", param="media")
+            raise InvalidRequest("the pixels of an image do not match its grid", param="media")
     _check_rooms(media, limits)
 
 
@@ -90,12 +90,13 @@ def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
     """Raise InvalidRequest if the embedding cannot come from the source of the item."""
     if item.room is not None and not (limits.takes and computes):
         raise InvalidRequest(
-            "an image is to come from a group that encodes, and this one takes none (--take-embeddings)",
+            "the image must be encoded by another group, but this group accepts no embeddings "
+            "(--take-embeddings)",
             param="media",
         )
     if computes and item.pixels and item.room is None and not limits.tower:
         raise InvalidRequest(
-            "no image is encoded here (--language-model-only): groups that encode have to do it",
+            "this group encodes no images (--language-model-only): an encode group must encode the image",
             param="media",
         )
 
@@ -110,8 +111,8 @@ def _check_rooms(media: tuple[MediaItem, ...], limits: MediaLimits) -> None:
     if needed > limits.blocks:
         block = limits.block_rows * limits.row_bytes
         raise InvalidRequest(
-            f"the {len(coming)} images of the prompt are too large together: use fewer or smaller ones (or "
-            f"raise --mm-cache-bytes to {needed * block}, where they come from groups that encode)",
+            f"the {len(coming)} images of the prompt are too large together: use fewer or smaller images "
+            f"(or raise --mm-cache-bytes to {needed * block} where images come from encode groups)",
             param="media",
         )
 
@@ -402,10 +403,10 @@ class MediaBook:
             self.cache.hits += use.step < 0 and not use.counted
             if not held.on_host or self.cache.lift(held, self._victims(wanted, sequence)):
                 return held
-            raise EngineDead("an image is read that there was no room for")
+            raise EngineDead("an image is read without room for its embedding")
         held = self.cache.add(item.key, item.count, self._victims(wanted, sequence))
         if held is None:
-            raise EngineDead("an image is encoded that there was no room for")
+            raise EngineDead("an image is encoded without room for its embedding")
         self._patches += patches_of(item)
         self._pixels += len(item.pixels)
         self.cache.encoded += 1

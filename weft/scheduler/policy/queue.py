@@ -169,7 +169,7 @@ class FairQueue:
 
     def _share(self, sequence: Sequence) -> OwnerShare:
         if sequence.share is None:
-            raise EngineDead("a sequence was asked for its share that is not live")
+            raise EngineDead("the share of an unknown sequence was requested")
         return sequence.share
 
     def _lift(self, sequence: Sequence) -> OwnerShare:

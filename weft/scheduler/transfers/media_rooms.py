@@ -52,11 +52,11 @@ class MediaRooms:
                 )
             if not (math.isfinite(ticket.seconds) and 0 < ticket.seconds <= MOST_SECONDS):
                 raise InvalidRequest(
-                    f"the seconds of an image's room must be above 0 and at most {MOST_SECONDS:g}",
+                    f"the seconds of an image transfer must be above 0 and at most {MOST_SECONDS:g}",
                     param="media",
                 )
             if ticket.key in seen or self._rooms.get(ticket.key) is not None:
-                raise InvalidRequest("the room of an image is known: each has one of its own", param="media")
+                raise InvalidRequest("this image transfer exists already", param="media")
             seen.add(ticket.key)
 
     # ---- called by the engine
@@ -69,7 +69,7 @@ class MediaRooms:
         match event:
             case RoomWanted(key, offer):
                 if room is None or room.over:
-                    gone = Unavailable("the sequence has ended where its images were wanted").info()
+                    gone = Unavailable("the sequence that needs the images has ended").info()
                     self._rooms.requests.append(CancelRoom(key=key, error=gone))
                 elif (error := differs(room, offer)) is not None:
                     self._rooms.refuse(room, error)
@@ -80,7 +80,7 @@ class MediaRooms:
             case RoomFailed(_, error) if room is not None:
                 self._failed(room, error)
             case RoomFreed() if room is not None:
-                self._failed(room, Unavailable("the room has ended").info())
+                self._failed(room, Unavailable("the transfer has ended").info())
                 self._rooms.freed(room)
             case RoomBound():
                 pass  # only for senders
@@ -111,14 +111,14 @@ class MediaRooms:
         """Return sequences with late images to the router."""
         self._state.rooms.now = now
         for sequence in self._rooms.late(now):
-            self._evict(sequence, "the images of a sequence did not come in time")
+            self._evict(sequence, "the images of a sequence did not arrive in time")
 
     # ----
 
     def _failed(self, room: ImageRoom, error: ErrorInfo) -> None:
         sequence = self._rooms.failed(room)
         if sequence is not None:
-            self._evict(sequence, "the room of an image failed", error)
+            self._evict(sequence, "the transfer of an image failed", error)
 
     def _follow(self) -> None:
         """Unblock sequences with complete images, and return sequences with lost images to the router."""
@@ -127,7 +127,7 @@ class MediaRooms:
             if rooms.landed:
                 self._state.images_landed(rooms.landed.pop(0))
             else:
-                self._evict(rooms.lost.pop(0), "an image that was there is there no more")
+                self._evict(rooms.lost.pop(0), "a cached image was evicted")
 
     def _evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
         if self._state.live.get(sequence.id) is sequence:

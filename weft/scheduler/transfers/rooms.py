@@ -83,7 +83,9 @@ class SchedulerRooms:
         if not (math.isfinite(ticket.seconds) and 0 < ticket.seconds <= MOST_SECONDS):
             raise InvalidRequest(f"seconds must be above 0 and at most {MOST_SECONDS:g}", param="room")
         if self._book.get(ticket.key) is not None:
-            raise InvalidRequest("this room is known: a retry has an attempt of its own", param="room")
+            raise InvalidRequest(
+                "this transfer exists already: a retry needs a new attempt number", param="room"
+            )
 
     def on(self, event: RoomEvent) -> None:
         """Handle ``event``. Events of unknown transfers are ignored, but an unknown offer is cancelled."""
@@ -97,7 +99,7 @@ class SchedulerRooms:
             case RoomFailed(_, error) if record is not None:
                 self._failed(record, error)
             case RoomFreed() if record is not None:
-                self._failed(record, Unavailable("the room has ended").info())
+                self._failed(record, Unavailable("the transfer has ended").info())
                 if self._book.get(event.key) is record:
                     self._book.close(record)
             case RoomBound():
@@ -121,7 +123,7 @@ class SchedulerRooms:
     def expire(self, now: float) -> None:
         """Return receivers with late transfers to the router."""
         for sequence in self._book.late(now):
-            self._state.evict(sequence, "the cache of a sequence did not come in time")
+            self._state.evict(sequence, "the KV cache of a sequence did not arrive in time")
 
     def lose(self) -> None:
         """Return running sequences to the router after ranks were lost, with the code "group_lost".
@@ -150,7 +152,7 @@ class SchedulerRooms:
 
     def _wanted(self, key: RoomKey, record: RoomRecord | None, offer: Admitted) -> None:
         if record is None or record.over or not record.sequence.fetches:
-            gone = Unavailable("the sequence has ended where it was to be decoded").info()
+            gone = Unavailable("the sequence has ended in the decode group").info()
             self._book.requests.append(CancelRoom(key=key, error=gone))
         elif isinstance(record.sequence.state, Awaiting):
             self._book.wanted(record, offer)
@@ -184,7 +186,7 @@ class SchedulerRooms:
         sequence = record.sequence
         length = record.length
         if offer.num_prompt != length or len(offer.dims.kinds) != len(caches.kinds):
-            return self._refuse(record, "the sequence or the cache kinds of the two groups differ")
+            return self._refuse(record, "the sequence or the KV cache groups of the two sides differ")
         # reach: the received positions, the first decode row and its drafts.
         reach = max(min(length + 1 + state.kv.drafts, sequence.limit), length + 1)
         if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
@@ -251,8 +253,8 @@ class SchedulerRooms:
             return  # a sender, or the sequence has ended
         found = next((f for f in first if f.choice == sequence.choice and f.token < self._vocab_size), None)
         if found is None:
-            _log.warning("a room brought no first token of its sequence")
-            state.evict(sequence, "the first token of a sequence was lost on its way")
+            _log.warning("a transfer has no first token of its sequence")
+            state.evict(sequence, "the first token of a sequence was lost in the transfer")
             return
         # Hits at the receiver, not at the sender.
         sequence.num_cached = min(record.hits, sequence.num_prompt)
@@ -284,7 +286,7 @@ class SchedulerRooms:
         record.over = True
         state.part(record.key)
         if state.live.get(sequence.id) is sequence:
-            state.evict(sequence, "the room of the sequence failed", error)
+            state.evict(sequence, "the KV transfer of the sequence failed", error)
 
 
 def _unpacked(first: FirstToken) -> LogprobColumns | None:

@@ -379,12 +379,18 @@ class CallReader:
         tape = self._tape
         # ``_member`` overwrites the name and the id of the call, which has already begun.
         name, ident = self._name, self._ident
+        self._ident = None
         while True:
             separator = yield from self._separator()
             if separator == "}":
                 if doubled:
                     yield from tape.literal("}")
-                tape.skip(tape.at)
+                # An id behind the arguments comes too late for the call, which has an id of its own.
+                end = tape.at
+                if self._ident is not None:
+                    tape.skip(self._ident[0])
+                    tape.mark("id", self._ident[1])
+                tape.skip(end)
             if separator != ",":
                 break
             key = yield from self._key(spelled)

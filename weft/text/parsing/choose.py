@@ -90,7 +90,7 @@ def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> O
         own = read_response_template(hints.response_template)
         if own is None:
             log.info(
-                "the model's response_template says more than is read; its format is taken by its template"
+                "the model's response_template is not fully supported; the chat template selects the parsers"
             )
     # Each of the two parsers is chosen alone, so a response_template may decide only one of the two.
     if tool_call_parser == "auto":
@@ -101,7 +101,7 @@ def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> O
         made = combined(thinking, calling)
     except ValueError as error:
         raise ConfigError(
-            f"--tool-call-parser and --reasoning-parser do not go together: {error}", param="tool_call_parser"
+            f"--tool-call-parser and --reasoning-parser cannot be combined: {error}", param="tool_call_parser"
         ) from None
     return None if made is None else _as_written(made, hints)
 

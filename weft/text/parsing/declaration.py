@@ -287,11 +287,13 @@ def check_format(declared: OutputFormat) -> None:
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:
-        raise ValueError(f"{declared.name}: something begins with nothing")
+        raise ValueError(f"{declared.name}: an opening text is empty")
     # In sorted order, a prefix stands directly before a longer text.
     for first, second in itertools.pairwise(sorted(begins)):
         if second.startswith(first):
-            raise ValueError(f"{declared.name}: {first} is how {second} begins")
+            raise ValueError(
+                f"{declared.name}: the opening text {first} is a prefix of the opening text {second}"
+            )
 
 
 Kind: TypeAlias = Literal["content", "reasoning", "name", "id", "argument", "markup"]

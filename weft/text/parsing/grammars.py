@@ -66,7 +66,7 @@ class OutputGrammars:
             return None
         if not tools or not self._declared.tells_calls:
             raise InvalidRequest(
-                "this model writes no tool calls that the server knows; name their format with "
+                "the server does not know the tool call format of this model; start the server with "
                 "--tool-call-parser",
                 param="tool_choice" if choice == "required" else "tools",
             )

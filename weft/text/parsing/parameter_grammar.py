@@ -88,8 +88,8 @@ def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
         if odd or not known <= frozenset(properties or {}):
             word = odd[0] if odd else "required"
             raise InvalidRequest(
-                f"tool {tool.name}: {word} of its parameters cannot be held to in the form in which this "
-                "model writes calls; leave strict out",
+                f"tool {tool.name}: strict cannot enforce {word} of the parameters in this model's tool call "
+                "format; leave strict out",
                 param="tools",
             )
     if not isinstance(properties, Mapping):
@@ -114,8 +114,8 @@ def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Gram
         return (Text(_opening(spelled, string=True)), texts)
     if tool.strict and isinstance(schema, Mapping) and (odd := sorted(schema.keys() - _HELD)):
         raise InvalidRequest(
-            f"tool {tool.name}: {odd[0]} of the parameter {key} cannot be held to in the form in which this "
-            "model writes calls; leave strict or the keyword out",
+            f"tool {tool.name}: strict cannot enforce {odd[0]} of the parameter {key} in this model's tool "
+            "call format; leave strict or the keyword out",
             param="tools",
         )
     return (Text(_opening(spelled, string=True)), FreeText(ends=(_close(spelled),)))

@@ -128,7 +128,7 @@ def _nested(text: str) -> str | None:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid in JSON")
 
 
 def _depth(text: str) -> int:

@@ -42,7 +42,7 @@ def tokenizer_json(
     letters = [level_text(token) for token in tokens]
     ids = {text: first_id + rank for rank, text in enumerate(letters)}
     if len(ids) != len(letters):
-        raise unusable(name, "two tokens are the same bytes")
+        raise unusable(name, "two tokens have the same bytes")
     if not all(level_text(bytes([byte])) in ids for byte in range(256)):
         raise unusable(name, "some bytes have no token")
     merges = merges_by_rank(letters)
@@ -50,14 +50,14 @@ def tokenizer_json(
     for special in specials:
         # A token of the same letters would take the place of the special token.
         if special.text in ids or special.number in taken:
-            raise unusable(name, f"the special token {special.text!r} ({special.number}) is there twice")
+            raise unusable(name, f"the special token {special.text!r} ({special.number}) is listed twice")
         ids[special.text] = special.number
         taken.add(special.number)
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
     try:
         words = pre_tokenizers.Split(Regex(pattern), "isolated")
     except Exception as error:  # the library raises bare Exception
-        raise unusable(name, f"its word pattern is not understood ({error})") from error
+        raise unusable(name, f"its word pattern is not supported ({error})") from error
     letters_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters_of])
     tokenizer.decoder = decoders.ByteLevel()

@@ -36,8 +36,8 @@ def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
         if (root / name).is_file():
             return convert(root, config)
     raise ConfigError(
-        f"the tokenizer's folder has no {_OWN}, {', '.join(_CONVERTERS)}; name another folder, or save the "
-        "tokenizer with a fast Hugging Face class",
+        f"the tokenizer's folder has none of {_OWN}, {', '.join(_CONVERTERS)}; name another folder, or save "
+        "the tokenizer with a fast Hugging Face class",
         param="tokenizer",
     )
 
@@ -101,17 +101,16 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
     wrong = [token for token, number in added.items() if original.special.get(token, number) != number]
     if not wrong and patterns == [original.pattern]:
         return None
-    fault = f"its ids of special tokens ({wrong[0]!r})" if wrong else "its word pattern"
+    fault = f"the id of its special token {wrong[0]!r}" if wrong else "its word pattern"
     if not wrong and not added.keys() <= original.special.keys():
         log.warning(
-            "%s and %s differ in %s; %s is used, because it has tokens of its own",
+            "%s and %s have different word patterns; %s is used, because it has additional tokens",
             _OWN,
             name,
-            "the word pattern",
             _OWN,
         )
         return None
-    log.warning("%s is not used, because of %s: the original %s differs, and is used", _OWN, fault, name)
+    log.warning("%s is ignored and the original %s is used, because %s differs", _OWN, name, fault)
     return original
 
 

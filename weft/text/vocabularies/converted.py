@@ -55,8 +55,8 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
         _replace(path, msgspec.json.encode(made))
     except OSError as error:
         log.warning(
-            "the converted vocabulary cannot be kept in %s (%s): every start converts it again; set "
-            "XDG_CACHE_HOME to another folder",
+            "the converted vocabulary cannot be stored in %s (%s), and every start converts the vocabulary "
+            "again; set XDG_CACHE_HOME to another folder",
             path.parent,
             error.strerror,
         )

@@ -24,9 +24,9 @@ def fields(data: bytes) -> Iterator[tuple[int, Value]]:
         elif wire in (_FIXED64, _FIXED32):
             size = 8 if wire == _FIXED64 else 4
         else:
-            raise ValueError(f"wire type {wire}")
+            raise ValueError(f"unknown wire type {wire}")
         if at + size > len(data):
-            raise ValueError("a field ends behind the data")
+            raise ValueError("a field is longer than the data")
         yield key >> 3, data[at : at + size]
         at += size
 
@@ -34,7 +34,7 @@ def fields(data: bytes) -> Iterator[tuple[int, Value]]:
 def signed(value: Value) -> int:
     """Return an int32 field. Negative numbers are encoded with 64 bits. Raises ValueError for bytes."""
     if isinstance(value, bytes):
-        raise ValueError("bytes in the place of a number")
+        raise ValueError("bytes instead of a number")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 

@@ -108,7 +108,7 @@ def read_model(source: bytes) -> Model:
     """Return the model of a file's content. Raises ConfigError for any other file."""
     if source[:64].partition(b"\n")[0].rpartition(b" ")[2].isdigit():
         raise unusable(
-            NAME, "it is tiktoken's list of ranks, which has no word pattern, and no SentencePiece model"
+            NAME, "it is a tiktoken list of ranks without a word pattern, not a SentencePiece model"
         )
     model = Model([])
     try:
@@ -124,16 +124,16 @@ def read_model(source: bytes) -> Model:
                 model.normalizer = _message(parts.get(1, b"")).decode()
                 model.charsmap = bool(parts.get(2))
     except (ValueError, struct.error) as error:
-        raise unusable(NAME, f"it is no SentencePiece model ({error})") from error
+        raise unusable(NAME, f"it is not a SentencePiece model ({error})") from error
     if not model.pieces:
-        raise unusable(NAME, "it is no SentencePiece model (it has no pieces)")
+        raise unusable(NAME, "it is not a SentencePiece model (it has no pieces)")
     return model
 
 
 def _message(value: Value) -> bytes:
     if isinstance(value, bytes):
         return value
-    raise ValueError("a number in the place of bytes")
+    raise ValueError("a number instead of bytes")
 
 
 def _piece(value: Value) -> Piece:
@@ -165,13 +165,14 @@ def _check(model: Model) -> None:
     """Raise ConfigError for a model that the conversion cannot reproduce exactly."""
     if model.algorithm != 2:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
-        raise unusable(NAME, f"its algorithm is {kind}, and only BPE is read")
+        raise unusable(NAME, f"its algorithm is {kind}; only BPE is supported")
     if model.charsmap or model.normalizer not in ("", "identity"):
-        raise unusable(NAME, f"its normalizer {model.normalizer!r} is not read; only identity is")
+        why = "is not supported; only identity without a character map is"
+        raise unusable(NAME, f"its normalizer {model.normalizer!r} {why}")
     for found, why in (
         (model.trims_spaces, "it removes extra white space (remove_extra_whitespaces)"),
         (not model.escapes_spaces, "it does not escape white space (escape_whitespaces)"),
-        (model.suffix_space, "it writes spaces behind words (treat_whitespace_as_suffix)"),
+        (model.suffix_space, "it writes spaces after words (treat_whitespace_as_suffix)"),
         (any(piece.kind == _UNUSED for piece in model.pieces), "it has unused pieces"),
     ):
         if found:
@@ -194,7 +195,7 @@ def _check_order(model: Model) -> None:
     others = [piece.text for piece in tied if piece.text.strip(_SPACE)]
     if others or not _runs_agree([len(piece.text) for piece in tied]):
         shown = ", ".join(repr(text) for text in (others or [piece.text for piece in tied])[:3])
-        raise unusable(NAME, f"pieces have one score ({shown}), so the order of merges is not certain")
+        raise unusable(NAME, f"some pieces have equal scores ({shown}), so the order of merges is ambiguous")
 
 
 def _columns(pieces: list[Piece]) -> tuple[list[str], list[float], list[int]]:
@@ -243,7 +244,9 @@ def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str,
         if number < len(pieces):
             if pieces[number].text != piece.text:
                 raise unusable(
-                    NAME, f"token {number} is {pieces[number].text!r} there and {piece.text!r} beside it"
+                    NAME,
+                    f"token {number} is {pieces[number].text!r} in the model and {piece.text!r} in the files "
+                    "beside the model",
                 )
             continue
         # Fill a gap of ids, because the position of a piece is its id.

@@ -65,8 +65,8 @@ def convert(source: bytes, config: dict[str, Any]) -> Converted:
     if rules is None:
         raise unusable(
             NAME,
-            f"tokenizer_config.json names the class {_class(config)!r}, and the word pattern of that class "
-            f"is not known; known classes: {', '.join(_CLASSES)}",
+            f"the word pattern of the class {_class(config)!r} in tokenizer_config.json is unknown; known "
+            f"classes: {', '.join(_CLASSES)}",
         )
     tokens = _tokens(source)
     specials = _specials(config, len(tokens), rules.specials)
@@ -96,10 +96,10 @@ def _tokens(source: bytes) -> list[bytes]:
         if line.strip():
             text, _, rank = line.partition(b" ")
             if not rank.strip().isdigit():
-                raise unusable(NAME, f"a line is not a token and its rank: {line[:40]!r}")
+                raise unusable(NAME, f"a line does not have a token and a rank: {line[:40]!r}")
             ranks[int(rank)] = token_bytes(NAME, text)
     if sorted(ranks) != list(range(len(ranks))):
-        raise unusable(NAME, "its ranks are not the numbers from 0 on")
+        raise unusable(NAME, "its ranks are not 0, 1, 2 and so on")
     return [ranks[rank] for rank in range(len(ranks))]
 
 
@@ -117,8 +117,8 @@ def _specials(config: dict[str, Any], first: int, count: int) -> list[Special]:
         if number not in result or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise unusable(
                 NAME,
-                f"tokenizer_config.json names the token {key}, and special tokens have the ids {first} to "
-                f"{first + count - 1}",
+                f"tokenizer_config.json has the special token {key}; the ids of special tokens are {first} "
+                f"to {first + count - 1}",
             )
         result[number] = Special(entry["content"], number, bool(entry.get("special", True)))
     return list(result.values())

@@ -109,7 +109,7 @@ def blocks(content: Any, place: Literal["system", "user", "assistant", "result"]
     if isinstance(content, str):
         return [TextBlock(type="text", text=content)]
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a text or a list of content blocks", param=where)
+        raise InvalidRequest(f"{where} must be a string or a list of content blocks", param=where)
     kinds = _KINDS[place]
     echoed = place == "assistant"
     return [_block(block, kinds, echoed, f"{where}[{number}]") for number, block in enumerate(content)]
@@ -124,7 +124,7 @@ def _block(block: Any, kinds: dict[str, type[Any]], echoed: bool, where: str) ->
         raise InvalidRequest(f"{where} must be an object with a type", param=where)
     if kind not in kinds:
         raise InvalidRequest(
-            f"{where}: blocks of type {printable(kind, 40)} are not supported here; those that are: "
+            f"{where}: blocks of type {printable(kind, 40)} are not supported here; supported types: "
             + ", ".join(kinds),
             param=where,
             code="unsupported_parameter",
@@ -157,8 +157,8 @@ def tool(value: Any, where: str) -> ToolBlock:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise InvalidRequest(
-            f"{where}: tools of type {printable(kind, 40)} are not supported by this server, which runs no "
-            "tools and knows none by itself; describe it with name and input_schema",
+            f"{where}: tools of type {printable(kind, 40)} are not supported, because this server runs no "
+            "tools; describe the tool with name and input_schema, and run the tool in the client",
             param=where,
             code="unsupported_parameter",
         )

@@ -194,7 +194,7 @@ def _continues(messages: list[dict[str, Any]]) -> bool:
         return False
     if last.get("tool_calls"):
         raise InvalidRequest(
-            "messages: the last message calls a tool; its result, a tool_result block, must follow",
+            "messages: the last message calls a tool; add a user message with the tool_result block",
             param="messages",
         )
     if not last["content"]:

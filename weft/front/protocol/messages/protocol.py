@@ -131,12 +131,15 @@ class CountRequest(Body, frozen=True, kw_only=True):
             between("thinking.budget_tokens", self.thinking.budget_tokens, 1, 1 << 31)
         # `output_format` is the old name of `output_config.format`: only one of both may be set.
         if self.output_format is not None and self.form is not self.output_format:
-            raise InvalidRequest("output_format is output_config.format; send one", param="output_format")
+            raise InvalidRequest(
+                "output_format and output_config.format are the same setting; send only one of the two",
+                param="output_format",
+            )
         for edit in self._edits():
             if edit != {"type": "clear_thinking_20251015", "keep": "all"}:
                 raise InvalidRequest(
-                    "context_management: this server edits no context; the one edit that is accepted is "
-                    "clear_thinking_20251015 that keeps all",
+                    "context_management: this server does not edit the context; the only accepted edit is "
+                    '{"type": "clear_thinking_20251015", "keep": "all"}',
                     param="context_management",
                     code="unsupported_parameter",
                 )
@@ -145,7 +148,9 @@ class CountRequest(Body, frozen=True, kw_only=True):
         asked = dict(self.context_management or {})
         edits = asked.pop("edits", [])
         if asked or not isinstance(edits, list):
-            raise InvalidRequest("context_management must hold edits, a list", param="context_management")
+            raise InvalidRequest(
+                "context_management must have only the key edits, with a list", param="context_management"
+            )
         return edits
 
     @property

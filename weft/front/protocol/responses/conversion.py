@@ -123,7 +123,8 @@ def _resolved(
         if reference := reference_of(item):
             if reference in named:  # otherwise many short references could expand to megabytes of prompt
                 raise InvalidRequest(
-                    f"the item {printable(reference, 64)} is referred to twice", param=f"input[{number}]"
+                    f"the input references the item {printable(reference, 64)} twice; reference an item once",
+                    param=f"input[{number}]",
                 )
             named.add(reference)
             if reference not in referenced:

@@ -75,8 +75,8 @@ class Adder:
             raise InvalidRequest(f"{where} must have a type", param=where)
         if kind not in self._kinds:
             raise InvalidRequest(
-                f"{where}: items of type {printable(kind, 40)} are not supported by this server; those that "
-                "are: " + ", ".join(self._kinds),
+                f"{where}: items of type {printable(kind, 40)} are not supported by this server; supported "
+                "types: " + ", ".join(self._kinds),
                 param=where,
                 code="unsupported_parameter",
             )
@@ -148,7 +148,7 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
     rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
     if rest or not isinstance(url, str):
         raise InvalidRequest(
-            f"{where}: an input_image must have an image_url, and detail at most; this server keeps no files",
+            f"{where}: an input_image must have image_url, and may have detail; file_id is not supported",
             param=where,
             code="unsupported_parameter",
         )
@@ -162,7 +162,7 @@ def _part(part: dict[str, Any], where: str) -> str:
         return text
     shown = printable(kind, 40) if isinstance(kind, str) else "that type"
     raise InvalidRequest(
-        f"{where}: only parts of text are supported by this server, not {shown}",
+        f"{where}: this server supports only text parts here, not {shown}",
         param=where,
         code="unsupported_parameter",
     )

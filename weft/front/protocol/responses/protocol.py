@@ -168,7 +168,7 @@ class TokensRequest(Body, frozen=True, kw_only=True):
             short("model", self.model)
         if not self.input and self.previous_response_id is None:
             raise InvalidRequest(
-                "input must be a text or items, and not empty, unless previous_response_id is there",
+                "input must be a non-empty string or list of items, unless previous_response_id is set",
                 param="input",
             )
 
@@ -214,7 +214,9 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
             between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
         for name in self.include or ():
             if name not in _INCLUDES:
-                raise InvalidRequest("include may hold " + ", ".join(sorted(_INCLUDES)), param="include")
+                raise InvalidRequest(
+                    "include may contain only " + ", ".join(sorted(_INCLUDES)), param="include"
+                )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
 

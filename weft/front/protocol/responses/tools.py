@@ -146,8 +146,8 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
         return _custom(custom, name), Named(name=custom.name, namespace=namespace, custom=True)
     shown = printable(kind, 40) if isinstance(kind, str) else "that type"
     raise InvalidRequest(
-        f"{where}: tools of type {shown} are not supported by this server, which runs none itself; those "
-        "that are: function, custom, namespace (of these)",
+        f"{where}: tools of type {shown} are not supported, because this server runs no tools; supported "
+        "types: function, custom, and namespace with tools of these types",
         param=where,
         code="unsupported_parameter",
     )
