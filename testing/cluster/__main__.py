@@ -27,10 +27,12 @@ MOST_SHOWN = 10
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.option(
-    "--schedules", type=click.IntRange(1), default=10_000, show_default=True, help="Schedules to run."
+    "--schedules", type=click.IntRange(1), default=10_000, show_default=True, help="Number of schedules."
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the first one.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the first schedule."
+)
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Number of processes.")
 @click.pass_context
 def cli(context: click.Context, schedules: int, seed: int, jobs: int) -> int:
     """Simulate a cluster with faults: many schedules, each determined by a seed.
@@ -80,10 +82,10 @@ def coverage(found: Exploration) -> str:
     lines = [
         f"{found.schedules} schedules, {found.events} events, {found.seconds:.1f} s of one core "
         f"({each:.1f} ms each)",
-        "schedules in which a fault was seen to happen:",
+        "number of schedules with each fault:",
     ]
     lines += [f"    {kind:<40}{found.faults[kind]:>9}" for kind in KINDS]
-    lines.append("what happened, over all of them:")
+    lines.append("events over all schedules:")
     lines += [f"    {name:<40}{count:>9}" for name, count in sorted(found.counts.items()) if count]
     return "\n".join(lines)
 

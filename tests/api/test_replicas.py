@@ -106,6 +106,7 @@ def kill_when(kill: Any, busy: Any) -> None:
     kill()
 
 
+@pytest.mark.requirement("C1")
 @pytest.mark.parametrize(
     "more",
     [

@@ -413,6 +413,7 @@ def full_spec(shape: tuple[int, ...]) -> ModelSpec:
     return model_spec(caches=(state_cache(delta),), delta=delta)
 
 
+@pytest.mark.requirement("B19")
 @pytest.mark.parametrize(
     ("shape", "dtype", "device", "lacking"),
     [

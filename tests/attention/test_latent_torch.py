@@ -36,6 +36,7 @@ def test_equals_attention_written_out(rows: list[tuple[int, int]], window: int, 
     assert torch.allclose(scene.run(TorchLatent(), form), scene.expected(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.requirement("B12")
 @pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_forms_are_one_function(interleaved: bool, block: int) -> None:
@@ -79,6 +80,7 @@ def test_no_rows_and_a_cache_that_is_only_read(form: Form) -> None:
     assert torch.equal(scene.cache.view(torch.int64), before.view(torch.int64))
 
 
+@pytest.mark.requirement("B19")
 @pytest.mark.parametrize(
     ("dtype", "device", "lacking"), [(torch.int8, "cpu", "int8"), (torch.float32, "meta", "meta")]
 )

@@ -12,6 +12,7 @@ from weft.attention.mla.merge import merge
 NAN, INF = float("nan"), float("inf")
 
 
+@pytest.mark.requirement("B13")
 def test_two_empty_states_give_zero_and_no_mass() -> None:
     out, mass = merge(torch.zeros(2, 3), torch.full((2,), -INF), torch.zeros(2, 3), torch.full((2,), -INF))
     assert torch.equal(out, torch.zeros(2, 3))

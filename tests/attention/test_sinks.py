@@ -131,6 +131,7 @@ def test_bits_of_a_row_are_its_own(form: Any) -> None:
     assert torch.equal(attend(backend(), alone, sinks), whole[:70])
 
 
+@pytest.mark.requirement("B19")
 def test_flashinfer_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 

@@ -36,6 +36,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.requirement("B14")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("ratio", "top"), [(0, 0), (4, 0), (4, 2), (3, 1), (1, 6), (16, 1)])
 @pytest.mark.parametrize("window", [1, 5, 100])
@@ -256,6 +257,7 @@ def test_groups_by_token_refuse_tables_and_places_that_are_not_there(extension: 
         row.step(0, row.entries)
 
 
+@pytest.mark.requirement("B16")
 @pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
 @pytest.mark.parametrize("chunk", [1, 3, 7, 50])
 def test_groups_of_chunks(dims: tuple[int, ...], ratio: int, overlap: int, chunk: int) -> None:

@@ -182,6 +182,7 @@ def _spec(heads: int = 4) -> ModelSpec:
     return model_spec(heads, CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=8))
 
 
+@pytest.mark.requirement("B19")
 def test_a_backend_that_lacks_a_form_says_so_when_chosen() -> None:
     assert isinstance(choose("auto", _spec(), torch.bfloat16, CPU, 64)["gqa"], TorchAttention)
     with pytest.raises(ConfigError, match=r"torch.*int8"):

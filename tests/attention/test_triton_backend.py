@@ -153,6 +153,7 @@ def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
             assert torch.equal(chunk[0], made[other])
 
 
+@pytest.mark.requirement("B13")
 @runs
 def test_merging_empty_states_gives_zero_and_minus_infinity() -> None:
     """B13: the guard is in the merge; a state that is empty may hold anything."""

@@ -55,6 +55,7 @@ def burst(folder: Path, seats: int, size: int) -> tuple[Burst, int, int]:
     return made, max(core.first.values()), max(core.last.values())
 
 
+@pytest.mark.requirement("A20")
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_four_seats_answer_a_burst_in_far_fewer_steps_than_one(tmp_path: Path, size: int) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe")

@@ -171,7 +171,7 @@ def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_pat
     other = checkpoints.make("qwen3-dense-s", tmp_path / "other", seed=1, progress=False)
     data = [(folder / "model.safetensors").read_bytes() for folder in (one, same, other)]
     assert data[0] == data[1] != data[2]
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="other contents"):
         checkpoints.make("qwen3-dense-s", one, seed=1, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "same"]
     (one / "weft_bench.json").write_text('{"name": "qwen3-dense-s", "seed": 0, "format": 0}')
@@ -191,7 +191,7 @@ def test_a_failure_leaves_nothing(small: None, tmp_path: Path, monkeypatch: pyte
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="something else"):
+    with pytest.raises(ConfigError, match="other contents"):
         checkpoints.make("qwen3-dense-s", tmp_path, progress=False)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

@@ -22,6 +22,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     exchange_cost.table.cache_clear()
 
 
+@pytest.mark.requirement("A12")
 @pytest.mark.slow
 def test_what_was_measured_is_used() -> None:
     made = CliRunner().invoke(bench, ["dispatch", "--ranks", "2"], standalone_mode=False)

@@ -63,6 +63,7 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     assert found["notes"] == []
 
 
+@pytest.mark.requirement("D31")
 def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake: Any) -> None:
     none = serving.measure(asked(fake))
     assert (none["heads"], none["per_head"]) == ({}, None)
@@ -159,7 +160,7 @@ def test_chat(fake: Any) -> None:
 
 def test_answers_without_counts_and_with_many_tokens_a_chunk_are_noted(fake: Any) -> None:
     fake.usage = False
-    assert "their chunks were counted" in serving.measure(asked(fake))["notes"][0]
+    assert "so chunks were counted" in serving.measure(asked(fake))["notes"][0]
     fake.usage, fake.chunk_tokens = True, 3
     assert "2.5 tokens on average" in serving.measure(asked(fake))["notes"][0]
 

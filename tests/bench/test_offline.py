@@ -46,7 +46,7 @@ def test_every_round_has_prompts_of_its_own() -> None:
     assert seen[1:] == [prompts(SMALL, 7, 1024), prompts(SMALL, 8, 1024)]
     assert list(found) == ["W1"]
     assert done == ["warm-up", "W1", "W1"]
-    with pytest.raises(WeftError, match="another length"):
+    with pytest.raises(WeftError, match="requested length"):
         offline.measure(lambda ids, tokens: echo(ids, tokens - 1), [SMALL], 1, 0, 1024)
 
 
@@ -93,7 +93,7 @@ def test_the_command_on_the_bundled_model(
     assert weft(*common, "--identical", "2", "--alone", "--dtype", "float64") == 0
     out = capsys.readouterr().out
     assert "W1 run 2 times: 0 of 4 requests differ" in out
-    assert "each alone against together: 0 of 4 requests differ" in out
+    assert "alone against batched: 0 of 4 requests differ" in out
 
 
 def test_a_configuration_becomes_the_flags_that_give_it() -> None:

@@ -21,7 +21,7 @@ from weft.ops.cpu import build
 
 __all__ = ["start"]
 
-COMPILED, CHANGE = "the C++ operations are compiled", "engines change to the C++ operations"
+COMPILED, CHANGE = "the C++ operations are compiled", "engines switch to the C++ operations"
 TOKENS = 600
 """Tokens of the stream: half a second of torch's operations."""
 BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0, "ignore_eos": True}
@@ -115,7 +115,7 @@ def test_a_build_that_fails_leaves_the_server_as_it_is(tmp_path: Path, start: An
     variables = {"WEFT_OPS_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
     server: Server = start("spool-text", "--build-ops", "--port", "0", **variables)
     base = server.url()
-    until(server, lambda: "torch's stay in use" in server.log.read_text())
+    until(server, lambda: "torch's operations stay in use" in server.log.read_text())
     assert "no C++ compiler found (looked for 'no-such-compiler' (CXX))" in server.log.read_text()
     assert ask(base, max_tokens=5)
 

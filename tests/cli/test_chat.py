@@ -70,7 +70,7 @@ def test_events_are_read_whatever_their_pieces(end: str) -> None:
 
 def test_a_line_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.cli.chat.chat_client.MAX_EVENT", 100)
-    with pytest.raises(ChatError, match="without end"):
+    with pytest.raises(ChatError, match="too long"):
         list(sse_data([b"data: " + b"x" * 60] * 2))
 
 
@@ -114,15 +114,15 @@ def test_a_reply_has_thoughts_text_and_calls() -> None:
             "broke off: the engine failed",
         ),
         ([event({"content": "a"})], "closed the stream before its end"),
-        (["{"], "no JSON"),
-        (['{"choices": [1]}'], "another form"),
-        (["[" * 100_000], "no JSON"),
-        ([event({"content": [{"type": "text", "text": "a"}]})], "another form"),
-        ([event({"tool_calls": [{"index": "1"}]})], "another form"),
-        ([event({"tool_calls": [{"index": 1 << 40}]})], "another form"),
-        ([event({"tool_calls": [{"index": -1}]})], "another form"),
-        ([event({"tool_calls": [{"function": {"name": ["f"]}}]})], "another form"),
-        (['{"choices": [{"delta": {}, "finish_reason": 5}]}'], "another form"),
+        (["{"], "not JSON"),
+        (['{"choices": [1]}'], "OpenAI's format"),
+        (["[" * 100_000], "not JSON"),
+        ([event({"content": [{"type": "text", "text": "a"}]})], "OpenAI's format"),
+        ([event({"tool_calls": [{"index": "1"}]})], "OpenAI's format"),
+        ([event({"tool_calls": [{"index": 1 << 40}]})], "OpenAI's format"),
+        ([event({"tool_calls": [{"index": -1}]})], "OpenAI's format"),
+        ([event({"tool_calls": [{"function": {"name": ["f"]}}]})], "OpenAI's format"),
+        (['{"choices": [{"delta": {}, "finish_reason": 5}]}'], "OpenAI's format"),
     ],
 )
 def test_a_reply_that_breaks_off_is_an_error(events: list[str], message: str) -> None:
@@ -228,9 +228,9 @@ def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
     frames = frame_urls(f"'{tmp_path}/frame *.png' https://example.org/a")
     wanted = [f"data:image/png;base64,{base64.b64encode(b'%d' % n).decode()}" for n in (9, 10, 11)]
     assert frames == [*wanted, "https://example.org/a"]
-    with pytest.raises(ConfigError, match="does not end like an image"):
+    with pytest.raises(ConfigError, match="does not have the extension of an image"):
         frame_urls("nothing*")
-    with pytest.raises(ConfigError, match="a quote that does not end"):
+    with pytest.raises(ConfigError, match="an opening quote without a closing quote"):
         frame_urls("'a.png")
     talk = Conversation("m", "", {})
     talk.videos.append(frames)
@@ -248,7 +248,7 @@ def test_an_image_of_a_file(tmp_path: Path) -> None:
     assert image_url("https://example.org/a") == "https://example.org/a"
     with pytest.raises(ConfigError, match="no such file"):
         image_url(str(tmp_path / "b.jpg"))
-    with pytest.raises(ConfigError, match="does not end like an image"):
+    with pytest.raises(ConfigError, match="does not have the extension of an image"):
         image_url(str(tmp_path))
 
 
@@ -363,8 +363,8 @@ def test_tools_of_a_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["http://h/v1", "--url", "http://g"], "are the same setting"),
-        (["spool-text", "--url", "http://g"], "starts a server, and --url names one"),
-        (["http://h/v1", "--", "--tp", "2"], "need a MODEL"),
+        (["spool-text", "--url", "http://g"], "starts a server, and --url names a running server"),
+        (["http://h/v1", "--", "--tp", "2"], "require a MODEL"),
     ],
 )
 def test_contradictions_are_refused(arguments: list[str], message: str) -> None:

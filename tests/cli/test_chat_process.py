@@ -85,7 +85,7 @@ def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Run
     assert "refused the request with 400: no entry of the script is left" in ended.stderr
     assert ended.returncode == 0
     assert piped("unknown\n", server.url).returncode == 1
-    assert "--max-tokens or the context" in piped("shorten\n", server.url).stderr
+    assert "--max-tokens or the end of the context" in piped("shorten\n", server.url).stderr
     refused = piped("hello\n", server.url, "--temperature", "-3")
     assert "400" in refused.stderr
     assert "temperature" in refused.stderr
@@ -105,7 +105,7 @@ def test_where_nothing_listens_it_says_what_to_do() -> None:
 
 def test_the_cause_of_a_missing_connection_is_named(server: Running) -> None:
     unknown = piped("hello\n", "http://no-such-host.invalid")
-    assert "the name 'no-such-host.invalid' is unknown (DNS)" in unknown.stderr
+    assert "the host name 'no-such-host.invalid' is unknown (DNS)" in unknown.stderr
     plain = piped("hello\n", server.url.replace("http://", "https://"))
     assert "a server without TLS needs http://" in plain.stderr
     for ended in (unknown, plain):
@@ -141,7 +141,7 @@ def test_keys(tmp_path: Path) -> None:
         url = servers.scripted(tmp_path, [{"text": "In.", "repeat": True}], "--api-key", "secret,other").url
         ended = piped("hello\n", url)
         assert ended.returncode == 2
-        assert "wants a key" in ended.stderr
+        assert "requires an API key" in ended.stderr
         assert "WEFT_CHAT_API_KEY" in ended.stderr
         assert piped("hello\n", url, "--api-key", "secret").stdout == "In.\n"
         assert piped("hello\n", url, WEFT_CHAT_API_KEY="other").stdout == "In.\n"

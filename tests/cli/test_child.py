@@ -70,6 +70,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     assert (made.returncode, made.stdout) == (1, "")
 
 
+@pytest.mark.requirement("F47")
 @pytest.mark.parametrize(("switch", "limit"), [(None, 0), ("1", 4096), ("0", 0)])
 def test_core_dumps_are_off_unless_asked_for(switch: str | None, limit: int) -> None:
     code = (

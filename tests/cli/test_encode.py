@@ -141,6 +141,7 @@ def up(folder: Path, *groups: str, **settings: Any) -> list[str]:
 ENCODE, PREFILL, DECODE = "{role: encode}", "{role: prefill}", "{role: decode}"
 
 
+@pytest.mark.requirement("D24")
 def test_the_same_answers_with_one_group_of_each_role(
     start: Any, tmp_path: Path, due: list[tuple[str, ...]]
 ) -> None:
@@ -157,6 +158,7 @@ def test_the_same_answers_with_one_group_of_each_role(
     ends_in_order(server)
 
 
+@pytest.mark.requirement("D21", "D22", "D23")
 def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path: Path) -> None:
     """All requests are answered, before, while and after one of two is killed, and by the next process at its
     place."""
@@ -175,6 +177,7 @@ def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path:
     ends_in_order(server)
 
 
+@pytest.mark.requirement("D18", "D23")
 @pytest.mark.parametrize("tower", [pytest.param(True, marks=pytest.mark.grid), False])
 def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, start: Any) -> None:
     """The short form: one unified group, and one that encodes. Text waits for nobody."""
@@ -196,6 +199,7 @@ def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, star
     ends_in_order(server)
 
 
+@pytest.mark.requirement("D24")
 @pytest.mark.grid
 @pytest.mark.parametrize(
     "groups",
@@ -221,6 +225,7 @@ def test_the_same_answers_in_other_topologies(
     ends_in_order(server)
 
 
+@pytest.mark.requirement("D25")
 @pytest.mark.slow
 def test_a_burst_with_little_room_for_embeddings(start: Any, tmp_path: Path) -> None:
     """Concurrency 32, each with three images, of which the pools of both ends hold a few."""

@@ -73,7 +73,7 @@ def test_an_empty_standard_input_is_no_prompt(
     with pytest.raises(SystemExit) as ended:
         main(["generate", checkpoint])
     assert ended.value.code == 2
-    told = f"standard input is empty, and {checkpoint!r} was taken as the MODEL"
+    told = f"standard input is empty, because {checkpoint!r} was read as the MODEL"
     assert capsys.readouterr().err == f"weft: {told}: run `weft generate {checkpoint} PROMPT`\n"
 
 
@@ -89,9 +89,9 @@ def test_a_lone_word_that_looks_like_a_hub_name_gets_both_readings(
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert ("there is no PROMPT" if terminal else "standard input is empty") in told
-    assert "'hello/world' was taken as the MODEL" in told
+    assert "'hello/world' was read as the MODEL" in told
     assert "`weft generate hello/world PROMPT`" in told
-    assert "if it is the PROMPT, `weft generate --model spool-text hello/world`" in told
+    assert "if the word is the PROMPT, `weft generate --model spool-text hello/world`" in told
 
 
 def test_without_any_word_there_is_no_model_to_name(

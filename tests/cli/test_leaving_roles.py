@@ -68,6 +68,7 @@ STAGES: dict[str, tuple[str, int, int, Callable[[str], bool]]] = {
 """Prompt, clients, tokens, and how it is seen that they are there."""
 
 
+@pytest.mark.requirement("E17")
 @mostly_slow("stage", STAGES, ["prefilling", "transferring"])
 def test_who_leaves_holds_nothing_a_second_later(stage: str, base: str) -> None:
     prompt, count, tokens, reached = STAGES[stage]

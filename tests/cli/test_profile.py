@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.cli.test_serve import start
 from tests.support.slowness import deadline
@@ -15,6 +16,7 @@ from tests.support.slowness import deadline
 __all__ = ["start"]
 
 
+@pytest.mark.requirement("F47")
 def test_heads_write_profiles_when_they_are_asked(checkpoint: str, start: Any, tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     flags = ("--port", "0", "--admin-key", "admin", "--profile-dir", str(folder))

@@ -44,6 +44,7 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.requirement("F40")
 def test_the_next_head_finds_the_workers() -> None:
     with tempfile.TemporaryDirectory(prefix="w") as folder:
         config = config_in(folder)

@@ -125,6 +125,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         server.close()
 
 
+@pytest.mark.requirement("F47")
 @pytest.mark.real_processes
 def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any, tmp_path: Path) -> None:
     config = tmp_path / "weft.yaml"
@@ -208,6 +209,7 @@ def test_ranks_of_replicas_share_the_cores_and_each_has_a_name_and_a_trace(
     assert all(any(event.get("cat") == "step" for event in trace) for trace in traces)
 
 
+@pytest.mark.requirement("F40")
 def test_it_fails_when_its_head_dies_and_must_not_be_started_again(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0", "--engine-restarts", "0")
     server.url()
@@ -228,6 +230,7 @@ def test_a_head_dies_with_its_parent(checkpoint: str, start: Any) -> None:
     os.close(pidfd)
 
 
+@pytest.mark.requirement("F47")
 def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, start: Any) -> None:
     """Also one that only its head can refuse: it gives status 2, and leaves nothing either."""
     server = start(checkpoint, "--port", "0")
@@ -271,6 +274,7 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.requirement("F47")
 @pytest.mark.real_processes
 @mostly_slow("number", signals.STOPS, signals.STOPS[:2])
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
@@ -352,6 +356,7 @@ def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> Non
     assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.requirement("F47")
 @pytest.mark.parametrize(
     ("number", "more"),
     [
@@ -390,6 +395,7 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.requirement("F5")
 def test_keys_come_from_the_environment(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0", WEFT_API_KEY=" sesame , second\n")
     models = f"{server.url()}/v1/models"
@@ -415,12 +421,13 @@ def test_keys_of_flags_and_file_win_over_the_environment(monkeypatch: pytest.Mon
     assert with_keys(from_keywords({"api_key": ["flag"]})).front.api_key == ("flag",)
 
 
+@pytest.mark.requirement("F5")
 @pytest.mark.parametrize("text", ["", " , "])
 def test_a_variable_without_a_key_does_not_open_the_server(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEFT_API_KEY", text)
-    with pytest.raises(ConfigError, match="WEFT_API_KEY is set and holds no key"):
+    with pytest.raises(ConfigError, match="WEFT_API_KEY is set but empty"):
         with_keys(from_keywords({}))
 
 

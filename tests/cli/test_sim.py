@@ -60,7 +60,7 @@ def test_poisson_and_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--cost-model", "gone.json"], "gone.json"),
         (["--prompt-tokens", "many"], "--prompt-tokens must be"),
         (["--vs", "itl-target=4"], "Did you mean itl-target-ms?"),
-        (["--vs", "port=4"], "no flag of the scheduler"),
+        (["--vs", "port=4"], "not a flag of the scheduler"),
         (["--vs", "itl-target-ms"], "FLAG=VALUE"),
         (["--vs", "itl-target-ms=-3"], "--itl-target-ms must be"),
         (["--vs", " "], "--vs is empty"),
@@ -93,11 +93,11 @@ def test_a_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     plan = ["sim", "plan", "--requests", "20", "--most-groups", "2", "--rate", "1", "--json", str(file)]
     status, out, _ = ran(capsys, *plan, "--ttft-ms", "100000", "--tpot-ms", "100000")
     assert status == 0
-    assert "95% is reached with 1 unified" in out
+    assert "the smallest deployment that reaches 95%: 1 unified" in out
     assert len(json.loads(file.read_text())["runs"]) == 3
     status, out, _ = ran(capsys, *plan, "--tpot-ms", "0.001")
     assert status == 0
-    assert "none reaches 95%" in out
+    assert "no deployment reaches 95%" in out
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_errors_of_a_plan_are_one_line(
 def test_options_of_one_command_are_no_options_of_another(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(capsys, "sim", "--requests", "3", "plan")
     assert (status, out) == (2, "")
-    assert err == "weft: --requests is no option of weft sim plan\n"
+    assert err == "weft: --requests is not an option of weft sim plan\n"
 
 
 @pytest.mark.parametrize("name", ["explore", "replay"])

@@ -11,6 +11,7 @@ from bench.soak import Answer, soak
 from tests.support.slowness import deadline
 
 
+@pytest.mark.requirement("E20")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "pools", [pytest.param("direct", marks=pytest.mark.slow), pytest.param("staged", marks=pytest.mark.grid)]
@@ -27,6 +28,7 @@ def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(
     assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
 
 
+@pytest.mark.requirement("D26")
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("requests", "kills"),

@@ -127,6 +127,7 @@ def test_a_server_without_spare_processes_has_no_thread_for_them() -> None:
     spares.close()
 
 
+@pytest.mark.requirement("E16")
 @mostly_slow("kind", ["head", "rank 1"], ["head"])
 def test_what_dies_in_a_server_is_replaced_by_the_process_that_waits(kind: str, tmp_path: Path) -> None:
     words = ["serve", "spool-text", "--tensor-parallel-size", "2", "--device", "cpu", "--threads", "1"]

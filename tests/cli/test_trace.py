@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.cli.test_serve import start
 from tests.cli.test_up import until
@@ -23,6 +24,7 @@ __all__ = ["start"]
 CALLER, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
+@pytest.mark.requirement("E23")
 def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
     """From the client's own span over the front to both heads, and merged."""
     folder = tmp_path / "spans"

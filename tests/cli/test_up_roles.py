@@ -75,6 +75,7 @@ def due(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         server.close()
 
 
+@pytest.mark.requirement("E22")
 @pytest.mark.parametrize(
     "name",
     [pytest.param("1p1d", marks=pytest.mark.grid), pytest.param("tp2-prefill", marks=pytest.mark.slow)],
@@ -88,6 +89,7 @@ def test_roles_change_no_answer(name: str, start: Any, due: list[Any]) -> None:
     ends_in_order(server)
 
 
+@pytest.mark.requirement("E15", "E16")
 @pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
 def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, under requests, of which none fails or changes; after each pairs work again."""
@@ -109,6 +111,7 @@ def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pyt
     ends_in_order(server)
 
 
+@pytest.mark.requirement("E19")
 def test_the_short_form_with_several_fronts_and_a_rolling_restart(start: Any, due: list[Any]) -> None:
     server = start(
         *(

@@ -16,6 +16,7 @@ FEW = ["--prompts", "4", "--tokens", "6"]
 DEFAULT = ("1p1d", "1e1p1d")
 
 
+@pytest.mark.requirement("D24", "E24")
 @pytest.mark.parametrize(
     "name",
     [
@@ -29,13 +30,13 @@ def test_examples_give_the_tokens_of_the_engine_alone(name: str, capsys: pytest.
     assert status == 0, out
     assert "4 of 4 prompts equal to the engine alone" in out
     if "encode" in name or "1e" in name or "2e" in name:
-        assert re.search(r"^encode0: \d+ images encoded, \d+ rooms of embeddings done, 0 failed, ", out, re.M)
+        assert re.search(r"^encode0: \d+ images encoded, \d+ embedding transfers done, 0 failed, ", out, re.M)
         assert re.search(
-            r"^(prefill|unified)0: .* rooms of embeddings done, 0 failed, \d+ bytes rec", out, re.M
+            r"^(prefill|unified)0: .* embedding transfers done, 0 failed, \d+ bytes rec", out, re.M
         )
         assert " 0 bytes" not in out
     elif name != "unified-x2":
-        assert "prefill0: 74 prompt tokens, 4 rooms done, 0 failed, " in out or "prefill1: " in out
+        assert "prefill0: 74 prompt tokens, 4 KV transfers done, 0 failed, " in out or "prefill1: " in out
         assert "decode0: " in out
         assert " 0 bytes" not in out
     assert out.endswith("verify: passed\n")
@@ -52,6 +53,7 @@ def test_the_short_form_gives_the_tokens_of_transformers(
     assert "greedy tokens in float64: 4 of 4 prompts equal to transformers" in out
 
 
+@pytest.mark.requirement("E24")
 @pytest.mark.grid
 @pytest.mark.timeout(1200)
 def test_every_family_moves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,11 +117,14 @@ def test_what_took_no_part_does_not_pass() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--topology", "1p1d", "--block-size", "8"], "--block-size and --topology: write it in 1p1d.yaml"),
+        (
+            ["--topology", "1p1d", "--block-size", "8"],
+            "--block-size and --topology exclude each other: write --block-size in 1p1d.yaml",
+        ),
         (["--topology", "two-hosts"], "two-hosts.yaml has several hosts"),
         (["--topology", "none"], "none.yaml: "),
-        (["spool-text", "--prefill", "1"], "--prefill 1 needs --decode"),
-        (["spool-text"], "say what to compare with"),
+        (["spool-text", "--prefill", "1"], "--prefill 1 requires --decode"),
+        (["spool-text"], "verify needs a comparison"),
         (["spool-text", "--families"], "--topology or --prefill and --decode"),
         (["--topology", "1p1d", "--families", "--reference", "x"], "leave --reference out"),
     ],

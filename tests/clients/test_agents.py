@@ -70,6 +70,7 @@ def entries(*calls: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.requirement("G10")
 def test_codex(play: Play, home: Path, work: Path) -> None:
     program = agent("codex")
     shell = call("exec_command", cmd="cat note.txt")
@@ -95,6 +96,7 @@ def test_codex(play: Play, home: Path, work: Path) -> None:
     assert tool_calls(server) >= 1
 
 
+@pytest.mark.requirement("G10")
 def test_claude(play: Play, home: Path, work: Path) -> None:
     program = agent("claude")
     server = play(entries(call("Bash", command="cat note.txt", description="Read the note")))

@@ -55,6 +55,7 @@ def test_a_message(client: anthropic.Anthropic) -> None:
     assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "4")
 
 
+@pytest.mark.requirement("F67")
 def test_the_stream_helper(client: anthropic.Anthropic) -> None:
     with client.messages.stream(model=MODEL, max_tokens=100, messages=user("count")) as stream:
         assert "".join(stream.text_stream) == "1 2 3 4 5"
@@ -122,6 +123,7 @@ def test_thoughts_can_be_sent_back(client: anthropic.Anthropic) -> None:
     assert again.content[-1].text in ("Four.", "1 2 3 4 5")
 
 
+@pytest.mark.requirement("G10")
 def test_counting_is_what_a_message_uses(client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"system": "Be brief.", "messages": user("count to five"), "tools": [TOOL]}
     count = client.messages.count_tokens(model=MODEL, **asked)

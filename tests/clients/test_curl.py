@@ -61,6 +61,7 @@ def test_the_docs_have_some() -> None:
     assert all("8000" in command for _, command in commands())
 
 
+@pytest.mark.requirement("F67")
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_command_works(page: str, command: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if shutil.which("curl") is None:

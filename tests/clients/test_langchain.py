@@ -56,6 +56,7 @@ def test_invoke_and_stream(model: Any) -> None:
     assert [one.text for one in model.batch(["count", "count"])] == ["1 2 3 4 5"] * 2
 
 
+@pytest.mark.requirement("F67")
 def test_a_tools_round_trip(model: Any) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 

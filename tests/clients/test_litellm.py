@@ -67,6 +67,7 @@ def test_thoughts(complete: Any) -> None:
     assert message.reasoning_content.strip() == "Two and two."
 
 
+@pytest.mark.requirement("F67")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tools_round_trip(complete: Any, stream: bool) -> None:
     import litellm

@@ -53,6 +53,7 @@ def arguments(server: Running, route: str, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.requirement("F67")
 def test_likelihoods_of_choices(bundled: Running, evaluate: Any, tmp_path: Path) -> None:
     made = task(
         tmp_path,

@@ -68,6 +68,7 @@ def test_thoughts_are_apart(client: openai.OpenAI) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "Four."
 
 
+@pytest.mark.requirement("F67")
 def test_the_asynchronous_client(server: Running) -> None:
     async def talk() -> list[str]:
         async with openai.AsyncOpenAI(
@@ -124,6 +125,7 @@ def test_two_calls_stream_side_by_side(client: openai.OpenAI) -> None:
     assert set(reasons[:-1]) == {None}
 
 
+@pytest.mark.requirement("F67")
 def test_the_stream_helper_collects_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=user("weather?"), tools=[openai.pydantic_function_tool(get_weather)]
@@ -194,6 +196,7 @@ def test_streamed_responses(client: openai.OpenAI) -> None:
     assert "".join(one.delta for one in text if one.type == "response.output_text.delta") == "Four."
 
 
+@pytest.mark.requirement("F67")
 @mostly_slow("error", ["overloaded", "unavailable"], ["overloaded"])
 def test_a_client_tries_again_after_what_the_server_says(play: Play, error: str) -> None:
     client = client_of(play([{"error": error}, {"text": "now"}]), max_retries=1)

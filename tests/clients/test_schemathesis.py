@@ -29,6 +29,7 @@ EXAMPLES = 40
 """Requests to each operation, in each of its phases."""
 
 
+@pytest.mark.requirement("F60")
 def test_every_operation_keeps_to_the_document(play: Play, tmp_path: Path) -> None:
     if importlib.util.find_spec("schemathesis") is None:
         pytest.skip("schemathesis is not installed: make test-clients")

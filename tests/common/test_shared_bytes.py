@@ -59,6 +59,7 @@ def read(name: SharedName) -> memoryview:
     return view
 
 
+@pytest.mark.requirement("D6")
 def test_what_was_mapped_outlives_a_process_that_is_killed(
     owner: tuple[subprocess.Popen[bytes], SharedName],
 ) -> None:
@@ -87,6 +88,7 @@ def test_another_process_writes_until_it_is_sealed() -> None:
     made.close()
 
 
+@pytest.mark.requirement("D6")
 def test_nobody_can_cut_it_off() -> None:
     """Or a reader would die of SIGBUS."""
     made = SharedBytes(100_000)
@@ -112,6 +114,7 @@ def test_what_is_not_sealed_is_not_read() -> None:
     made.close()
 
 
+@pytest.mark.requirement("D6")
 def test_a_descriptor_that_is_something_else_by_now(tmp_path: Path) -> None:
     """Neither other memory, nor a file, nor a pipe, which would block, nor an end of this process."""
     made = SharedBytes(10)

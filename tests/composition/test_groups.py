@@ -96,6 +96,7 @@ CASES += [
 ]
 
 
+@pytest.mark.requirement("D24", "E31")
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, group_table: GroupTable

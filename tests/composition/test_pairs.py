@@ -83,6 +83,7 @@ CASES += [
 ]
 
 
+@pytest.mark.requirement("B10", "D24")
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_tokens_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, table: Table

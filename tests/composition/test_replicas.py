@@ -172,6 +172,7 @@ CASES += [
 ]
 
 
+@pytest.mark.requirement("D24")
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_tokens_on_replicas_that_share_experts(
     family: str, case: dict[str, Any], images: Images, replica_table: Table

@@ -33,6 +33,7 @@ def config_of(folder: Path | str, **more: Any) -> EngineConfig:
     return resolve(from_keywords(settings))
 
 
+@pytest.mark.requirement("D1")
 def test_an_encoder_has_no_caches(models: SeeingModels) -> None:
     config = config_of(models.folder("qwen3-vl"), role="encode", max_encode_items=3, mm_host_cache_bytes="4M")
     assert config.kv.pools == ()
@@ -43,6 +44,7 @@ def test_an_encoder_has_no_caches(models: SeeingModels) -> None:
     assert (limits.tower, limits.takes, limits.encode_items, limits.host_bytes) == (True, False, 3, 4 << 20)
 
 
+@pytest.mark.requirement("D1")
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -64,7 +66,7 @@ def test_settings_that_contradict_the_role(
     ("settings", "names"),
     [
         ({"role": "encode"}, ("--role encode", "LlamaForCausalLM has no vision tower")),
-        ({"take_embeddings": True}, ("--take-embeddings", "LlamaForCausalLM reads text alone")),
+        ({"take_embeddings": True}, ("--take-embeddings", "LlamaForCausalLM has no image input")),
     ],
 )
 def test_a_model_that_reads_text_alone(
@@ -83,6 +85,7 @@ def test_a_tensor_parallel_size_that_divides_no_heads(models: SeeingModels) -> N
     assert config_of(folder, role="encode", tensor_parallel_size=3).parallel.tensor_parallel_size == 3
 
 
+@pytest.mark.requirement("D1")
 def test_memory_is_that_of_the_tower(models: SeeingModels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text model's weights and caches do not count: with the same memory no other role fits."""
     folder = models.folder("qwen3-vl")
@@ -93,7 +96,7 @@ def test_memory_is_that_of_the_tower(models: SeeingModels, monkeypatch: pytest.M
         devices, "available_memory", lambda: (2 << 20) + tower_bytes(config.spec.vision, "float32")
     )
     assert config_of(folder, role="encode", **sizes).kv == config.kv
-    with pytest.raises(ConfigError, match=r"embeddings 41\d\dK; a rank has .*--mm-cache-bytes"):
+    with pytest.raises(ConfigError, match=r"the embedding cache 41\d\dK; a rank has .*--mm-cache-bytes"):
         config_of(folder, role="encode", **{**sizes, "mm_cache_bytes": "4M"})
     with pytest.raises(ConfigError, match=r"a step .*--max-encode-patches"):
         config_of(folder, role="encode", **{**sizes, "max_encode_patches": 8192})
@@ -125,8 +128,8 @@ def test_who_decodes_counts_positions_of_images_without_a_tower(models: SeeingMo
     assert config_of(bare, language_model_only=True, role="decode").spec.vision is None
 
 
+@pytest.mark.requirement("D29")
 def test_ranks_agree_on_what_they_take(models: SeeingModels) -> None:
-    """D29."""
     folder = models.folder("qwen3-vl")
     for settings, flag in (
         ({"take_embeddings": True}, "--take-embeddings"),

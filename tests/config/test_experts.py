@@ -39,7 +39,7 @@ def test_what_goes_together() -> None:
         ),
         (
             {"enable_expert_parallel": True, "tensor_parallel_size": 2, "redundant_experts": 5},
-            "--redundant-experts 5: 2 ranks have 4 further copies of 4 experts at most",
+            "--redundant-experts 5: 2 ranks can hold at most 4 additional copies of 4 experts",
         ),
     ],
 )

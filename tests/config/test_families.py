@@ -294,6 +294,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         load_spec(str(tmp_path / "nothing"), None)
 
 
+@pytest.mark.requirement("F34")
 def test_remote_code_is_refused_and_never_run(tmp_path: Path) -> None:
     (tmp_path / "modeling_x.py").write_text("raise SystemExit('executed')")
     auto_map = {"AutoModelForCausalLM": "modeling_x.X"}

@@ -65,7 +65,7 @@ def test_more_ranks_than_gpus_are_refused_and_what_is_named_works(tmp_path: Path
     with pytest.raises(ConfigError) as raised:
         resolved(tmp_path, **settings, collectives=collectives)
     message = raised.value.message
-    assert "4 ranks on this host, which has 2 GPUs" in message
+    assert "4 ranks need 4 GPUs with NCCL, and this host has 2 GPUs" in message
     assert all(way in message for way in ("--tensor-parallel-size", "--device cpu", "--collectives gloo"))
     shared = resolved(tmp_path, **settings, collectives="gloo")
     assert [seen(shared, rank) for rank in range(4)] == ["4", "GPU-77", "4", "GPU-77"]

@@ -177,7 +177,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 def test_an_image_without_pixels(tmp_path: Path) -> None:
     for facts in (_facts(tmp_path), _kimi(tmp_path)):
-        with pytest.raises(InvalidRequest, match="has none"):
+        with pytest.raises(InvalidRequest, match="is empty"):
             facts.grid_of(0, 4)
 
 

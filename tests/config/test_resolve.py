@@ -153,7 +153,10 @@ def test_auto_takes_the_longest_context_that_fits(tmp_path: Path) -> None:
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     message = refused(checkpoint(tmp_path), max_model_len=513)
-    assert message == "--max-model-len 513 is more than the model's 512 positions: set it to at most 512"
+    assert (
+        message
+        == "--max-model-len 513 is more than the model's 512 positions: set --max-model-len to at most 512"
+    )
 
 
 def test_more_cache_than_memory_is_refused(tmp_path: Path) -> None:
@@ -190,6 +193,7 @@ def test_pools_hold_one_sequence_exactly_when_bytes_say_so(tmp_path: Path, archi
             memory.pools_for(spec, 16, "float32", least - 1, length, scheduler)
 
 
+@pytest.mark.requirement("B2")
 @pytest.mark.parametrize(
     ("keywords", "told"),
     [
@@ -229,6 +233,7 @@ def test_dtype(tmp_path: Path) -> None:
     assert resolved(str(tmp_path), dtype="float64").dtype == "float64"
 
 
+@pytest.mark.requirement("F34")
 def test_checkpoints_that_bring_code_are_refused_unless_trusted(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, auto_map={"AutoModelForCausalLM": "model.Model"})
     assert "--trust-remote-code" in refused(folder)
@@ -389,7 +394,9 @@ def test_a_model_larger_than_memory_is_refused_with_what_it_needs(
     assert "the model's weights need 40G" in refused(folder, load_format="dummy", quantization="int4", **more)
     # A CPU rounds what was loaded whole.
     message = refused(folder, quantization="int4", **more)
-    assert message.startswith("the model's weights need 132G of memory until --quantization has rounded them")
+    assert message.startswith(
+        "the model's weights need 132G of memory until --quantization has quantized them"
+    )
     monkeypatch.setattr(devices, "available_memory", lambda: 200 * GIB)
     resolved(folder, load_format="dummy", **more)
     with monkeypatch.context() as patched:
@@ -506,12 +513,12 @@ def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
     message = refused(folder, tensor_parallel_size=2, data_parallel_size=5)
     assert "--tensor-parallel-size 2 x --data-parallel-size 5: 10 ranks" in message
     assert "2 CPU cores" in message
-    assert "8 at most" in message
+    assert "at most 8" in message
     several: dict[str, Any] = {"nnodes": 2, "rdzv": "10.0.0.1:7000", "group_secret": "secret"}
     resolved(folder, data_parallel_size=16, **several)
     message = refused(folder, data_parallel_size=18, **several)
     assert "9 ranks on each of 2 hosts" in message
-    assert "16 at most" in message
+    assert "at most 16" in message
 
 
 def test_ranks_have_their_share_of_caches_and_memory(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ TCP = {"role": "prefill", "transfer": "tcp", "kv_cache_memory": "8MiB"}
 def test_groups_that_speak_over_tcp_need_a_secret(tmp_path: Path) -> None:
     check_secrets([config_of()])
     check_secrets([config_of(**{**TCP, "transfer": "shm"})])
-    with pytest.raises(ConfigError, match=r"--transfer tcp needs --group-secret FILE.*openssl rand"):
+    with pytest.raises(ConfigError, match=r"--transfer tcp requires --group-secret FILE.*openssl rand"):
         check_secrets([config_of(), config_of(**TCP)])
     check_secrets([config_of(**TCP, group_secret=str(write_secret(tmp_path)))])
 

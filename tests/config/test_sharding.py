@@ -63,6 +63,7 @@ def test_experts_divide_or_are_dealt_out() -> None:
     check(spec, Layout(tensor=4, expert=True))
 
 
+@pytest.mark.requirement("A11")
 def test_a_rank_has_its_share_of_every_cache() -> None:
     state = CacheSpec(
         kind="state",

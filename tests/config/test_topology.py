@@ -88,23 +88,23 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
         ("groups: [{role: decoder}]", r"groups\[0\]: role must be one of decode, encode, prefill, unified"),
         ("groups: [{count: 0}]", r"groups\[0\]: count must be an integer of at least 1"),
         ("groups: [{count: true}]", r"groups\[0\]: count must be an integer"),
-        ("groups: [{name: A b}]", r"groups\[0\]: name must be up to 24 of a-z"),
+        ("groups: [{name: A b}]", r"groups\[0\]: name must have at most 24 characters of a-z"),
         ("groups: [{cuont: 2}]", r"groups\[0\]: unknown key 'cuont'. Did you mean count\?"),
         ("groups: [{max-num-seq: 2}]", r"groups\[0\]: unknown key 'max-num-seq'. Did you mean max-num-seqs"),
         ("groups: [{max-num-seqs: no}]", r"groups\[0\]: max-num-seqs must be an integer"),
         ("groups: [{tp: 2, tensor-parallel-size: 1}]", r"are the same setting: give one of them"),
         ("groups: [{count: 2, count: 3}]", "'count' is given twice"),
-        ("groups: [{port: 1}]", r"groups\[0\]: 'port' is the server's: write it under front"),
-        ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' has no place in a topology: list groups"),
-        ("groups: [{encode: 1}]", r"groups\[0\]: 'encode' has no place in a topology: list groups"),
-        ("groups: [{node-rank: 1}]", "'node-rank' has no place in a topology: start each host with"),
-        ("role: decode\ngroups: [{}]", "role is a group's: write it under groups"),
+        ("groups: [{port: 1}]", r"groups\[0\]: 'port' is a setting of the server: write 'port' under front"),
+        ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' is not allowed in a topology: list groups"),
+        ("groups: [{encode: 1}]", r"groups\[0\]: 'encode' is not allowed in a topology: list groups"),
+        ("groups: [{node-rank: 1}]", "'node-rank' is not allowed in a topology: start each host with"),
+        ("role: decode\ngroups: [{}]", "role is a setting of a group: write role under groups"),
         ("grups: [{}]\ngroups: [{}]", "unknown key 'grups'. Did you mean groups"),
         ("front: [1]\ngroups: [{}]", "front must be a mapping"),
         ("front: {prot: 1}\ngroups: [{}]", "front: unknown key 'prot'. Did you mean port"),
         ("front: {tp: 1}\ngroups: [{}]", "front: unknown key 'tp'"),
         ("groups: [{name: a}, {name: a}]", "two groups are called 'a'"),
-        ("groups: [{count: 1024}, {}]", "1025 groups are more than 1024"),
+        ("groups: [{count: 1024}, {}]", "1025 groups are more than the maximum of 1024"),
     ],
 )
 def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> None:
@@ -112,24 +112,25 @@ def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> Non
         read_topology(written(text, model=False))
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (
             "groups: [{role: prefill}]",
-            "role prefill need at least one with role decode",
+            "role prefill need at least one group with role decode",
         ),
         (
             "groups: [{role: decode}]",
-            "role decode need at least one with role prefill",
+            "role decode need at least one group with role prefill",
         ),
         (
             "groups: [{role: encode, count: 2}]",
-            "role encode need others that compute what they encode for",
+            "encode groups need a unified group, or a prefill and a decode group",
         ),
         (
             "groups: [{role: encode}, {role: prefill}]",
-            "role prefill need at least one with role decode",
+            "role prefill need at least one group with role decode",
         ),
         (
             "groups: [{}, {dtype: float64}]",
@@ -204,6 +205,7 @@ def test_gpus_go_to_groups_in_order(written: Any, monkeypatch: pytest.MonkeyPatc
     assert blocks("[{count: 2}]", "0") < 0.6 * blocks("[{count: 2}]", "0", "1")
 
 
+@pytest.mark.requirement("E1")
 def test_the_short_form() -> None:
     assert short_form(from_keywords({})) is None
     found = short_form(from_keywords({"prefill": 1, "decode": 2, "port": 0, "max_num_seqs": 3}))
@@ -211,7 +213,9 @@ def test_the_short_form() -> None:
     assert [name for name, _ in found.groups] == ["prefill0", "decode0", "decode1"]
     assert [config.transfer.role for _, config in found.groups] == ["prefill", "decode", "decode"]
     assert {config.scheduler.max_num_seqs for _, config in found.groups} == {3}
-    with pytest.raises(ConfigError, match="--role decode is one group's: use --prefill P --decode D"):
+    with pytest.raises(
+        ConfigError, match="--role decode applies to a single group: use --prefill P --decode D"
+    ):
         short_form(from_keywords({"role": "decode"}))
     for settings in ({"decode": 1}, {"prefill": 2}):  # see test_transfers.py
         assert short_form(from_keywords(settings)) is None
@@ -313,7 +317,10 @@ def test_fronts_take_images_where_somebody_encodes_them(
     ("text", "message"),
     [
         ("groups: [{role: encode}, {dtype: float64}]", "unified0 and encode0 .* --dtype is float64"),
-        ("groups: [{role: encode, language-model-only: true}, {}]", "group encode0: --role encode and"),
+        (
+            "groups: [{role: encode, language-model-only: true}, {}]",
+            "group encode0: --role encode loads only",
+        ),
         (
             "groups: [{role: encode, model: spool-text}, {}]",
             "group encode0: --role encode: .* no vision tower",
@@ -370,5 +377,5 @@ def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--only-host 2: with --nnodes 2 the last host is 1"):
         resolved(wrong)
     high = written("nnodes: 2\nrdzv: a:65535\ngroup-secret: x\ngroups: [{count: 2, only-host: 1}]")
-    with pytest.raises(ConfigError, match="2 ports from this one on: use one of at most 65534"):
+    with pytest.raises(ConfigError, match="2 ports, beginning with this port: use a port of at most 65534"):
         resolved(high)

@@ -61,6 +61,7 @@ def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:
     assert resolved(folder).transfer == TransferSection()
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -81,6 +82,7 @@ def test_settings_that_contradict_each_other_are_refused(
     assert all(name in message for name in names), message
 
 
+@pytest.mark.requirement("E1")
 def test_an_unknown_key_is_an_error_that_names_the_right_one() -> None:
     with pytest.raises(ConfigError, match="transfer_timeout"):
         from_keywords({"transfer_timout": 3.0})
@@ -93,6 +95,7 @@ def test_ranks_of_one_group_have_one_role(folder: str) -> None:
 
 
 class TestFingerprint:
+    @pytest.mark.requirement("E2")
     def test_how_a_group_divides_the_model_does_not_matter(self, folder: str) -> None:
         one = fingerprint(resolved(folder, role="prefill"))
         assert len(one) == 32
@@ -138,6 +141,7 @@ class TestFingerprint:
         seeing = msgspec.structs.replace(config.spec, vision=vision)
         assert fingerprint(msgspec.structs.replace(config, spec=seeing)) == fingerprint(config)
 
+    @pytest.mark.requirement("E2")
     def test_so_does_each_tensor_of_the_weights(self, folder: str) -> None:
         config = resolved(folder)
         before = fingerprint(config)

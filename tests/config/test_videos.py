@@ -78,7 +78,7 @@ def test_grids_are_those_of_the_reference(tmp_path: Path, bounds: tuple[int, int
 def test_a_frame_without_pixels(tmp_path: Path) -> None:
     facts = _facts(tmp_path)
     assert facts.frames is not None
-    with pytest.raises(InvalidRequest, match="has none"):
+    with pytest.raises(InvalidRequest, match="is empty"):
         facts.video_grid_of(facts.frames, 2, 0, 9)
 
 
@@ -165,7 +165,7 @@ def test_layouts_of_the_file(tmp_path: Path) -> None:
     [
         ({"video_processor_type": "Qwen2VLVideoProcessor"}, "not supported"),
         ({"temporal_patch_size": 4}, "temporal_patch_size is 4"),
-        ({"image_std": [0.5, 0.5, 0.5]}, "image_std is not as for images"),
+        ({"image_std": [0.5, 0.5, 0.5]}, "image_std must be the same as for images"),
         ({"size": {"shortest_edge": 4096}}, "longest_edge"),
         ({"size": {"shortest_edge": 16, "longest_edge": 1024}}, "less than one token"),
         ({"do_normalize": False}, "do_normalize must be true"),

@@ -62,15 +62,15 @@ def entry(begin: int, end: int, shape: list[Any] | None = None, dtype: str = "F3
 
 
 LIES: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "its header takes 0 bytes"),
-    "shorter than a length": (b"\x05", "its header takes 0 bytes"),
-    "a header longer than the file": (written({}, length=1 << 40), "its header takes 1099511627776 bytes"),
-    "a header of 2^64 - 1 bytes": (written({}, length=(1 << 64) - 1), "its header takes"),
-    "a header that is no JSON": (written(b"{..."), "its header is not JSON"),
-    "a deep header": (written(b"[" * 100_000), "its header is not JSON"),
-    "a header that is a list": (written([]), "its header is not an object"),
+    "empty": (b"", "the header claims 0 bytes"),
+    "shorter than a length": (b"\x05", "the header claims 0 bytes"),
+    "a header longer than the file": (written({}, length=1 << 40), "the header claims 1099511627776 bytes"),
+    "a header of 2^64 - 1 bytes": (written({}, length=(1 << 64) - 1), "the header claims"),
+    "a header that is no JSON": (written(b"{..."), "the header is not JSON"),
+    "a deep header": (written(b"[" * 100_000), "the header is not JSON"),
+    "a header that is a list": (written([]), "the header is not a JSON object"),
     "an entry without a place": (written({"a": {"dtype": "F32", "shape": [1]}}), "tensor 'a' has no shape"),
-    "a negative place": (written({"a": entry(-8, -4, [1])}), "tensor 'a' has no shape or no place"),
+    "a negative place": (written({"a": entry(-8, -4, [1])}), "tensor 'a' has no shape or no offsets"),
     "a place that ends before it begins": (written({"a": entry(8, 4, [1])}, 8), "tensor 'a' has no shape"),
     "a shape of another size": (written({"a": entry(0, 8, [3])}, 8), "tensor 'a' of F32 [3] has 8 bytes"),
     "a shape that overflows": (written({"a": entry(0, 8, [1 << 62, 1 << 62])}, 8), "has 8 bytes"),
@@ -78,14 +78,14 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a shape of texts": (written({"a": entry(0, 8, ["2"])}, 8), "tensor 'a' has no shape"),
     "tensors that overlap": (
         written({"a": entry(0, 8), "b": entry(4, 12)}, 12),
-        "tensor 'b' begins at byte 4, the one before it ends at 8",
+        "tensor 'b' begins at byte 4, but the previous tensor ends at byte 8",
     ),
     "a hole": (written({"a": entry(0, 8), "b": entry(12, 16)}, 16), "tensor 'b' begins at byte 12"),
     "a tensor behind the file": (
         written({"a": entry(0, 1 << 40)}, 8),
-        "its tensors take 1099511627776 bytes, and the file has 8: is the download complete?",
+        "the tensors take 1099511627776 bytes, and the file has 8: is the download complete?",
     ),
-    "bytes behind the tensors": (written({"a": entry(0, 8)}, 9), "its tensors take 8 bytes"),
+    "bytes behind the tensors": (written({"a": entry(0, 8)}, 9), "the tensors take 8 bytes"),
 }
 
 
@@ -190,9 +190,9 @@ def test_an_adapter_is_no_model(change: Callable[[Path], None], folder: Path) ->
     _lora(folder)
     change(folder)
     message = told(folder)
-    assert "holds an adapter for Qwen/Qwen3-8B (adapter_config.json), not a model" in message
+    assert "is an adapter for Qwen/Qwen3-8B (adapter_config.json), not a model" in message
     assert "--" not in message, "there is no flag for adapters"
-    with pytest.raises(ConfigError, match="holds an adapter"):
+    with pytest.raises(ConfigError, match="is an adapter"):
         load_spec(str(folder))
 
 

@@ -221,6 +221,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert method == "mtp" or sum(answers[sequence].accepted for sequence in who) > 0
 
 
+@pytest.mark.requirement("G8")
 @pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
@@ -233,6 +234,7 @@ MTP = [
 ]
 
 
+@pytest.mark.requirement("G8")
 @pytest.mark.parametrize("case", MTP, ids=name)
 def test_with_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     fixed = {"model": "deepseek_mtp", "drafter": "mtp", "drafts": 1, "policy": "mixed", "prefix": "hit"}
@@ -269,6 +271,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.requirement("G8")
 @mostly_slow("which", LAYOUTS, [*LAYOUTS][:3])
 def test_over_layouts(which: str, reference: Reference) -> None:
     case = LAYOUTS[which]

@@ -164,11 +164,13 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert stats.mixed_steps > 0
 
 
+@pytest.mark.requirement("B1", "B6", "B9", "B20")
 @pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
 
+@pytest.mark.requirement("B20")
 @pytest.mark.grid
 @pytest.mark.parametrize("case", everything(FEATURES), ids=name)
 def test_whole_grid(case: dict[str, Any], reference: Reference) -> None:

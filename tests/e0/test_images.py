@@ -140,6 +140,7 @@ def test_chunks_and_hits(name: str, how: tuple[int, int, bool], sampling: str, i
         assert runner.deepest == 2
 
 
+@pytest.mark.requirement("D28")
 def test_the_same_tokens_with_other_images_share_what_is_before_them(images: Images) -> None:
     name = "qwen3-5-moe-vision"
     engine, _ = make_engine(images.models.folder(name))
@@ -260,6 +261,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_own_request(name: str, images
     assert stats.images_encoded == 4
 
 
+@pytest.mark.requirement("D24")
 @mostly_slow("overlap", ["off", "all"], ["all"])
 @pytest.mark.parametrize(
     ("layout", "name"),

@@ -115,6 +115,7 @@ def engaged(case: dict[str, Any], layout: Layout, replicas: list[Any]) -> None:
         assert sum(one.preemptions for one in stats)
 
 
+@pytest.mark.requirement("A19")
 @pytest.mark.parametrize("number", numbers_of(DEFAULT))
 def test_cover_of_small_layouts(reference: Reference, number: int) -> None:
     check(reference, DEFAULT[number])

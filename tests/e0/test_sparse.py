@@ -54,6 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> speculation.Reference:
     return speculation.Reference(tmp_path_factory.mktemp("e0-sparse-drafts"))
 
 
+@pytest.mark.requirement("B14", "B20")
 @pytest.mark.parametrize("case", each_value(covering(FEATURES, cheap=grid.CHEAP)), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: grid.Reference, cuts: list[float]) -> None:
     grid.check(case, reference)

@@ -182,11 +182,13 @@ def check_same(answer: Answer, expected: Answer, what: str) -> None:
         np.testing.assert_allclose([v for _, v, _ in got], [v for _, v, _ in wanted], rtol=1e-6)
 
 
+@pytest.mark.requirement("B10")
 @pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
 
+@pytest.mark.requirement("B10")
 @pytest.mark.parametrize("case", each_value(covering(MTP_FEATURES, cheap=CHEAP)), ids=name)
 def test_pairwise_cover_of_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)

@@ -83,6 +83,7 @@ def logits(replicas: list[Replica]) -> dict[tuple[int, int], list[torch.Tensor]]
     return found
 
 
+@pytest.mark.requirement("A19")
 @pytest.mark.parametrize(("layout", "model", "overlap"), CASES)
 def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, overlap: str) -> None:
     _check(folder(model), LAYOUTS[layout], overlap, "fallback")

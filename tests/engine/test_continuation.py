@@ -98,6 +98,7 @@ def client(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield Client(llm, patch)
 
 
+@pytest.mark.requirement("E33")
 @mostly_slow("how", ["evict", "lose"], ["lose"])
 def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: Client, how: str) -> None:
     free = client.ask([])[0]

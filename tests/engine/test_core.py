@@ -42,6 +42,7 @@ def alone(folder: Path, ids: list[int], params: TokenParams, request: int) -> li
     return run(engine, [[submit(1, ids, params, request=request)]])[1].tokens
 
 
+@pytest.mark.requirement("F43")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_that_is_not_finite_fails_its_own_request(folder: Path, depth: int) -> None:
     """Token 0's embedding is NaN: whoever has it in the prompt fails, the others do not notice."""
@@ -73,6 +74,7 @@ def make_checkpoint_with_bad_token(folder: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.requirement("B17")
 def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
     """Two steps always in flight, buffers spoiled as soon as they are given back, rows coming and going."""
     engine, runner = make_engine(folder, depth=2, chunk=5, max_num_seqs=6)
@@ -105,6 +107,7 @@ def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str,
         assert answers[i].tokens == alone(own, asked[i], greedy(30), i)
 
 
+@pytest.mark.requirement("F42")
 @pytest.mark.parametrize(
     "depth", [pytest.param(1, marks=pytest.mark.grid), pytest.param(2, marks=pytest.mark.slow)]
 )
@@ -146,6 +149,7 @@ def test_soak_of_cancels_and_stops_on_a_small_pool(
     assert len(seen) == 200
 
 
+@pytest.mark.requirement("F45")
 def test_finish_is_idempotent_and_unknown_ids_are_fine(folder: Path) -> None:
     engine, _ = make_engine(folder)
     assert engine.finish(7) == []
@@ -185,6 +189,7 @@ def test_emitted_ids_continue_a_stream(folder: Path) -> None:
     engine.close()
 
 
+@pytest.mark.requirement("B21")
 def test_the_trace_names_each_steps_composition(folder: Path, tmp_path: Path) -> None:
     engine, runner = make_engine(folder, chunk=4)
     runner._trace = StepTrace(str(tmp_path / "trace.json"))

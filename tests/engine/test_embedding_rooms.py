@@ -52,6 +52,7 @@ def make() -> Iterator[Make]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.requirement("D8", "D13")
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("shards", [False, True])
@@ -73,6 +74,7 @@ def test_what_lands_is_what_was_made(kind: str, ranks: tuple[int, int], shards: 
     assert [one.rooms for one in stats] == [0, 0]
 
 
+@pytest.mark.requirement("D14")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shares_cost_the_sender_exactly_so_many_times_less(ranks: int, make: Make) -> None:
     """Eight images, bytes as transports are given them."""
@@ -92,6 +94,7 @@ def test_shares_cost_the_sender_exactly_so_many_times_less(ranks: int, make: Mak
     assert whole == ranks * shared
 
 
+@pytest.mark.requirement("D13")
 def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
     for shards in (False, True):
         pair = make("shm", (2, 4), shards)
@@ -103,6 +106,7 @@ def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
         assert first == second == 400 * ROW * (1 if shards else 4) // 2
 
 
+@pytest.mark.requirement("D9")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
     """Through a window of 25 rows: as one room with one end, beside others, which take turns with it."""
@@ -120,6 +124,7 @@ def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, m
     pair.until(lambda: rank.transfer.pushes.under_way == 0)  # answers may come behind what they let land
 
 
+@pytest.mark.requirement("D10")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: str, make: Make) -> None:
     """The head's own rank knows at once, the other one hears of it by a frame that is late."""
@@ -142,6 +147,7 @@ def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: st
     assert other.transfer.arrivals.parked == 0
 
 
+@pytest.mark.requirement("D29")
 def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> None:
     """One stands still in the middle of a copy; the other one has all it needs meanwhile."""
     pair = make("shm", (1, 2), True)
@@ -166,6 +172,7 @@ def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> N
     pair.check(key)
 
 
+@pytest.mark.requirement("D8")
 def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_is_written(
     make: Make,
 ) -> None:
@@ -188,6 +195,7 @@ def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_
     assert all((rank.pool == -1.0).all() for rank in pair.receiver.group.members)
 
 
+@pytest.mark.requirement("D10", "D12")
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
     """The receiver's Submit comes late, and then it has no room for a while."""
@@ -210,6 +218,7 @@ def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -
         pair.check(key)
 
 
+@pytest.mark.requirement("D10")
 def test_what_nobody_comes_for_ends_at_its_deadline(make: Make) -> None:
     pair = make()
     key = pair.image(70)
@@ -241,6 +250,7 @@ def test_what_the_receiver_has_is_not_sent(shards: bool, make: Make) -> None:
     assert pair.sender.rooms.stats(None).done == pair.receiver.rooms.stats(None).done == 2
 
 
+@pytest.mark.requirement("D12")
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 def test_a_room_that_is_given_up_is_fenced_and_its_blocks_serve_the_next(end: str, make: Make) -> None:
     pair = make("shm", (1, 2), True)
@@ -266,6 +276,7 @@ def test_a_room_that_is_given_up_is_fenced_and_its_blocks_serve_the_next(end: st
     pair.check(again)
 
 
+@pytest.mark.requirement("D13")
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, rank: int, make: Make) -> None:
@@ -294,6 +305,7 @@ def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, ran
     pair.check(last)
 
 
+@pytest.mark.requirement("D13")
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_gone_costs_its_rooms_and_every_receiver_hears_of_it(
@@ -341,6 +353,7 @@ def test_a_group_that_loses_ranks_gives_all_rooms_up_and_stops_them(end: str, ma
         pair.freed(late)
 
 
+@pytest.mark.requirement("D29")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None:
     """The head says otherwise: they have other settings than it. No byte is written."""
@@ -365,6 +378,7 @@ def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None
     assert (pair.receiver.group.members[rank].pool == -1.0).all()
 
 
+@pytest.mark.requirement("D23")
 def test_a_room_of_another_start_of_the_encoder_ends_at_once(make: Make) -> None:
     """It was restarted at the same address: what was minted for the one before it has no part in it."""
     pair = make()
@@ -386,6 +400,7 @@ def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
         assert any(not isinstance(socket, int) for socket in sockets)
 
 
+@pytest.mark.requirement("D12")
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 @mostly_slow("seed", range(3), 1)
 def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(

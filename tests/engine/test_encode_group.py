@@ -88,6 +88,7 @@ def check(fleet: EncodeFleet, submits: list[m.Submit], expected: dict[int, list[
     fleet.check_given_back()
 
 
+@pytest.mark.requirement("D24")
 @mostly_slow("encoders", [1, 2], [2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_one_engine(
@@ -211,10 +212,10 @@ def test_the_same_bits_with_deterministic(
         alone.close()
 
 
+@pytest.mark.requirement("D5")
 def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D5."""
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = asked(models, name)
@@ -242,6 +243,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
     fleet.check_given_back()
 
 
+@pytest.mark.requirement("D2")
 def test_a_head_answers_while_it_encodes(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +339,7 @@ def test_what_heads_say_of_themselves(models: SeeingModels, fleets: Callable[...
     assert ours.tower_fingerprint == theirs.tower_fingerprint
 
 
+@pytest.mark.requirement("D6")
 @pytest.mark.timeout(600)
 @mostly_slow(("sends", "takes"), [(1, 2), (2, 1), (2, 2)], [(2, 2)])
 def test_groups_of_several_ranks(
@@ -431,6 +434,7 @@ def test_an_encoder_that_loses_a_rank_while_it_encodes(
     fleet.check_given_back()
 
 
+@pytest.mark.requirement("D2")
 def test_heartbeats_leave_while_it_encodes(
     models: SeeingModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

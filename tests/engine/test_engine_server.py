@@ -144,6 +144,7 @@ def test_unequal_versions_are_refused_by_name(served: Served) -> None:
     assert f"{m.VERSION + 1} to {m.VERSION + 3}" in answer.error.message
 
 
+@pytest.mark.requirement("F27")
 @pytest.mark.parametrize(
     "frame",
     [b"", b"\xff" * 50, b"\x80\x04cbuiltins\neval\n.", m.encode(ask())[:-9], b"\x81\xa4type\xa4Nope"],
@@ -179,6 +180,7 @@ def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
     assert refused.error.retryable
 
 
+@pytest.mark.requirement("F26")
 def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     step = served.core.step
 
@@ -249,6 +251,7 @@ def test_a_front_that_says_goodbye_ends_its_own_sequences(served: Served) -> Non
     assert staying.stats_when(lambda stats: stats.running == 0).bad_frames == 0
 
 
+@pytest.mark.requirement("F30")
 def test_finish_frees_at_once(served: Served) -> None:
     front = served.front()
     front.send(ask(1, tokens=90))
@@ -259,6 +262,7 @@ def test_finish_frees_at_once(served: Served) -> None:
     assert stats.free_slots == served.core.runner.kv.num_slots
 
 
+@pytest.mark.requirement("F30")
 def test_a_front_that_went_away_loses_its_sequences(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     step = served.core.step
 
@@ -426,6 +430,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
         context.term()
 
 
+@pytest.mark.requirement("D6")
 def test_an_image_that_is_shown_no_more_is_a_sequence_given_back(served: Served) -> None:
     """Its front has it, and sends it again; the head goes on."""
     front = served.front()

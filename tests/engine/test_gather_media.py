@@ -177,6 +177,7 @@ def encoded(models: SeeingModels, prompts: list[Seen], tmp_path_factory: Any) ->
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.requirement("D14")
 @mostly_slow(("ranks", "micro_batches"), [(2, 1), (2, 2), (4, 1)], [(2, 2)])
 def test_a_step_reads_whole_embeddings_of_which_each_rank_received_its_share(
     ranks: int, micro_batches: int, models: SeeingModels, prompts: list[Seen], encoded: Encoded
@@ -226,6 +227,7 @@ def test_without_the_exchange_it_would_read_what_is_not_there(
         group.close()
 
 
+@pytest.mark.requirement("D14")
 def test_whole_rows_need_no_exchange(models: SeeingModels, prompts: list[Seen], encoded: Encoded) -> None:
     config = small(models, tensor_parallel_size=2, take_embeddings=True, shard_embeddings="off")
     dims = embedding_dims_of(config)
@@ -240,6 +242,7 @@ def test_whole_rows_need_no_exchange(models: SeeingModels, prompts: list[Seen], 
         group.close()
 
 
+@pytest.mark.requirement("D29")
 def test_the_exchange_is_warmed_up_when_a_group_forms(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +266,7 @@ def test_the_exchange_is_warmed_up_when_a_group_forms(
         assert calls == expected
 
 
+@pytest.mark.requirement("D29")
 @pytest.mark.parametrize(
     ("flag", "value"),
     [

@@ -199,6 +199,7 @@ class Slow:
         compiler.compile = wait  # type: ignore[method-assign]
 
 
+@pytest.mark.requirement("G9")
 def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +337,7 @@ def client(folder: Path) -> Iterator[Client]:
 PATTERN = "(?:[a-z]{3}[0-9]){4,9}!"
 
 
+@pytest.mark.requirement("E33", "G8")
 def test_prefill_and_decode_apart_and_continued_after_each_token(client: Client, folder: Path) -> None:
     grammar = Regex(PATTERN)
     with LLM(**settings(folder)) as llm:

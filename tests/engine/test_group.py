@@ -60,6 +60,7 @@ def finish(rig: GroupRig) -> None:
 # ---- joining
 
 
+@pytest.mark.requirement("A17")
 def test_a_group_of_one_rank_sends_nothing_and_works() -> None:
     rig = make_rig(workers=0)
     load(rig)
@@ -135,6 +136,7 @@ def test_a_read_that_is_interrupted_before_its_step_is_reported_can_be_called_ag
     finish(rig)
 
 
+@pytest.mark.requirement("A3", "A10")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_ranks_carry_out_every_step(depth: int) -> None:
     rig = make_rig(depth)
@@ -179,6 +181,7 @@ def test_a_plan_of_ops_alone_counts_once_all_ranks_have_carried_it_out() -> None
     rig.ranks.head.close()
 
 
+@pytest.mark.requirement("A2")
 def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(2)
@@ -195,6 +198,7 @@ def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
             ranks.up()
 
 
+@pytest.mark.requirement("A2")
 def test_another_version_is_refused_and_both_are_named() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(1)
@@ -213,6 +217,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert ranks.clock.now() <= 2 * TIMEOUT
 
 
+@pytest.mark.requirement("F27")
 def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     rig = make_rig()
     stranger = rig.ranks.net.rank(b"x")
@@ -269,6 +274,7 @@ def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
     finish(rig)
 
 
+@pytest.mark.requirement("A5")
 def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
     rig = make_rig()
     for rank in (0, 1, 3):
@@ -297,6 +303,7 @@ def test_a_collective_that_failed_everywhere_is_nobodys_fault() -> None:
     finish(rig)
 
 
+@pytest.mark.requirement("A5")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_rank_that_falls_silent_in_a_step_is_named_within_the_timeout(depth: int) -> None:
     rig = make_rig(depth)
@@ -468,6 +475,7 @@ def test_a_frame_that_comes_twice_is_a_gap() -> None:
     assert lost.value.rank == 1
 
 
+@pytest.mark.requirement("A4")
 def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
     rig = make_rig()
     load(rig)
@@ -568,6 +576,7 @@ def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
     finish(rig)
 
 
+@pytest.mark.requirement("A7")
 def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
     rig = make_rig()
     load(rig)
@@ -582,6 +591,7 @@ def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
 # ---- every way to start and end work
 
 
+@pytest.mark.requirement("A3")
 def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None:
     rig = GroupRig(kv_config(blocks=12, slots=4), 2, max_num_seqs=4)
     rig.join(Ranks(rig.kv))
@@ -603,6 +613,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     finish(rig)
 
 
+@pytest.mark.requirement("A8")
 def test_sequences_stay_in_their_slots_whoever_finishes() -> None:
     rig = make_rig(max_num_seqs=4)
     load(rig, 4)
@@ -615,6 +626,7 @@ def test_sequences_stay_in_their_slots_whoever_finishes() -> None:
     assert len(set(where.values())) == 4
 
 
+@pytest.mark.requirement("A16")
 def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
     rig = make_rig(max_num_seqs=4)
     load(rig, 8)
@@ -701,6 +713,7 @@ def test_a_rank_notices_that_it_must_join_again(change: dict[str, Any]) -> None:
         shutil.rmtree(folder)
 
 
+@pytest.mark.requirement("A1")
 def test_an_alloc_op_is_named_by_its_slot_alone() -> None:
     assert {"slot", "gen"} <= set(AllocSlot.__struct_fields__)
     assert not [name for name in AllocSlot.__struct_fields__ if "sequence" in name or "request" in name]

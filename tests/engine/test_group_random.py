@@ -49,6 +49,7 @@ class Load:
             rig.commit()
 
 
+@pytest.mark.requirement("A3")
 @pytest.mark.parametrize("least", [1_500, pytest.param(10_000, marks=pytest.mark.grid)])
 def test_random_steps_and_no_table_diverges(least: int) -> None:
     steps = seed = preempted = hits = accepted = 0
@@ -206,6 +207,7 @@ SPOILS = [
 ]
 
 
+@pytest.mark.requirement("A7")
 @mostly_slow("spoil", SPOILS, SPOILS[:4], ids=lambda spoil: spoil.__name__ if spoil else "lost_frame")
 def test_planted_divergences_are_caught_and_the_group_goes_on(
     spoil: Callable[[StepPlan, random.Random], StepPlan | None] | None,

@@ -140,6 +140,7 @@ def push() -> f.PushRoom:
     return f.PushRoom(offer=OFFER, bound=bound, blocks=BLOCKS, num_cached=4)
 
 
+@pytest.mark.requirement("E21")
 def test_a_group_without_a_role_has_nothing_of_it(rig: GroupRig) -> None:
     rig.ranks.up()
     assert rig.ranks.head.rooms is None
@@ -169,6 +170,7 @@ def test_every_rank_carries_out_words_in_order_with_steps(rig: GroupRig) -> None
     assert rooms.take() == []
 
 
+@pytest.mark.requirement("E7")
 def test_ranks_say_how_it_stands_and_have_numbers_of_their_group(rig: GroupRig) -> None:
     transfers = equip(rig.ranks)
     rig.ranks.up()

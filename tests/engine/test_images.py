@@ -88,6 +88,7 @@ class BlindDecode(EnginePair):
         self.decode.submit = send  # type: ignore[method-assign]
 
 
+@pytest.mark.requirement("D20")
 @mostly_slow(("depth", "chunk", "method"), [(1, 0, "none"), (2, 5, "ngram")], [(2, 5, "ngram")])
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
 def test_who_decodes_never_sees_an_image(
@@ -191,6 +192,7 @@ def test_the_model_s_own_drafts(depth: int, models: SeeingModels, tmp_path: Path
         core.close()
 
 
+@pytest.mark.requirement("D7")
 def test_room_for_embeddings_follows_from_model_and_settings(models: SeeingModels) -> None:
     """The largest image has 50 tokens, each of 48 numbers, and twice as many behind layers."""
     folder = models.folder("qwen3-vl")

@@ -81,6 +81,7 @@ def descriptors() -> list[str]:
     return [one for one in found if "weft-bytes" in one]
 
 
+@pytest.mark.requirement("D6")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("reach", [True, False])
 def test_a_head_finds_what_its_front_shows(
@@ -139,6 +140,7 @@ def run(core: EngineCore, submits: list[m.Submit]) -> dict[int, list[int]]:
         events = [*core.hear(), *core.step()]
 
 
+@pytest.mark.requirement("D6")
 @pytest.mark.timeout(300)
 def test_ranks_open_what_their_head_has(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +168,7 @@ def test_ranks_open_what_their_head_has(
     assert not descriptors()
 
 
+@pytest.mark.requirement("D6")
 @pytest.mark.timeout(300)
 def test_a_rank_that_cannot_open_it_is_sent_bytes(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +203,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.requirement("D6")
 def test_a_front_that_is_killed(models: SeeingModels) -> None:
     """What its head has found stays; what it has not is a sequence given back, and nothing else."""
     process = subprocess.Popen([sys.executable, "-c", FRONT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

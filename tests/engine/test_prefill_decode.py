@@ -109,6 +109,7 @@ def test_tokens_are_those_of_one_engine_where_caches_pass_through_a_ring(
     assert stats.sent_bytes > 3 * 4096
 
 
+@pytest.mark.requirement("E26")
 def test_a_bundled_model_goes_on_where_it_was_prefilled(tmp_path: Path) -> None:
     config = resolve(
         from_keywords(
@@ -130,6 +131,7 @@ def test_a_bundled_model_goes_on_where_it_was_prefilled(tmp_path: Path) -> None:
         pair.close()
 
 
+@pytest.mark.requirement("E4")
 def test_the_first_token_comes_once_from_each_end_with_its_logprobs(
     pairs: Callable[..., EnginePair], tmp_path: Path
 ) -> None:
@@ -142,6 +144,7 @@ def test_the_first_token_comes_once_from_each_end_with_its_logprobs(
     assert all(len(row) == 4 for row in answer.logprobs.values())
 
 
+@pytest.mark.requirement("E11")
 def test_a_sequence_that_ends_with_its_first_token_opens_no_room(pairs: Callable[..., EnginePair]) -> None:
     pair = pairs("llama")
     pair.submit(submit(1, prompts(3)[2], msgspec.structs.replace(GREEDY, max_tokens=1)))
@@ -156,6 +159,7 @@ def test_a_sequence_that_ends_with_its_first_token_opens_no_room(pairs: Callable
         assert (stats.done, stats.failed) == (0, 0)
 
 
+@pytest.mark.requirement("E3")
 def test_what_the_decoding_end_has_cached_is_not_sent_again(pairs: Callable[..., EnginePair]) -> None:
     pair = pairs("llama")
     ids = prompts(5)[4]
@@ -171,6 +175,7 @@ def test_what_the_decoding_end_has_cached_is_not_sent_again(pairs: Callable[...,
     assert 0 < second.sent_bytes - first.sent_bytes < first.sent_bytes / 2
 
 
+@pytest.mark.requirement("E27")
 def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
     ids = prompts(4)[3]
     submits = [submit(10 + n, ids, SAMPLED, request=5, choice=n) for n in range(3)]
@@ -179,6 +184,7 @@ def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair]
     check(pair, submits, expected)
 
 
+@pytest.mark.requirement("E27")
 def test_full_blocks_of_a_prompt_travel_once_for_all_of_its_choices(pairs: Callable[..., EnginePair]) -> None:
     """And only what is behind them for each further choice, which has a first token of its own."""
     ids = prompts(4)[3]
@@ -217,6 +223,7 @@ def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tm
     assert pair.answers[1].tokens == {n: token for n, token in enumerate(whole) if n >= 4}
 
 
+@pytest.mark.requirement("E17")
 @pytest.mark.parametrize("at", ["prefill", "decode"])
 @mostly_slow(
     ("turns", "mode"),
@@ -244,6 +251,7 @@ def test_a_client_that_leaves_frees_both_ends(
     pair.check_given_back()
 
 
+@pytest.mark.requirement("E21")
 def test_a_role_takes_no_part_in_the_other_one(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
     pair = pairs("llama")
     one = submit(1, [3, 4, 5], GREEDY)
@@ -273,6 +281,7 @@ FAMILIES = ("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4")
 """With windows, latents, recurrent states, compressed entries."""
 
 
+@pytest.mark.requirement("E4")
 @pytest.mark.parametrize("family", FAMILIES)
 @mostly_slow("blocks", [(8, 8), (8, 16)], [(8, 16)])
 def test_every_kind_of_cache_goes_over(
@@ -286,6 +295,7 @@ def test_every_kind_of_cache_goes_over(
     check(pairs(family, blocks, **settings), submits, expected)
 
 
+@pytest.mark.requirement("E6")
 @mostly_slow(
     ("family", "settings"),
     [
@@ -345,6 +355,7 @@ def test_a_cache_that_is_pulled_goes_when_its_prompt_is_computed(
     assert set(map(tuple, asked.values())) == {("OfferRoom", "FinishRoom")}
 
 
+@pytest.mark.requirement("E29")
 def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
     pairs: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +376,7 @@ def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
     assert in_flight == [1]
 
 
+@pytest.mark.requirement("E25")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_layers_leave_while_the_step_computes_that_makes_them(
     pairs: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, depth: int

@@ -66,6 +66,7 @@ def test_loops_that_sleep_are_woken_by_all_that_comes(heads: Heads, tmp_path: Pa
         assert time.monotonic() - began < DEADLINE / 2
 
 
+@pytest.mark.requirement("E19")
 def test_a_head_that_drains_waits_until_what_it_computed_was_taken(heads: Heads) -> None:
     """Its sequences have moved; the other head has not read a message yet."""
     sender, receiver = heads.served

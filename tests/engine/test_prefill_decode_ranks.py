@@ -34,6 +34,7 @@ def pair_of_sizes(root: Path, sizes: tuple[int, int], family: str = "llama") -> 
     return EnginePair(prefill, decode)
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.parametrize(("sizes", "family"), [((2, 1), "llama"), ((1, 2), "qwen3_next")])
 def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: str) -> None:
     expected = unified(config_of(tmp_path, family, 8, "unified", **CHUNKS), SUBMITS)
@@ -48,6 +49,7 @@ def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: s
         pair.close()
 
 
+@pytest.mark.requirement("E7")
 @mostly_slow("side", ["prefill", "decode"], ["decode"])
 def test_a_rank_that_is_killed_costs_its_rooms_and_nothing_else(tmp_path: Path, side: str) -> None:
     """While rooms move: they fail at both ends at once, sequences are given back, and submitted again they

@@ -129,6 +129,7 @@ class Run:
         assert ended == len(self.tokens)
 
 
+@pytest.mark.requirement("A10", "A16", "A18")
 @pytest.mark.parametrize(
     "more",
     [
@@ -175,6 +176,7 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.requirement("A6")
 def test_an_llm_that_shut_down_leaves_nothing(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     llm = LLM(tensor_parallel_size=2, rank_timeout=PATIENCE, max_model_len=256, dtype="float64")
@@ -227,6 +229,7 @@ def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     heartbeats.close()
 
 
+@pytest.mark.requirement("A18")
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def arrive(pair: EnginePair, number: int) -> None:
     pair.submit(submit(number, [3 + (7 * number + 5 * i) % 90 for i in range(40)], SHORT))
 
 
+@pytest.mark.requirement("E26", "E28")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_each_step_decodes_those_that_run_while_rooms_come_and_land(
     made: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, depth: int
@@ -104,6 +105,7 @@ def test_each_step_decodes_those_that_run_while_rooms_come_and_land(
     assert decoding.tokens == len(RUNNING) * LONG.max_tokens
 
 
+@pytest.mark.requirement("E28")
 @pytest.mark.parametrize("stage", ["nothing was offered", "no byte comes", "no end comes"])
 def test_a_room_that_goes_no_further_costs_no_step(
     made: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, stage: str

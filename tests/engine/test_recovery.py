@@ -117,6 +117,7 @@ def asked(seed: int) -> list[list[Submit]]:
     return made
 
 
+@pytest.mark.requirement("A7")
 @mostly_slow("depth", [1, 2], [2])
 def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> None:
     undisturbed, _ = make_engine(folder, depth=depth, chunk=7, max_num_seqs=4)

@@ -89,6 +89,7 @@ def head(folder: Path) -> Iterator[Head]:
     made.rooms.close()
 
 
+@pytest.mark.requirement("E9")
 def test_a_killed_peer_fails_its_rooms_well_before_two_seconds(head: Head, other: Other) -> None:
     key = RoomKey(1, 0, 7)
     head.rooms.open(RoomTicket(key, True, other.peer, 600.0))
@@ -121,6 +122,7 @@ def test_a_peer_that_came_later_is_reached_then(head: Head, folder: Path) -> Non
     head.until(lambda: "RoomFailed" in head.scheduler.kinds(key))
 
 
+@pytest.mark.requirement("E22")
 def test_a_head_without_rooms_connects_to_nobody_and_ends_at_once(folder: Path) -> None:
     head = Head(folder)
     assert head.channel._others == {}
@@ -181,6 +183,7 @@ class TestOverHosts:
         there.send(Peer(here.address, 0), b"answer", asks=False)
         assert self.heard(here, SECONDS) == [b"answer"]
 
+    @pytest.mark.requirement("E1")
     def test_who_does_not_is_neither_heard_nor_told(self, channels: Callable[[bytes], ZmqRooms]) -> None:
         here, stranger = channels(self.SECRET), channels(b"another secret of 16")
         stranger.send(Peer(here.address, 0), b"offer", asks=True)

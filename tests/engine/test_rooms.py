@@ -75,6 +75,7 @@ def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
     assert pair.net.sent == sent + 1
 
 
+@pytest.mark.requirement("E8", "E20")
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_leaks_whatever_happens(seed: int) -> None:
     """Messages are lost, come twice and overtake each other; sequences end, ranks fail, groups are lost, a
@@ -127,6 +128,7 @@ def test_nothing_leaks_whatever_happens(seed: int) -> None:
         assert not side.rooms._stops
 
 
+@pytest.mark.requirement("E16")
 def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_back() -> None:
     for transport in ("shm", "tcp"):
         pair = Pair(transport=transport)
@@ -159,6 +161,7 @@ def test_a_room_whose_peer_was_never_heard_of_is_given_up() -> None:
     assert pair.receiver.scheduler.kinds(key) == ["RoomFailed", "RoomFreed"]
 
 
+@pytest.mark.requirement("E8")
 def test_a_silent_peer_keeps_memory_that_it_can_read_and_no_other() -> None:
     """Stopped, it may go on with what it has mapped; what only travels through sockets is this side's own."""
     for transport, kept in (("shm", True), ("tcp", False)):
@@ -279,6 +282,7 @@ def test_a_refused_room_fails_at_the_sender_and_holds_nothing() -> None:
         assert not side.scheduler.held
 
 
+@pytest.mark.requirement("E30")
 def test_a_failed_room_is_one_line_that_names_both_ends(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair()
     key = pair.bound()
@@ -318,6 +322,7 @@ def test_messages_that_are_none_are_dropped() -> None:
     pair.bound()
 
 
+@pytest.mark.requirement("E18")
 def test_a_message_that_cannot_be_taken_in_ends_its_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     first, second = pair.bound(1), pair.key(2)
@@ -351,6 +356,7 @@ def test_a_head_that_ends_says_so() -> None:
     assert not pair.receiver.scheduler.held
 
 
+@pytest.mark.requirement("E28")
 def test_a_turn_without_anything_to_do_costs_microseconds() -> None:
     """Also with rooms that are under way."""
     pair = Pair()

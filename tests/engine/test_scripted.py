@@ -92,6 +92,7 @@ def rig(text: TextModel, folder: Path) -> Any:
     return lambda *entries, **flags: Rig(text, folder, list(entries), **flags)
 
 
+@pytest.mark.requirement("G20")
 def test_entries_are_played_in_order_and_once_each(rig: Any) -> None:
     made = rig({"text": "one"}, {"text": "two", "repeat": 2}, {"text": "rest", "repeat": True})
     outputs = [made.output()[0] for _ in range(5)]
@@ -202,6 +203,7 @@ def test_cached_tokens_are_told_once(rig: Any) -> None:
     assert first.cache_miss is not None
 
 
+@pytest.mark.requirement("G20")
 def test_what_another_head_began_goes_on(rig: Any) -> None:
     made = rig({"text": "zzz"}, {"text": "abc"})
     emitted = m.ids_to_bytes([97])
@@ -332,7 +334,7 @@ def test_flags_that_need_a_model_are_refused(folder: Path, tmp_path: Path, flags
 
 
 def test_only_a_server_plays_scripts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="only `weft serve` can"):
+    with pytest.raises(ConfigError, match="only with `weft serve`"):
         resolve(from_keywords({"scripted": str(tmp_path)}))
     with pytest.raises(ConfigError, match="--scripted names no file"):
         resolve_scripted(from_keywords({"scripted": str(tmp_path)}))

@@ -22,6 +22,7 @@ NAME = "qwen3-vl"
 Make = Callable[..., EncodeFleet]
 
 
+@pytest.mark.requirement("D14")
 @pytest.mark.timeout(600)
 def test_shares_halve_what_an_encoder_sends_to_two_ranks(models: SeeingModels, fleets: Make) -> None:
     """Exactly: 12 images of 1 to 9 rows, to engines that differ in nothing else."""
@@ -88,6 +89,7 @@ def test_a_taker_that_loses_a_rank_has_its_images_sent_again(models: SeeingModel
     fleet.check_given_back()
 
 
+@pytest.mark.requirement("D14")
 @pytest.mark.timeout(600)
 def test_shares_are_made_whole_before_a_step_is_divided(models: SeeingModels, fleets: Make) -> None:
     folder = models.folder(NAME)

@@ -183,11 +183,13 @@ MARKS = {case: [pytest.mark.grid] for case in PARTS}
 MARKS |= {case: [pytest.mark.slow] for case in ("a tool call", "a thought and a schema")}
 
 
+@pytest.mark.requirement("E33", "G8")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [])) for case in CASES])
 def test_a_client_joins_what_it_would_have_without_the_death(drills: Drills, case: str) -> None:
     check(drills, case, every=False)
 
 
+@pytest.mark.requirement("E33")
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", CASES)

@@ -38,6 +38,7 @@ SAMPLES: dict[str, tuple[int, list[Plan]]] = {
 """Steps in flight, and what befalls the group."""
 
 
+@pytest.mark.requirement("A7")
 @pytest.mark.parametrize(
     "sample", [pytest.param("1", marks=pytest.mark.grid), pytest.param("2", marks=pytest.mark.slow), "2, few"]
 )

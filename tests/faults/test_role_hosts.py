@@ -23,6 +23,7 @@ PREFILL, HERE, THERE = (
 )
 
 
+@pytest.mark.requirement("E1")
 @pytest.mark.grid
 def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: Alone) -> None:
     """Sequences on the other host go on here when its head is killed, stopped, or out of reach."""

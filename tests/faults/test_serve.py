@@ -132,6 +132,7 @@ def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> 
     assert made.returncode == 1
 
 
+@pytest.mark.requirement("A7", "F40")
 @pytest.mark.slow
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
     """It dies in a step, and the one after it while it loads: the worker stays, with its weights."""

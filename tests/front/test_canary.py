@@ -46,6 +46,7 @@ def server(start_weft: Any) -> Any:
     return running
 
 
+@pytest.mark.requirement("F46")
 @mostly_slow("attack", [each for each in ATTACKS if each not in IMAGE_ATTACKS], ["chunks", "never_read"])
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
@@ -84,6 +85,7 @@ def test_a_canary_beside_images(servers: Servers, attack: str) -> None:
     assert {int(status) for status in json.loads(told)} <= {200, 400, 429}
 
 
+@pytest.mark.requirement("F46")
 def test_large_bodies_are_read_in_another_process(server: Any) -> None:
     def readers() -> int:
         return sum(

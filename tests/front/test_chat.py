@@ -15,6 +15,7 @@ USAGE = {
 }
 
 
+@pytest.mark.requirement("F65")
 def test_a_whole_answer(fake: Any) -> None:
     answer = fake.chat(max_tokens=11)
     assert answer.status_code == 200
@@ -30,6 +31,7 @@ def test_a_whole_answer(fake: Any) -> None:
     assert got["usage"] == USAGE
 
 
+@pytest.mark.requirement("E10", "F61")
 def test_the_form_of_a_stream(fake: Any, sse: Any) -> None:
     with fake.stream(max_tokens=11, stream_options={"include_usage": True}) as answer:
         assert answer.status_code == 200
@@ -58,6 +60,7 @@ def test_usage_so_far_in_every_chunk(fake: Any, sse: Any) -> None:
     assert {chunk["usage"]["prompt_tokens"] for chunk in got} == {USAGE["prompt_tokens"]}
 
 
+@pytest.mark.requirement("F61")
 def test_usage_is_left_out_unless_asked_for(fake: Any, sse: Any) -> None:
     with fake.stream(max_tokens=3) as answer:
         got = sse(answer)
@@ -65,6 +68,7 @@ def test_usage_is_left_out_unless_asked_for(fake: Any, sse: Any) -> None:
     assert all("usage" not in chunk and chunk["choices"] for chunk in got)
 
 
+@pytest.mark.requirement("F63")
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_by_index(fake: Any, sse: Any, stream: bool) -> None:
     if stream:
@@ -130,6 +134,7 @@ def test_a_character_is_never_split(fake: Any, sse: Any) -> None:
     assert whole == "user\nä€\ufffd", "cut inside a character, whose bytes are replaced as one decode does"
 
 
+@pytest.mark.requirement("F63")
 def test_logprobs(fake: Any, sse: Any) -> None:
     whole = fake.chat(max_tokens=3, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
     assert [entry["token"] for entry in whole["content"]] == ["<|im_start|>", "u", "s"]
@@ -194,6 +199,7 @@ def test_ends_of_turn_give_no_text(fake: Any, script: Any) -> None:
     assert got["choices"][0]["message"]["content"] == "u"
 
 
+@pytest.mark.requirement("F12")
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -215,6 +221,7 @@ def test_bad_messages(fake: Any, message: Any, param: str) -> None:
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.requirement("F18")
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "add_generation_prompt"])
 def test_template_variables_that_are_not_the_clients(fake: Any, name: str) -> None:
     answer = fake.chat(chat_template_kwargs={name: True})

@@ -98,6 +98,7 @@ def test_a_cut_call_is_shown_as_far_as_it_came() -> None:
     assert got["message"]["tool_calls"][0]["function"]["arguments"] == "a"
 
 
+@pytest.mark.requirement("F62")
 def test_the_form_of_streamed_calls() -> None:
     got = stream(shape(), delta("c"), delta("(a"), delta("b"), delta(")(b)", "stop"))
     assert [choice["finish_reason"] for choice in got[:-1]] == [None] * (len(got) - 1)
@@ -116,6 +117,7 @@ def test_the_form_of_streamed_calls() -> None:
     assert rest == [(0, {"arguments": "a"}), (0, {"arguments": "b"}), (1, {"arguments": "b"})]
 
 
+@pytest.mark.requirement("F65")
 @pytest.mark.parametrize("included", [True, False])
 def test_streamed_thoughts(included: bool) -> None:
     got = stream(shape(include_reasoning=included), delta("tt"), delta("tc"), delta("", "stop"))

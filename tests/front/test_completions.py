@@ -44,6 +44,7 @@ def test_many_prompts(fake: Any, prompt: Any) -> None:
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
+@pytest.mark.requirement("F63")
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_with_logprobs(fake: Any, sse: Any, stream: bool) -> None:
     asked = {"echo": True, "logprobs": 1, "max_tokens": 2}
@@ -132,6 +133,7 @@ def test_prompt_logprobs_and_token_ids(fake: Any) -> None:
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [97])
 
 
+@pytest.mark.requirement("F14")
 def test_what_the_model_does_not_have(fake: Any) -> None:
     cases = {
         "prompt": {"prompt": [300]},
@@ -152,6 +154,7 @@ def test_the_models_own_ends_count_beside_the_tokenizers(start_fake: Any, script
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
 
 
+@pytest.mark.requirement("F11")
 def test_the_context_is_full(fake: Any) -> None:
     for fields, param in (({"prompt": "x" * 512}, "prompt"), ({"max_tokens": 508}, "max_tokens")):
         answer = fake.complete(**fields)
@@ -164,6 +167,7 @@ def test_the_context_is_full(fake: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "min_tokens")
 
 
+@pytest.mark.requirement("F32")
 def test_lone_surrogates_and_nul(fake: Any) -> None:
     body = b'{"model": "fake", "max_tokens": 1, "prompt": "%s"}'
     headers = {"content-type": "application/json"}

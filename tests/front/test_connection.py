@@ -139,11 +139,13 @@ def test_endless_headers(raw: socket.socket) -> None:
             time.sleep(0.001)
 
 
+@pytest.mark.requirement("F3")
 def test_headers_over_the_limit_are_answered(raw: socket.socket) -> None:
     raw.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"a" * (connection.MAX_HEAD_BYTES - 1))
     assert status(read_all(raw)) == 431
 
 
+@pytest.mark.requirement("F3")
 def test_slow_headers(raw: socket.socket) -> None:
     start = time.monotonic()
     raw.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -168,6 +170,7 @@ def chunks(length: int, size: int) -> bytes:
     return CHUNKED + data * (length // size) + b"0\r\n\r\n"
 
 
+@pytest.mark.requirement("F3")
 def test_many_headers(raw: socket.socket) -> None:
     raw.sendall(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * connection.MAX_HEADERS + b"\r\n")
     assert is_ok(raw)
@@ -182,11 +185,13 @@ def test_a_body_in_chunks(raw: socket.socket, size: int) -> None:
         assert ends_with(raw, b"%d" % (2_000_000 // size * size))
 
 
+@pytest.mark.requirement("F3")
 def test_a_body_that_is_mostly_framing(raw: socket.socket) -> None:
     raw.sendall(CHUNKED + b"1\r\na\r\n" * 14_000)
     assert status(read_all(raw)) == 400
 
 
+@pytest.mark.requirement("F3")
 def test_a_chunk_extension_that_does_not_end(raw: socket.socket) -> None:
     raw.sendall(CHUNKED + b"1;" + b"a" * (connection.MAX_FRAMING_BYTES + 1))
     assert status(read_all(raw)) == 400

@@ -24,6 +24,7 @@ def ask(server: Any, prompt: str, header: str = "1", **more: Any) -> Any:
     return answer.json()["usage"]["prompt_tokens_details"]
 
 
+@pytest.mark.requirement("G12")
 def test_reasons_and_texts(server: Any) -> None:
     assert ask(server, BASE)["cache_miss"]["reason"] == "new"
     again = ask(server, BASE)
@@ -40,6 +41,7 @@ def test_reasons_and_texts(server: Any) -> None:
     assert counted == {"new": "1.0", "none": "1.0", "differs": "1.0", "salt": "1.0"}
 
 
+@pytest.mark.requirement("G12")
 def test_streams_and_chats_say_it_too(server: Any) -> None:
     body = {
         "model": server.model,

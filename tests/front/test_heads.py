@@ -133,6 +133,7 @@ def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -
     assert server.process.wait(deadline(20)) == 1
 
 
+@pytest.mark.requirement("F40")
 @pytest.mark.parametrize(
     ("heads", "together", "state"),
     [(1, False, "recovering"), (2, False, "degraded"), (2, True, "recovering")],

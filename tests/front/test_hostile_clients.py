@@ -65,6 +65,7 @@ def ask_anew(server: Any) -> int:
     return httpx.post(server.url + "/v1/completions", json=asked, timeout=deadline(20)).status_code
 
 
+@pytest.mark.requirement("F3")
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
     server = start_fake(max_num_seqs=2, max_queued_requests=2)
     with uploads(server, 10, 100, b"{"):
@@ -84,6 +85,7 @@ def test_a_server_that_stops_refuses_before_it_reads_the_body(start_fake: Any, s
         server.process.terminate()
 
 
+@pytest.mark.requirement("F3")
 def test_uploads_that_stall_do_not_use_up_the_files(start_fake: Any) -> None:
     server = start_fake(files=(128, 1024), constants=PATIENT)
     with uploads(server, 300, 100, b"{") as stalled:
@@ -106,6 +108,7 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
         server.wait(lambda: server.metric("front_sequences") == 1)
 
 
+@pytest.mark.requirement("F3")
 def test_a_body_must_make_progress(start_fake: Any) -> None:
     stall = deadline(1.0)
     server = start_fake(constants={"weft.front.http.body.STALL_TIMEOUT": stall})
@@ -118,6 +121,7 @@ def test_a_body_must_make_progress(start_fake: Any) -> None:
         assert status(slow) == 400
 
 
+@pytest.mark.requirement("F3")
 def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
     """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
     limit, memory = 1 << 20, 8 << 20
@@ -149,6 +153,7 @@ def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
         assert status(stalled[-1]) == 400
 
 
+@pytest.mark.requirement("F31")
 def test_memory_that_is_full_of_whole_bodies() -> None:
     """There is nobody to end: the next one is refused, and is served when one of them has been parsed."""
 
@@ -262,6 +267,7 @@ def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) ->
 LOOPS = "{% set r = range(60000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.requirement("F19")
 @pytest.mark.slow
 def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Path) -> None:
     """Chats of a model whose template does not end are refused in time, and other requests are answered

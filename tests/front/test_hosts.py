@@ -67,6 +67,7 @@ def test_servers_for_others_are_checked_only_when_asked() -> None:
     assert not refused(asked, "llm.example.org")
 
 
+@pytest.mark.requirement("F6")
 def test_a_page_that_rebinds_its_name_reads_nothing(fake: Any) -> None:
     evil = {"host": "evil.example:8000"}
     for path in ("/", "/v1/models", "/metrics", "/docs", "/openapi.json", "/v1/models/", "/none"):

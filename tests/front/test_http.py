@@ -46,6 +46,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return body["error"]
 
 
+@pytest.mark.requirement("F8", "F60")
 def test_routes(fake: Any) -> None:
     for route in ("/", *ROUTES[:-1]):
         assert fake.http.get(route).status_code == 200, route
@@ -71,6 +72,7 @@ def test_routes(fake: Any) -> None:
         assert answer.headers["allow"] == allow
 
 
+@pytest.mark.requirement("F8")
 def test_head_is_get_without_a_body(fake: Any) -> None:
     for path in (*ROUTES, *PROBES, "/health/"):
         got, head = fake.http.get(path), fake.http.head(path)
@@ -105,12 +107,14 @@ def test_a_slash_at_the_end_changes_nothing(fake: Any) -> None:
     assert fake.http.post("/v1/chat/completions/", json=chat).status_code == 200
 
 
+@pytest.mark.requirement("F8")
 def test_unknown_models(fake: Any) -> None:
     for answer in (fake.http.get("/v1/models/x"), fake.chat(model="x"), fake.complete(model="x")):
         assert answer.status_code == 404
         assert error_of(answer)["code"] == "model_not_found"
 
 
+@pytest.mark.requirement("F8")
 def test_a_folders_path_is_accepted_and_never_shown(fake: Any) -> None:
     path = "/data/models/fake"
     assert fake.chat(model=path, max_tokens=1).status_code == 200
@@ -121,6 +125,7 @@ def test_a_folders_path_is_accepted_and_never_shown(fake: Any) -> None:
     assert 'weft:engine_up{head="0",model_name="fake",role="unified"}' in fake.http.get("/metrics").text
 
 
+@pytest.mark.requirement("F40")
 def test_health_and_readiness(fake: Any) -> None:
     assert fake.http.get("/health").json() == {"status": "alive"}
     assert fake.http.get("/ready").json() == {"status": "ready"}
@@ -128,6 +133,7 @@ def test_health_and_readiness(fake: Any) -> None:
         assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
 
 
+@pytest.mark.requirement("F40")
 def test_probes_while_the_model_loads(start_fake: Any, tmp_path: Path) -> None:
     """Only /live is good before the server can answer; however often they are asked, nothing is logged."""
     loaded, log, port = tmp_path / "loaded", tmp_path / "log", free_port()
@@ -183,6 +189,7 @@ def test_what_is_no_request_is_counted_and_not_logged(start_fake: Any, tmp_path:
     assert log.read_text() == before
 
 
+@pytest.mark.requirement("F5", "F6")
 def test_a_key_on_every_route(locked: Any) -> None:
     for path in ROUTES:
         for headers in (
@@ -228,6 +235,7 @@ def test_a_key_on_every_route(locked: Any) -> None:
     assert locked.http.post("/ping").status_code == 200
 
 
+@pytest.mark.requirement("F5")
 def test_keys() -> None:
     assert ApiKeys([]).find(None) == 0
     keys = ApiKeys(["a", "b"])
@@ -242,6 +250,7 @@ def test_keys() -> None:
         assert keys.find(authorization, x_api_key) is None
 
 
+@pytest.mark.requirement("F1", "F4")
 def test_bodies_that_are_not_json(fake: Any) -> None:
     route, json_type = "/v1/chat/completions", {"content-type": "application/json; charset=utf-8"}
     for content in (b"", b"{", b"[" * 10_000 + b"]" * 10_000, b"\xff"):
@@ -254,6 +263,7 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
         error_of(answer)
 
 
+@pytest.mark.requirement("F4")
 def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
     """A gibibyte of blanks, packed, is refused for its encoding, before it is read."""
     packed = gzip.compress(bytes(1 << 20)) * 1024
@@ -268,6 +278,7 @@ def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
     assert fake.chat(max_tokens=1).status_code == 200
 
 
+@pytest.mark.requirement("F2")
 def test_bodies_over_the_limit_are_cut_early(locked: Any) -> None:
     sent = 0
 
@@ -297,6 +308,7 @@ def test_headers_over_the_limit(fake: Any) -> None:
     error_of(answer)
 
 
+@pytest.mark.requirement("F26")
 def test_request_ids(fake: Any) -> None:
     def echoed(given: str) -> str:
         return str(fake.http.get("/health", headers={"x-request-id": given}).headers["x-request-id"])
@@ -308,6 +320,7 @@ def test_request_ids(fake: Any) -> None:
     assert first != second
 
 
+@pytest.mark.requirement("F35")
 def test_what_is_not_supported_is_refused(fake: Any) -> None:
     for name, value in (("tools", [{}]), ("echo", True), ("response_format", {"type": "xml"})):
         answer = fake.chat(**{name: value})
@@ -325,6 +338,7 @@ def test_the_heads_refusals_have_their_status(fake: Any, script: Any, stream: bo
     assert int(answer.headers["retry-after"]) >= 1
 
 
+@pytest.mark.requirement("F61")
 def test_failures_after_the_first_byte_are_events(fake: Any, script: Any, sse: Any) -> None:
     with fake.stream(seed=script.FAIL) as answer:
         assert answer.status_code == 200
@@ -337,6 +351,7 @@ def test_failures_after_the_first_byte_are_events(fake: Any, script: Any, sse: A
     assert fake.chat(max_tokens=2).status_code == 200
 
 
+@pytest.mark.requirement("F31")
 def test_over_capacity(locked: Any, script: Any) -> None:
     """Two run and two wait; the fifth gets 429 at once, and the others are not disturbed."""
     headers = {"authorization": "Bearer sesame"}
@@ -413,6 +428,7 @@ def test_the_list_of_metrics_is_frozen(fake: Any) -> None:
     assert exposed == {tuple(line.split()[:2]) for line in listed.splitlines()}
 
 
+@pytest.mark.requirement("F60")
 def test_openapi(fake: Any) -> None:
     document = fake.http.get("/openapi.json").json()
     post = document["paths"]["/v1/chat/completions"]["post"]
@@ -444,6 +460,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.requirement("F60")
 def test_every_route_that_clients_know(fake: Any) -> None:
     paths = fake.http.get("/openapi.json").json()["paths"]
     for method, routes in KNOWN.items():
@@ -483,6 +500,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.mark.requirement("F6")
 def test_the_docs_need_no_other_host(fake: Any, start_fake: Any) -> None:
     answer = start_fake(allowed_hosts=["*"]).http.get("/docs", headers={"host": 'evil"><script>'})
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -556,6 +574,7 @@ def test_garbage_from_the_head_is_dropped_and_counted(fake: Any, script: Any) ->
     assert fake.metric("front_bad_frames_total") == before + 12
 
 
+@pytest.mark.requirement("F46")
 def test_a_slow_reader_holds_up_nobody_and_loses_nothing(fake: Any, script: Any) -> None:
     """Sixteen choices of 490 tokens arrive at once while the client reads nothing. Others are served; what
     waited comes out merged and whole."""

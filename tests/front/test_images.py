@@ -249,6 +249,7 @@ def test_files_are_fetched_where_that_is_allowed(server: Running, files: Files, 
     assert len(files.asked) == asked + 2
 
 
+@pytest.mark.requirement("F21", "F22")
 @pytest.mark.parametrize(
     "url",
     [
@@ -275,6 +276,7 @@ def test_urls_that_are_refused(server: Running, url: str) -> None:
     assert "root" not in error["message"]
 
 
+@pytest.mark.requirement("F21")
 def test_redirects_to_private_addresses_are_refused(server: Running, files: Files) -> None:
     head = f"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.2:{files.port}/secret\r\n\r\n"
     files.answers["/redirect"] = head.encode()
@@ -284,6 +286,7 @@ def test_redirects_to_private_addresses_are_refused(server: Running, files: File
     assert "/secret" not in files.asked
 
 
+@pytest.mark.requirement("F23")
 def test_slow_and_endless_files_end_in_time(server: Running, files: Files) -> None:
     files.answers["/large"] = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)
     files.answers["/text"] = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 5\r\n\r\nhello"
@@ -332,6 +335,7 @@ def _hostile() -> dict[str, tuple[bytes, str]]:
 HOSTILE = _hostile()
 
 
+@pytest.mark.requirement("F23")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files(server: Running, name: str) -> None:
     file, words = HOSTILE[name]
@@ -339,6 +343,7 @@ def test_hostile_files(server: Running, name: str) -> None:
     assert words in error["message"]
 
 
+@pytest.mark.requirement("F23", "F24")
 def test_too_many_and_malformed_parts(server: Running) -> None:
     error = refused(ask(server, *[image_part(A)] * 5), "messages[0].content[4]")
     assert error["code"] == "too_many_images"
@@ -398,6 +403,7 @@ def test_a_model_without_vision_names_the_part(start_fake: Start) -> None:
     assert "messages[0].content[0]" in answer.json()["error"]["message"]
 
 
+@pytest.mark.requirement("F22")
 def test_without_domains_nothing_is_fetched(start_fake: Start, files: Files) -> None:
     closed = start_fake(vision=True)
     url = files.put("/closed.png", A)

@@ -32,6 +32,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.requirement("F25")
 @pytest.mark.parametrize("route", BODIES)
 def test_fields_of_transfers_are_refused_by_name(route: str, fake: Any) -> None:
     assert fake.http.post(route, json={"model": "fake", **BODIES[route]}).status_code == 200

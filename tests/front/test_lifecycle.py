@@ -27,6 +27,7 @@ from weft.front.server import bind, ready_text
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.requirement("F30")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", ["HANG", "HANG_AFTER"])
 def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: str, stream: bool) -> None:
@@ -45,6 +46,7 @@ def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: 
     assert fake.metric("front_sequences") == 0
 
 
+@pytest.mark.requirement("F47")
 def test_sigterm_drains(start_fake: Any, script: Any, sse: Any) -> None:
     """A running stream is finished, a new request gets 503, and the exit status is 0."""
     server = start_fake()
@@ -63,6 +65,7 @@ def test_sigterm_drains(start_fake: Any, script: Any, sse: Any) -> None:
     assert server.process.wait(deadline(10)) == 0
 
 
+@pytest.mark.requirement("F47")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_draining_has_a_deadline(start_fake: Any, script: Any, sse: Any, number: int) -> None:
     server = start_fake(drain_timeout=0.3)
@@ -75,6 +78,7 @@ def test_draining_has_a_deadline(start_fake: Any, script: Any, sse: Any, number:
     assert server.process.wait(deadline(10)) == 0
 
 
+@pytest.mark.requirement("F47")
 def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
     server = start_fake()
     with server.stream(seed=script.HANG_AFTER) as running:
@@ -100,6 +104,7 @@ def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, scrip
         assert server.stop(seconds=12) == 0
 
 
+@pytest.mark.requirement("F40")
 @pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
 def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
     """Every live request gets its one terminal answer, health turns bad and the process ends non-zero."""

@@ -68,6 +68,7 @@ def test_a_message(client: anthropic.Anthropic, server: Running) -> None:
     assert made.usage.output_tokens > 3
 
 
+@pytest.mark.requirement("G10")
 def test_a_tool_loop(client: anthropic.Anthropic, server: Running) -> None:
     conversation = user("the weather in Oslo?")
     options: dict[str, Any] = {"model": server.model, "max_tokens": 200, "tools": TOOLS}
@@ -146,6 +147,7 @@ def test_why_a_message_ends(server: Running) -> None:
     assert full["stop_reason"] == "model_context_window_exceeded"
 
 
+@pytest.mark.requirement("G10")
 def test_thoughts_can_be_left_out_and_come_back(server: Running) -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048, "display": "omitted"}
     made = post(server, "the weather", tools=TOOLS, thinking=thinking).json()
@@ -163,6 +165,7 @@ def test_thoughts_can_be_left_out_and_come_back(server: Running) -> None:
     assert tokens(made["content"]) == tokens(with_thought) > tokens(made["content"][1:])
 
 
+@pytest.mark.requirement("G10")
 def test_events_are_named_and_in_order(server: Running) -> None:
     body = {"model": server.model, "max_tokens": 100, "messages": user("hello"), "stream": True}
     text = server.http.post("/v1/messages", json=body).text
@@ -319,6 +322,7 @@ def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
     assert server.http.post("/v1/messages/count_tokens", json=body).status_code == 200
 
 
+@pytest.mark.requirement("G11")
 def test_tokens_that_a_prompt_adds_to_the_cache(weft_server: Running) -> None:
     text = "Tom has 12 apples and buys 7 more. " * 12
 
@@ -338,6 +342,7 @@ def test_tokens_that_a_prompt_adds_to_the_cache(weft_server: Running) -> None:
     assert longer["cache_creation_input_tokens"] == count // 64 * 64 - longer["cache_read_input_tokens"]
 
 
+@pytest.mark.requirement("G13")
 def test_a_line_of_attribution_ends_no_shared_prefix(
     server: Running, start_scripted: Callable[..., Running], tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_the_answer_goes_on_from_a_last_turn_of_the_assistant() -> None:
     assert refused(messages=[HELLO, {"role": "assistant", "content": [CALL]}]).param == "messages"
 
 
+@pytest.mark.requirement("G13")
 def test_lines_of_attribution_are_left_out() -> None:
     for system in (LINE + "\nbe brief", [*text(LINE), *text("be brief")]):
         made, facts = read(system=system)

@@ -321,6 +321,7 @@ def attack(server: Any, bodies: int, seed: int) -> None:
     assert answer["choices"][0]["message"]["content"] == "user\nhello"
 
 
+@pytest.mark.requirement("F64")
 def test_right_bodies_are_answered(fake: Any) -> None:
     def ask(one: tuple[str, dict[str, Any]]) -> httpx.Response:
         route, body = one
@@ -333,10 +334,12 @@ def test_right_bodies_are_answered(fake: Any) -> None:
         assert answer.status_code == (400 if tools else 200), (route, body, answer.text)
 
 
+@pytest.mark.requirement("F1")
 def test_hundreds_of_mutated_bodies(fake: Any) -> None:
     attack(fake, 700, seed=1)
 
 
+@pytest.mark.requirement("F1")
 @pytest.mark.grid
 def test_twenty_thousand_mutated_bodies(start_fake: Any) -> None:
     attack(start_fake(), 20_000, seed=100)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pytest
+
 from weft.front.requests.outputs import ChoiceOutput
 from weft.text.choice import TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
@@ -74,6 +76,7 @@ def test_whole_calls_of_an_output_that_was_cut_end_it_for_its_length() -> None:
     assert output.finish_reason(delta("x", "length")) == "length"
 
 
+@pytest.mark.requirement("G5")
 def test_ids_are_unique_and_the_models_own_where_it_wrote_some() -> None:
     output = ChoiceOutput(Scripted([*call(0, id="own"), *call(1, id="own"), *call(2)]))
     begins = [event for event in output.take(delta()) if isinstance(event, CallBegin)]

@@ -146,6 +146,7 @@ def run(folder: Path, test: Any, **fields: Any) -> None:
     asyncio.run(within())
 
 
+@pytest.mark.requirement("F29")
 def test_a_paused_flow_leaves_its_head_and_goes_on(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1, 2)
@@ -306,6 +307,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str], li
     )
 
 
+@pytest.mark.requirement("F29")
 @pytest.mark.slow
 def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
     """As many of them as there are slots; another one is served, and they get what they would have got."""
@@ -365,6 +367,7 @@ def test_a_paused_stream_is_finished_while_the_server_drains(start_fake: Any) ->
     assert server.process.wait(deadline(20)) == 0
 
 
+@pytest.mark.requirement("F29")
 def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
     unread = deadline(1.0)
     server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": unread})
@@ -414,11 +417,13 @@ def crowd(server: Any, count: int) -> None:
     server.wait(lambda: memory() - before < 64 << 10, 30)
 
 
+@pytest.mark.requirement("F29")
 @pytest.mark.slow
 def test_fifty_clients_that_never_read(start_fake: Any) -> None:
     crowd(start_fake(max_queued_requests=4000), 50)
 
 
+@pytest.mark.requirement("F29")
 @pytest.mark.grid
 def test_a_thousand_clients_that_never_read(start_fake: Any) -> None:
     crowd(start_fake(max_queued_requests=4000), 1000)

@@ -41,6 +41,7 @@ def refused(make: Any, **fields: Any) -> InvalidRequest:
     return caught.value
 
 
+@pytest.mark.requirement("F1")
 @pytest.mark.parametrize(
     "body",
     [
@@ -63,6 +64,7 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
     assert caught.value.error_code == "invalid_json"
 
 
+@pytest.mark.requirement("E11", "F9", "F10", "F13", "F15", "F16")
 @pytest.mark.parametrize("make", [chat, text])
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -155,11 +157,13 @@ def test_values_out_of_range_name_their_parameter(make: Any, name: str, value: A
     assert refused(make, **{name: value}).param == name
 
 
+@pytest.mark.requirement("F10")
 def test_min_tokens_may_not_pass_max_tokens() -> None:
     assert refused(chat, max_tokens=4, min_tokens=5).param == "min_tokens"
     assert chat(max_tokens=4, min_tokens=4).sampling().min_tokens == 4
 
 
+@pytest.mark.requirement("F35")
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED | {"echo"}))
 def test_known_parameters_that_are_not_supported(name: str) -> None:
     error = refused(chat, **{name: [{"type": "function"}]})
@@ -167,6 +171,7 @@ def test_known_parameters_that_are_not_supported(name: str) -> None:
     assert chat(**{name: None}) == chat()
 
 
+@pytest.mark.requirement("F35")
 def test_unknown_parameters() -> None:
     error = refused(chat, tempreature=1)
     assert (error.param, error.error_code) == ("tempreature", "unknown_parameter")
@@ -248,6 +253,7 @@ def test_values_that_ask_for_nothing_where_there_are_no_tools(name: str) -> None
         assert refused(text, **{name: value}).param == name, value
 
 
+@pytest.mark.requirement("F35")
 @pytest.mark.parametrize("name", sorted(CHAT_ONLY))
 def test_a_text_completion_has_no_place_for_it(name: str) -> None:
     error = refused(text, **{name: ["x"]})
@@ -271,6 +277,7 @@ def test_required_fields() -> None:
     assert refused(chat, messages=["hi"]).param == "messages"
 
 
+@pytest.mark.requirement("F15")
 def test_chat_logprobs() -> None:
     assert chat().sampling().logprobs is None
     assert chat(logprobs=False).sampling().logprobs is None
@@ -292,6 +299,7 @@ def test_max_completion_tokens() -> None:
     assert refused(text, max_completion_tokens=7).param == "max_completion_tokens"
 
 
+@pytest.mark.requirement("F9", "F12")
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -346,6 +354,7 @@ def test_no_output_needs_echo() -> None:
     assert refused(text, max_tokens=False, echo=True).param == "max_tokens"
 
 
+@pytest.mark.requirement("F64")
 def test_sampling_gets_every_parameter() -> None:
     given = {
         "temperature": 0.5,

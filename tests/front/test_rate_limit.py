@@ -62,6 +62,7 @@ def test_a_refusal_for_tokens_takes_no_request() -> None:
     assert isinstance(ask(limits, 3.0), Admitted)
 
 
+@pytest.mark.requirement("F31")
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=60))
 def test_no_minute_has_more_than_two_buckets(steps: list[tuple[float, int]]) -> None:
     limits = RateLimits(10, 100)
@@ -92,6 +93,7 @@ def test_headers_and_durations() -> None:
     assert found == ["0ms", "12ms", "1.5s", "1m0s", "6m0.25s"]
 
 
+@pytest.mark.requirement("F31")
 def test_refused_requests_get_turns_at_the_rate_of_ends() -> None:
     retry = RetryAfter()
     assert retry.refused(0.0) == LEAST, "nothing is known"

@@ -82,6 +82,7 @@ def test_a_response(client: openai.OpenAI, server: Running) -> None:
     assert made.usage.output_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.requirement("G10")
 def test_a_tool_loop_without_state(client: openai.OpenAI, server: Running) -> None:
     items: list[Any] = [{"role": "user", "content": "the weather in Oslo?"}]
     options: dict[str, Any] = {
@@ -108,6 +109,7 @@ def test_a_tool_loop_without_state(client: openai.OpenAI, server: Running) -> No
         client.responses.retrieve(second.id)
 
 
+@pytest.mark.requirement("G10")
 def test_a_tool_loop_in_the_servers_memory(client: openai.OpenAI, server: Running) -> None:
     options: dict[str, Any] = {"model": server.model, "tools": TOOLS}
     first = client.responses.create(input="the weather in Oslo?", **options)
@@ -193,6 +195,7 @@ def test_a_stream_tells_the_same_as_the_whole(client: openai.OpenAI, server: Run
         assert pieces == whole.output_text
 
 
+@pytest.mark.requirement("G10")
 def test_events_in_their_published_order(server: Running) -> None:
     events = events_of(server, "the weather", tools=TOOLS, reasoning={"summary": "auto"})
     kinds = [event["type"].removeprefix("response.") for event in events]

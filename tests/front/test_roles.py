@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.requirement("E10", "E23")
 def test_answers_and_metrics_of_a_pair(start_fake: Any) -> None:
     server = start_fake(roles=["prefill", "decode"])
     answer = server.complete("abc", max_tokens=8, n=2)
@@ -28,6 +31,7 @@ def test_answers_and_metrics_of_a_pair(start_fake: Any) -> None:
     assert server.http.get("/health").json() == {"status": "alive"}
 
 
+@pytest.mark.requirement("E12")
 def test_the_policy_is_a_flag(start_fake: Any, script: Any) -> None:
     server = start_fake(heads=2, routing_policy="round-robin")
     asked = {"prompt": "abc", "seed": script.HANG_AFTER, "max_tokens": 9}

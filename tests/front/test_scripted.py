@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.servers import Running
 from weft.common import env
 
 Start = Callable[..., Running]
 
 
+@pytest.mark.requirement("G20")
 def test_outputs_are_played_streamed_and_not(start_scripted: Start, sse: Any) -> None:
     server = start_scripted(
         [
@@ -55,6 +58,7 @@ def test_a_client_that_leaves_ends_its_sequence(start_scripted: Start) -> None:
     server.wait(lambda: server.metric("num_requests_running") == 0)
 
 
+@pytest.mark.requirement("G20")
 def test_two_fronts_play_one_script(start_scripted: Start) -> None:
     server = start_scripted([{"text": "again", "repeat": True}], "--fronts", "2")
     assert {server.chat().json()["choices"][0]["message"]["content"] for _ in range(6)} == {"again"}

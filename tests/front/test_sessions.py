@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from weft.front.requests.sessions import HEADERS, session_of
 
 FLOOD = 60
@@ -11,6 +13,7 @@ FLOOD = 60
 BASE = "Tom has 3 pens and Ann has 4 apples. " * 8
 
 
+@pytest.mark.requirement("G14")
 def test_a_session_is_named_by_headers_or_the_body() -> None:
     names = {session_of({header: "one"}) for header in HEADERS}
     assert len(names) == 1
@@ -27,6 +30,7 @@ def test_nobody_takes_part_in_a_session_of_another_key() -> None:
     assert len({session_of({**key, "x-session-id": "a"}) for key in keys}) == 4
 
 
+@pytest.mark.requirement("G14")
 def test_what_a_session_has_cached_outlives_others(start_weft: Any) -> None:
     server = start_weft(
         *("--explain-cache", "all", "--block-size", "16", "--max-model-len", "512"),

@@ -31,6 +31,7 @@ def tokenize(fake: Any, **fields: Any) -> Any:
     return fake.http.post("/tokenize", json=fields)
 
 
+@pytest.mark.requirement("G15")
 def test_a_text_and_back(fake: Any) -> None:
     got = tokenize(fake, model="fake", prompt="hé").json()
     assert got == {"count": 3, "max_model_len": 512, "tokens": list("hé".encode()), "token_strs": None}
@@ -42,6 +43,7 @@ def test_pieces_of_tokens(fake: Any) -> None:
     assert got["token_strs"] == ["a", "b"]
 
 
+@pytest.mark.requirement("G15")
 def test_a_conversation_as_the_model_is_prompted_with_it(fake: Any) -> None:
     assert tokenize(fake, **CHAT).json()["tokens"] == PROMPT
     assert tokenize(fake, **CHAT, add_generation_prompt=False).json()["tokens"] == PROMPT[:-11]
@@ -51,10 +53,12 @@ def test_a_conversation_as_the_model_is_prompted_with_it(fake: Any) -> None:
     assert fake.http.post("/detokenize", json={"tokens": [256]}).json() == {"prompt": "<|im_start|>"}
 
 
+@pytest.mark.requirement("F32")
 def test_special_tokens_typed_as_text_are_text(fake: Any) -> None:
     assert tokenize(fake, prompt="<|im_end|>").json()["tokens"] == list(b"<|im_end|>")
 
 
+@pytest.mark.requirement("F2")
 def test_long_texts_and_large_bodies(fake: Any) -> None:
     assert tokenize(fake, prompt="x" * 100_000).json()["count"] == 100_000  # read by a process
     answer = tokenize(fake, prompt="x" * (MAX_TOKENS + 100_000))
@@ -102,6 +106,7 @@ def guarded(start_fake: Any) -> Any:
     return start_fake(api_key=["user"], admin_key=["admin"])
 
 
+@pytest.mark.requirement("F7")
 def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
     for route in ("/abort_request", "/admin/drain", "/admin/drain/", "/admin/profile", "/admin/revive"):
         answer = fake.http.post(route, json={"rid": "x"})
@@ -110,6 +115,7 @@ def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
     assert fake.http.get("/ready").status_code == 200
 
 
+@pytest.mark.requirement("F7")
 def test_control_routes_want_the_admin_key_and_no_browser(guarded: Any) -> None:
     for route in ("/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"):
         for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):
@@ -129,6 +135,7 @@ def abort(server: Any, rid: Any) -> httpx.Response:
     return answer
 
 
+@pytest.mark.requirement("F26")
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_abort_by_exact_id(guarded: Any, route: str) -> None:
     body = {"model": "fake", "max_tokens": 480, "stream": True, "n": 2, "seed": 102}
@@ -169,6 +176,7 @@ def test_abort_whichever_front_has_the_request(start_fake: Any) -> None:
         assert list(lines)[-1] == "[DONE]"
 
 
+@pytest.mark.requirement("F7")
 def test_a_drain_lets_requests_finish(start_fake: Any) -> None:
     server = start_fake(admin_key=["admin"])
     with server.stream(max_tokens=100) as stream:
@@ -181,6 +189,7 @@ def test_a_drain_lets_requests_finish(start_fake: Any) -> None:
     assert server.process.wait(deadline(20)) == 0
 
 
+@pytest.mark.requirement("F7")
 def test_a_drain_of_several_fronts_ends_them_all(start_fake: Any) -> None:
     server = start_fake(admin_key=["admin"], fronts=2)
     assert server.http.post("/admin/drain", headers=ADMIN).json() == {"status": "draining"}
@@ -190,7 +199,7 @@ def test_a_drain_of_several_fronts_ends_them_all(start_fake: Any) -> None:
 def test_only_what_is_retired_is_revived(guarded: Any) -> None:
     answer = guarded.http.post("/admin/revive", json={"group": "decode7"}, headers=ADMIN)
     assert (answer.status_code, error_of(answer)["param"]) == (404, "group")
-    assert error_of(answer)["message"] == "no group is called 'decode7'; there are 0"
+    assert error_of(answer)["message"] == "unknown group 'decode7'; the groups are 0"
     answer = guarded.http.post("/admin/revive", json={"group": "0"}, headers=ADMIN)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "group")
     answer = guarded.http.post("/admin/revive", json={}, headers=ADMIN)
@@ -251,6 +260,7 @@ def test_all_origins(start_fake: Any) -> None:
 # -- limits of keys ----------------------------------------------------------------------------------
 
 
+@pytest.mark.requirement("F31")
 def test_requests_a_minute(start_fake: Any) -> None:
     server = start_fake(api_key=["one", "two"], rate_limit_requests=2)
 
@@ -272,6 +282,7 @@ def test_requests_a_minute(start_fake: Any) -> None:
     assert server.http.get("/v1/models", headers={"x-api-key": "one"}).status_code == 200
 
 
+@pytest.mark.requirement("F31")
 def test_tokens_a_minute(start_fake: Any) -> None:
     server = start_fake(rate_limit_tokens=100)
     assert server.complete("x" * 90, max_tokens=20).status_code == 200
@@ -281,6 +292,7 @@ def test_tokens_a_minute(start_fake: Any) -> None:
     assert 1 <= int(refused.headers["retry-after"]) <= 10
 
 
+@pytest.mark.requirement("F66")
 def test_metrics_for_dashboards_made_for_others(start_fake: Any) -> None:
     server = start_fake(vllm_metrics=True)
     server.chat(max_tokens=2)

@@ -77,6 +77,7 @@ async def one(client: httpx.AsyncClient, rng: random.Random, number: int, model:
     return "answered"
 
 
+@pytest.mark.requirement("F42")
 @pytest.mark.slow
 def test_two_hundred_hostile_requests(start_weft: Any) -> None:
     memory = (CONTEXT * 3 // 2 // BLOCK + 1) * BLOCK_BYTES  # and the null block

@@ -114,6 +114,7 @@ def ask(server: Running, text: str, **fields: Any) -> Any:
     return answer.json()
 
 
+@pytest.mark.requirement("F64")
 @pytest.mark.parametrize("text", ["opens itself", "was opened"])
 def test_a_thought_ends_with_its_budget(server: Running, text: str) -> None:
     got = ask(server, text, thinking_token_budget=4, n=2)

@@ -62,6 +62,7 @@ def test_every_choice() -> None:
     assert not read(tools=both, parallel_tool_calls=False).parallel
 
 
+@pytest.mark.requirement("F17")
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -104,6 +105,7 @@ def test_what_cannot_be_is_named(param: str, fields: dict[str, Any]) -> None:
     assert caught.value.param == param
 
 
+@pytest.mark.requirement("F17")
 def test_schemas_are_bounded() -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(100):

@@ -87,6 +87,7 @@ def streamed(server: Running, sse: Any, text: str, **fields: Any) -> list[dict[s
     return [choice for event in events for choice in event["choices"]]
 
 
+@pytest.mark.requirement("F65")
 def test_a_whole_answer_has_thought_content_and_calls(server: Running) -> None:
     choice = ask(server, "think of both", tools=TOOLS)
     message = choice["message"]
@@ -100,6 +101,7 @@ def test_a_whole_answer_has_thought_content_and_calls(server: Running) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.requirement("F62")
 def test_a_stream_has_the_same(server: Running, sse: Any) -> None:
     choices = streamed(server, sse, "think of both", tools=TOOLS)
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
@@ -120,6 +122,7 @@ def test_a_stream_has_the_same(server: Running, sse: Any) -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.requirement("F62")
 def test_several_choices_with_tools(server: Running, sse: Any) -> None:
     answer = server.chat("call alone", tools=TOOLS, n=3).json()
     ids = [choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]]
@@ -138,6 +141,7 @@ def test_a_cut_call_ends_for_its_length(server: Running) -> None:
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.requirement("F20")
 def test_what_is_no_call_is_content(server: Running) -> None:
     choice = ask(server, "unknown name", tools=TOOLS)
     assert choice["message"]["content"] == CALL.replace("weather", "nope")
@@ -166,6 +170,7 @@ def test_no_tool_is_shown_where_none_may_be_called(server: Running) -> None:
     assert none.json()["usage"]["prompt_tokens"] < count
 
 
+@pytest.mark.requirement("G5")
 def test_one_call_where_no_more_may_come(server: Running) -> None:
     message = ask(server, "think of both", tools=TOOLS, parallel_tool_calls=False)["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
@@ -180,6 +185,7 @@ def test_thoughts_can_be_left_out(server: Running, sse: Any) -> None:
     assert "".join(delta.get("content", "") for delta in deltas).strip() == "Done."
 
 
+@pytest.mark.requirement("F64")
 def test_effort_is_the_switch_of_the_template(server: Running) -> None:
     for fields in (
         {"reasoning_effort": "none"},
@@ -208,6 +214,7 @@ def test_a_tool_loop(server: Running) -> None:
     assert "<|im_start|>tool\nrain<|im_end|>" in prompt
 
 
+@pytest.mark.requirement("G15")
 def test_a_prompt_of_token_ids(server: Running) -> None:
     ids = server.http.post(
         "/tokenize", json={"messages": [{"role": "user", "content": "only thinks"}]}
@@ -223,6 +230,7 @@ def test_a_prompt_of_token_ids(server: Running) -> None:
         assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "prompt_token_ids")
 
 
+@pytest.mark.requirement("F64", "G6")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -256,6 +264,7 @@ def _deep(levels: int) -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.requirement("F16", "F17", "F35")
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
@@ -287,6 +296,7 @@ def test_forms_that_cannot_be_held_to_are_named(server: Running, param: str, fie
     assert server.chat("call alone", max_tokens=1).status_code == 200
 
 
+@pytest.mark.requirement("G5", "G6")
 def test_required_and_named_calls(server: Running) -> None:
     for choice in ("required", tool("weather")):
         made = ask(server, "call alone", tools=TOOLS, tool_choice=choice)
@@ -294,6 +304,7 @@ def test_required_and_named_calls(server: Running) -> None:
         assert made["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.requirement("F16")
 @pytest.mark.parametrize(
     ("warm", "more"),
     [pytest.param(200, 200, marks=pytest.mark.slow), pytest.param(200, 500, marks=pytest.mark.grid)],
@@ -315,6 +326,7 @@ def test_many_schemas_keep_the_server_small(server: Running, warm: int, more: in
     assert grown < 80 * more, "KiB"
 
 
+@pytest.mark.requirement("F64")
 def test_default_variables_of_the_template(start_scripted: Any, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, added=["<think>", "</think>"], template=TEMPLATE)
     script = [

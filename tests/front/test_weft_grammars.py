@@ -30,6 +30,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
 
 
+@pytest.mark.requirement("G5")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_under_a_schema(weft_server: Any, temperature: float) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "apples", "schema": SCHEMA, "strict": True}}
@@ -55,6 +56,7 @@ def test_a_stream_under_a_grammar(weft_server: Any, sse: Any) -> None:
     assert text.startswith("{")
 
 
+@pytest.mark.requirement("G6")
 def test_completions_are_held_to_forms_too(weft_server: Any) -> None:
     got = weft_server.complete(QUESTION, guided_choice=["nineteen", "twelve"], temperature=0, max_tokens=40)
     assert got.json()["choices"][0]["text"] in ("nineteen", "twelve")

@@ -60,6 +60,7 @@ def asked(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "ab"}, *parts]}]
 
 
+@pytest.mark.requirement("F24")
 def test_one_answer_however_an_image_comes(server: Running, folder: Path) -> None:
     with LLM(model=str(folder), **SETTINGS) as llm:
         (whole,) = llm.chat(asked(image_part(A), image_part(B)), GREEDY, use_tqdm=False)
@@ -136,6 +137,7 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
     assert cached[0] < first < cached[2] < last  # the first group is the same
 
 
+@pytest.mark.requirement("F33")
 def test_a_tenant_of_its_own_shares_nothing(server: Running) -> None:
     body = {"model": "seeing", "max_tokens": 2, "messages": asked(image_part(A))}
     cached = []

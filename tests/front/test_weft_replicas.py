@@ -91,6 +91,7 @@ def test_independent_replicas(start_weft: Any) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.requirement("A16", "C1", "F44")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
@@ -106,6 +107,7 @@ def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> 
     assert server.stop() == 0
 
 
+@pytest.mark.requirement("E32")
 def test_choices_of_a_head_know_what_heads_have_cached(start_weft: Any) -> None:
     """Prompts go to the head that has computed their like; a head that died has nothing, and says so."""
     server = start_weft(*COMMON, "--block-size", "16", "--max-num-seqs", "4")

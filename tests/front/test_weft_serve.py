@@ -117,6 +117,7 @@ def test_stop_strings_end_the_sequence_at_the_head(weft_server: Any, client: ope
     weft_server.wait(lambda: idle(weft_server), 3)
 
 
+@pytest.mark.requirement("F30")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool) -> None:
     """It leaves while they run: so many take seconds, where a few may end in less than one."""
@@ -160,6 +161,7 @@ def test_hostile_clients_leave_no_trace(weft_server: Any) -> None:
     assert weft_server.chat(max_tokens=2).status_code == 200
 
 
+@pytest.mark.requirement("G11")
 def test_prefix_hits_are_reported(weft_server: Any) -> None:
     prompt = "Tom has many apples. " * 40
     first, second = (weft_server.complete(prompt, max_tokens=1).json()["usage"] for _ in range(2))
@@ -176,6 +178,7 @@ def test_why_a_prompt_was_not_cached_is_told_of_when_asked_for(weft_server: Any)
     assert "cache_miss" not in answer.json()["usage"]["prompt_tokens_details"]
 
 
+@pytest.mark.requirement("F33")
 def test_a_salt_keeps_prefixes_apart(weft_server: Any) -> None:
     prompt = "Ann has some pears. " * 40
 
@@ -190,6 +193,7 @@ def test_a_salt_keeps_prefixes_apart(weft_server: Any) -> None:
     assert min(again) >= 64
 
 
+@pytest.mark.requirement("F9")
 def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
     cases: list[tuple[str, Any]] = [
         ("n", 10**9),
@@ -213,6 +217,7 @@ def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
     assert weft_server.chat(max_tokens=2).status_code == 200
 
 
+@pytest.mark.requirement("F31")
 def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
     server = start_weft("--max-num-seqs", "1", "--max-queued-requests", "1", "--seed", "3")
     fields = {"max_tokens": 30, "temperature": 1.5}
@@ -241,6 +246,7 @@ def text_of(lines: Any, sse: Any) -> tuple[str, str]:
     return "".join(c["delta"].get("content") or "" for c in chunks), chunks[-1]["finish_reason"]
 
 
+@pytest.mark.requirement("F40")
 @pytest.mark.parametrize(
     "death",
     [
@@ -328,6 +334,7 @@ def test_an_engine_that_is_not_back_in_time(start_weft: Any, sse: Any) -> None:
     assert server.chat(max_tokens=2).status_code == 200
 
 
+@pytest.mark.requirement("F40")
 def test_an_engine_that_must_not_be_started_again(start_weft: Any, sse: Any) -> None:
     server = start_weft("--engine-restarts", "0")
     with server.stream(**LONG) as stream, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -359,6 +366,7 @@ def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -
     assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a seed of the client's is that of every prompt
 
 
+@pytest.mark.requirement("B4")
 def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
     """A hundred long sequences of one request have all four slots, and lose one as long as it is needed."""
     server = four

@@ -25,6 +25,7 @@ def pair(start_weft: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Runn
     return [start_weft("--chat-template", str(template), *COMMON, *more) for more in ((), DRAFTS)]
 
 
+@pytest.mark.requirement("F64")
 def test_a_real_models_thought_is_cut_at_the_same_token_in_every_topology(pair: list[Running]) -> None:
     made = []
     for server in pair:

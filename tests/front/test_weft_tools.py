@@ -28,6 +28,7 @@ ADD: dict[str, Any] = {
 QUESTION = "Tom has 4812 apples and buys 377 more. How many apples does he have?"
 
 
+@pytest.mark.requirement("G21")
 def test_a_call_and_the_answer_from_its_result(weft_server: Any) -> None:
     client = openai.OpenAI(base_url=weft_server.url + "/v1", api_key="none", timeout=deadline(60))
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -46,6 +47,7 @@ def test_a_call_and_the_answer_from_its_result(weft_server: Any) -> None:
     assert (second.message.content or "").endswith("#### 5189")
 
 
+@pytest.mark.requirement("G21")
 @pytest.mark.slow
 def test_forty_problems_of_its_test_set(weft_server: Any, tmp_path: Path) -> None:
     """Of all 500 it solves 98 in 100."""

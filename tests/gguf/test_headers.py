@@ -50,27 +50,30 @@ NAMED = pair(b"general.architecture", STRING, text(b"llama"))
 LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "does not begin with the letters GGUF"),
     "another format": (b"PK\x03\x04" + bytes(60), "does not begin with the letters GGUF"),
-    "only the letters": (b"GGUF", "the version takes 4 bytes at 4, and the file has 0 more"),
+    "only the letters": (b"GGUF", "the version takes 4 bytes at byte 4, and the file has 0 more bytes"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "version 1": (file_of([], [], version=1), "version 1 of the format is not read"),
+    "version 1": (file_of([], [], version=1), "version 1 of the format is not supported"),
     "a list of 2^40 entries in 49 bytes": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pair(b"k", ARRAY, struct.pack("<IQ", U8, HUGE)),
-        "1099511627776 entries of 'k' follow, and the file has 0 more",
+        "claims 1099511627776 entries of 'k', and has 0 more",
     ),
     "a list of 2^40 texts": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQ", STRING, HUGE))], []),
-        "1099511627776 entries of 'k' follow",
+        "claims 1099511627776 entries of 'k'",
     ),
     "a list of numbers longer than the file": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQ", U32, 9) + bytes(8))], []),
-        "9 entries of 'k' follow",
+        "claims 9 entries of 'k'",
     ),
     "lists in lists": (
         file_of([pair(b"k", ARRAY, struct.pack("<IQIQ", ARRAY, 1, ARRAY, 1) * 3)], []),
         "'k' is a list of lists",
     ),
-    "2^64 - 1 keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 64) - 1), "keys follow"),
-    "2^64 - 1 tensors": (b"GGUF" + struct.pack("<IQQ", 3, (1 << 64) - 1, 0) + bytes(64), "tensors follow"),
+    "2^64 - 1 keys": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 64) - 1), "18446744073709551615 keys"),
+    "2^64 - 1 tensors": (
+        b"GGUF" + struct.pack("<IQQ", 3, (1 << 64) - 1, 0) + bytes(64),
+        "18446744073709551615 tensors",
+    ),
     "a long key": (
         b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE) + bytes(32),
         "a key has 1099511627776 bytes",
@@ -111,7 +114,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a name that is no text": (file_of([NAMED], [tensor(b"\xff", [1])], 4), "is not UTF-8"),
     "a tensor twice": (file_of([], [tensor(b"t", [1])] * 2, 4), "two tensors have the same name"),
     "a text that is none": (file_of([pair(b"k", STRING, text(b"\xff"))], []), "a value at 45 is not UTF-8"),
-    "a key twice": (file_of([NAMED, NAMED], []), "the key 'general.architecture' is there twice"),
+    "a key twice": (file_of([NAMED, NAMED], []), "the key 'general.architecture' occurs twice"),
 }
 
 
@@ -140,11 +143,11 @@ def test_lists_within_the_file_are_limited_as_well(tmp_path: Path, monkeypatch: 
     lists = [pair(b"k%d" % i, ARRAY, struct.pack("<IQ", U8, 60) + bytes(60)) for i in range(2)]
     path = tmp_path / "model.gguf"
     path.write_bytes(file_of(lists, []))
-    with pytest.raises(ConfigError, match="lists up to 'k1' have 120 entries, at most 100 are read"):
+    with pytest.raises(ConfigError, match="lists up to 'k1' have 120 entries in total; the limit is 100"):
         Container(path)
     monkeypatch.setattr(header, "_MOST_PARTS", 3)
     path.write_bytes(file_of([], [tensor(b"t%d" % i, [1]) for i in range(4)], 4))
-    with pytest.raises(ConfigError, match="it has 4 tensors and 0 keys, at most 3 of each are read"):
+    with pytest.raises(ConfigError, match="the file has 4 tensors and 0 keys; the limit is 3 of each"):
         Container(path)
 
 
@@ -208,7 +211,7 @@ def test_types_that_are_not_read_are_told_each_time(kind: int, shown: str, tmp_p
         with pytest.raises(ConfigError) as raised:
             resolve_model_path(str(path))
         message = raised.value.message
-        assert message.startswith(f"model.gguf has a tensor of the GGUF type {shown}, which is not read")
+        assert message.startswith(f"model.gguf has a tensor of the GGUF type {shown}, which is not supported")
         assert "blk.0.attn_q.weight" in message
         assert "Q4_K_M" in message
         assert "llama-quantize" in message

@@ -173,7 +173,7 @@ def test_what_the_user_added_is_one_token() -> None:
         ({"tokens": []}, "tokens must be a list of texts"),
         ({"token_type": [1]}, "token_type has 1 entries for"),
         ({"merges": ["a b c"]}, "merges must be pairs"),
-        ({"merges": ["a \u4e16"]}, "does not fit together"),
+        ({"merges": ["a \u4e16"]}, "is inconsistent"),
         ({"model": "llama"}, "scores must have an entry for each token"),
     ],
 )

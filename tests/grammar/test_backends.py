@@ -81,6 +81,7 @@ FORMS: dict[str, tuple[Grammar, list[str], list[str]]] = {
 }
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_form_takes_its_texts_and_no_others(backend: str, kind: str) -> None:
@@ -179,6 +180,7 @@ def test_markup_comes_only_where_the_grammar_names_it(backend: str, kind: str) -
     assert rig.mask(matcher) == {rig.tokenizer.added["<tool_call>"]}
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_thought_and_an_object_are_one_grammar(backend: str) -> None:
     """The prompt has opened the thought, or the model does: no state says that the thought has ended."""
@@ -194,6 +196,7 @@ def test_a_thought_and_an_object_are_one_grammar(backend: str) -> None:
     assert [matcher.accept(token) for token in spelled] == [True] * (len(spelled) - 1) + [False]
 
 
+@pytest.mark.requirement("G6")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_in_prose_by_tokens(backend: str) -> None:
     rig = Rig(backend)
@@ -240,6 +243,7 @@ def test_drafts_are_walked_and_taken_back(backend: str) -> None:
     assert rig.mask(matcher) == rig.mask(compiled.matcher())
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_masks_at_once_are_those_of_each(backend: str, kind: str) -> None:

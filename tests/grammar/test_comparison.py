@@ -13,6 +13,7 @@ from tests.support.slow import mostly_slow
 from weft.grammar.registry import make_compiler
 
 
+@pytest.mark.requirement("G7")
 @mostly_slow("backend", BACKENDS, ["llguidance"])
 def test_sixty_schemas_are_kept_or_refused(backend: str) -> None:
     if backend == "xgrammar":
@@ -38,6 +39,7 @@ def test_every_function_schema_is_taken_by_llguidance() -> None:
     assert tally.refused == {}
 
 
+@pytest.mark.requirement("G7")
 @pytest.mark.grid
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", BACKENDS)

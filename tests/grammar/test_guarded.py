@@ -45,6 +45,7 @@ def service(compiler: GuardedCompiler) -> Iterator[GrammarService]:
     service.close()
 
 
+@pytest.mark.requirement("F16")
 def test_a_compile_without_an_end_is_refused_and_holds_no_other_up(service: GrammarService) -> None:
     endless = service.submit(ENDLESS, client=1)
     assert service.compile(schema({"type": "object"}), client=2)
@@ -58,6 +59,7 @@ def test_a_compile_without_an_end_is_refused_and_holds_no_other_up(service: Gram
     assert time.monotonic() - begin < 0.5
 
 
+@pytest.mark.requirement("F16")
 @mostly_slow("number", LARGE, [LARGE[0]])
 def test_a_grammar_that_is_too_large_is_refused(service: GrammarService, number: int) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -95,6 +97,7 @@ def spend(compiled: Any, grammar: Grammar) -> None:
     raise AssertionError("the lexer is not full")
 
 
+@pytest.mark.requirement("F16")
 def test_a_lexer_that_others_have_filled_changes_no_output(service: GrammarService) -> None:
     compiled = service.compile(GROWING)
     assert isinstance(compiled, LlguidanceGrammar)

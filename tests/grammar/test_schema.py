@@ -58,6 +58,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.requirement("G7")
 @pytest.mark.parametrize(("value", "message"), REFUSED)
 def test_what_is_not_held_to_is_refused_by_name_and_place(value: Any, message: str) -> None:
     assert message in Rig("llguidance", "bundled").refusal(schema(value))
@@ -79,6 +80,7 @@ def test_options_of_the_library_in_a_schema_do_nothing(backend: str) -> None:
     assert "not" in rig.refusal(schema({**closed, "not": {}, "x-guidance": options}))
 
 
+@pytest.mark.requirement("G7")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_cannot_pass_for_another_by_its_spelling(backend: str) -> None:
     rig = Rig(backend, "bundled")

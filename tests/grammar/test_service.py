@@ -107,6 +107,7 @@ def test_a_late_compile_is_a_504_for_who_waits_and_ends_for_the_next() -> None:
         assert service.compile(Text("0")).grammar == Text("0")  # type: ignore[attr-defined]
 
 
+@pytest.mark.requirement("F16")
 def test_slow_grammars_of_one_client_keep_no_other_waiting() -> None:
     gate = Gate()
     with serving(gate, timeout=deadline(60)) as service:
@@ -145,6 +146,7 @@ def test_clients_take_turns() -> None:
         assert names.index("other 1") < names.index("first 7")
 
 
+@pytest.mark.requirement("F16")
 def test_the_cache_is_bounded_by_what_compiled_grammars_take() -> None:
     with serving(Gate(nbytes=10 << 20)) as service:
         for number in range(20):
@@ -173,6 +175,7 @@ def test_clients_apart_share_no_compiled_grammar() -> None:
         assert service.compile(Text("a"), client=1) is service.compile(Text("a"), client=1)
 
 
+@pytest.mark.requirement("F16")
 @pytest.mark.slow
 def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
     others = threading.active_count()  # of other tests, which may end meanwhile
@@ -263,6 +266,7 @@ BOMBS: dict[str, Grammar] = {
 }  # fmt: skip
 
 
+@pytest.mark.requirement("F16", "G9")
 @mostly_slow("backend", BACKENDS, ["llguidance"])
 def test_hostile_grammars_end_in_time_and_leave_other_threads_running(backend: str) -> None:
     """Each is compiled, refused, or late: no crash, and the interpreter's lock is not held for long."""

@@ -24,6 +24,7 @@ def play(seed: int, tensor: int, replicas: int) -> World:
     return world
 
 
+@pytest.mark.requirement("F48")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("least", [1_000, pytest.param(20_000, marks=pytest.mark.grid)])
 def test_whatever_befalls(replicas: int, least: int) -> None:

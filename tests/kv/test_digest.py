@@ -144,6 +144,7 @@ def test_cleared_is_as_new() -> None:
     assert kept.take(BASE) == digest(BASE)
 
 
+@pytest.mark.requirement("A6")
 def test_occupied_slots_can_be_allocated_only_when_freed_in_the_same_plan() -> None:
     kept = SlotDigest(SLOTS, KINDS)
     kept.take(BASE)

@@ -26,6 +26,7 @@ def names(cache: EmbeddingCache, *, on_host: bool = False) -> list[int]:
     return [held.key[0] for held in cache if held.on_host == on_host]
 
 
+@pytest.mark.requirement("D7")
 def test_rows_are_counted_in_whole_blocks_and_all_or_nothing() -> None:
     cache = EmbeddingCache(4, row_bytes=10)
     one = cache.add(key(1), BLOCK_ROWS + 1)
@@ -42,12 +43,14 @@ def test_rows_are_counted_in_whole_blocks_and_all_or_nothing() -> None:
         cache.add(key(1), 1)
 
 
+@pytest.mark.requirement("D7")
 @pytest.mark.parametrize("sizes", [(-1, 0), (1, -1)])
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at least 0 blocks"):
         EmbeddingCache(*sizes)
 
 
+@pytest.mark.requirement("D7")
 def test_the_least_recently_used_goes_and_a_pinned_one_stays() -> None:
     gone: list[int] = []
     cache = EmbeddingCache(3, dropped=lambda held: gone.append(held.key[0]))
@@ -66,6 +69,7 @@ def test_the_least_recently_used_goes_and_a_pinned_one_stays() -> None:
         cache.unpin(two)
 
 
+@pytest.mark.requirement("D7")
 def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
     cache = EmbeddingCache(2, 3, row_bytes=1)
     add(cache, 1, 2)
@@ -87,6 +91,7 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
     assert not cache.asks
 
 
+@pytest.mark.requirement("D7")
 def test_what_somebody_waits_for_leaves_the_host_for_nobody_who_does_not() -> None:
     wanted = {1}
     cache = EmbeddingCache(1, 2, wanted=lambda name: name[0] in wanted)
@@ -101,6 +106,7 @@ def test_what_somebody_waits_for_leaves_the_host_for_nobody_who_does_not() -> No
     assert (names(cache), names(cache, on_host=True)) == ([6], [3, 5])
 
 
+@pytest.mark.requirement("D7")
 def test_a_full_host_tier_forgets_its_oldest() -> None:
     gone: list[int] = []
     cache = EmbeddingCache(1, 2, dropped=lambda held: gone.append(held.key[0]))
@@ -113,6 +119,7 @@ def test_a_full_host_tier_forgets_its_oldest() -> None:
     assert gone[-1] == 8  # larger than the whole host tier
 
 
+@pytest.mark.requirement("D7")
 def test_a_pinned_one_that_is_dropped_keeps_its_blocks_until_the_last_pin() -> None:
     cache = EmbeddingCache(2)
     one = add(cache, 1)
@@ -130,6 +137,7 @@ def test_a_pinned_one_that_is_dropped_keeps_its_blocks_until_the_last_pin() -> N
     assert cache.available == 1
 
 
+@pytest.mark.requirement("D7")
 def test_a_writer_from_outside_gets_blocks_that_no_plan_touches() -> None:
     cache = EmbeddingCache(1)
     one = add(cache, 1)
@@ -143,6 +151,7 @@ def test_a_writer_from_outside_gets_blocks_that_no_plan_touches() -> None:
     assert cache.add(key(2), 1, settled=True) is not None
 
 
+@pytest.mark.requirement("D7")
 def test_a_writer_from_outside_waits_for_what_is_moved_to_the_host() -> None:
     cache = EmbeddingCache(1, 1)
     add(cache, 1)
@@ -180,6 +189,7 @@ def test_new_ranks_have_nothing_and_pinned_blocks_stay_out_of_use() -> None:
     assert cache.settled == 4
 
 
+@pytest.mark.requirement("D7")
 @pytest.mark.parametrize("seed", range(20))
 def test_no_block_is_lost_or_given_twice(seed: int) -> None:
     """Random changes, carried out as ranks do: what is found is what was put there."""

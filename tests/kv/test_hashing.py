@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_a_hash_depends_on_everything_before_it() -> None:
     assert same[0] != same[1]
 
 
+@pytest.mark.requirement("F33")
 def test_salts_media_and_requests_separate() -> None:
     tokens = list(range(8))
     plain = chain(tokens)
@@ -50,6 +52,7 @@ def test_salts_media_and_requests_separate() -> None:
     assert request_root(1, "") != request_root(1, "a")
 
 
+@pytest.mark.requirement("F33")
 def test_parts_are_not_run_together() -> None:
     parent = salted_root("")
     hashes = [
@@ -72,6 +75,7 @@ def images(lengths: list[tuple[int, int]]) -> list[MediaItem]:
     return made
 
 
+@pytest.mark.requirement("D28")
 @given(*[st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3)] * 2)
 def test_equal_hash_means_the_same_images_in_the_same_places(
     a: list[tuple[int, int]], b: list[tuple[int, int]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from weft.kv.pool import NULL_BLOCK, BlockPool
 
 
@@ -11,6 +13,7 @@ def split(keys: bytes) -> set[bytes]:
     return {keys[at : at + 16] for at in range(0, len(keys), 16)}
 
 
+@pytest.mark.requirement("E32")
 def test_changes_replayed_give_the_index_whatever_happens() -> None:
     """Publishing, eviction, forgetting and resetting, at random; told now and then."""
     rng = random.Random(5)

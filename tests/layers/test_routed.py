@@ -163,6 +163,7 @@ def _ours(name: str, theirs: nn.Module) -> RoutedMLP:
     return made
 
 
+@pytest.mark.requirement("B14")
 @pytest.mark.parametrize("count", [1, 2, 37])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_float64_equals_the_published_module(name: str, count: int) -> None:

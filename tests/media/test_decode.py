@@ -111,6 +111,7 @@ def test_the_rest_of_a_canvas_is_black() -> None:
     assert not found[:, 12:].any()
 
 
+@pytest.mark.requirement("F24")
 def test_a_key_covers_pixels_shape_and_processing() -> None:
     pixels = bytes(range(192))
     keys = [

@@ -111,6 +111,7 @@ def test_chunks_and_an_end_by_closing(serve: Any) -> None:
     assert fetcher(server).fetch(server.url("/close")) == b"abcde"
 
 
+@pytest.mark.requirement("F21")
 def test_no_connection_is_made_to_an_address_that_is_not_public(serve: Any) -> None:
     server = serve(lambda link, path: link.sendall(whole(b"secret")))
     for host in ("images.test", "127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"):
@@ -123,6 +124,7 @@ def test_no_connection_is_made_to_an_address_that_is_not_public(serve: Any) -> N
     assert server.connections == 0
 
 
+@pytest.mark.requirement("F21")
 def test_one_address_that_is_not_public_among_several_is_enough(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_one_address_that_is_not_public_among_several_is_enough(
     assert server.connections == 0
 
 
+@pytest.mark.requirement("F21")
 def test_a_name_that_changes_its_address_changes_nothing(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is public when it is checked and private when it is connected to."""
     server = serve(lambda link, path: link.sendall(whole(b"good")))
@@ -153,6 +156,7 @@ def test_a_name_that_changes_its_address_changes_nothing(serve: Any, monkeypatch
     assert other.connections == 0
 
 
+@pytest.mark.requirement("F21")
 def test_redirects_are_followed_and_bounded(serve: Any) -> None:
     def answer(link: socket.socket, path: str) -> None:
         left = int(path[1:])
@@ -164,6 +168,7 @@ def test_redirects_are_followed_and_bounded(serve: Any) -> None:
         fetcher(server).fetch(server.url("/4"))
 
 
+@pytest.mark.requirement("F21")
 @pytest.mark.parametrize(
     "location",
     [
@@ -196,6 +201,7 @@ def test_a_redirect_to_elsewhere_is_refused(
     assert target.connections == 0
 
 
+@pytest.mark.requirement("F23")
 def test_a_slow_server_has_a_deadline_for_all_of_it(serve: Any) -> None:
     def drip(link: socket.socket, path: str) -> None:
         data = {"/head": b"HTTP/1.1 200 OK\r\nX: " + b"y" * 10_000, "/body": whole(b"z" * 10_000)}
@@ -213,6 +219,7 @@ def test_a_slow_server_has_a_deadline_for_all_of_it(serve: Any) -> None:
         assert time.monotonic() - began < deadline(3)
 
 
+@pytest.mark.requirement("F23")
 def test_too_many_bytes_are_not_read(serve: Any) -> None:
     sent = 0
 
@@ -256,6 +263,7 @@ def test_answers_that_are_no_file(serve: Any, answer: bytes) -> None:
     assert "abc" not in caught.value.reason
 
 
+@pytest.mark.requirement("F21")
 def test_proxies_of_the_environment_are_not_used(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = serve(lambda link, path: link.sendall(whole(b"from a proxy")))
     server = serve(lambda link, path: link.sendall(whole(b"itself")))
@@ -299,6 +307,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(made)
 
 
+@pytest.mark.requirement("F21")
 def test_https_goes_to_the_checked_address_and_asks_for_the_name(
     serve: Any, certificate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ SMALL = {
 }
 
 
+@pytest.mark.requirement("F23")
 @pytest.mark.parametrize("name", SMALL)
 def test_small_files_are_read_or_refused_soon(name: str) -> None:
     began = time.process_time()
@@ -129,6 +130,7 @@ def test_the_largest_image_passes(interlaced: int) -> None:
     run(work)
 
 
+@pytest.mark.requirement("F23")
 def test_a_decode_that_takes_too_much_cpu_time_is_that_images_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "CPU_S", 0.1)
 
@@ -144,6 +146,7 @@ def test_a_decode_that_takes_too_much_cpu_time_is_that_images_error(monkeypatch:
     run(work)
 
 
+@pytest.mark.requirement("F23")
 def test_a_flood_of_one_client_leaves_a_decoder_to_others() -> None:
     async def work(media: MediaService) -> None:
         with media.memory.lease(0) as first, media.memory.lease(1) as second:
@@ -169,6 +172,7 @@ def test_a_long_decode_steps_back() -> None:
     assert worker._stepping_back(lambda: os.getpriority(os.PRIO_PROCESS, 0)) < 19
 
 
+@pytest.mark.requirement("F23")
 def test_memory_is_shared_by_clients() -> None:
     """A client beyond its share is refused alone."""
 

@@ -48,6 +48,7 @@ def test_an_image_is_counted_by_its_header() -> None:
     assert again == found
 
 
+@pytest.mark.requirement("F23")
 def test_a_huge_image_is_refused_by_its_header() -> None:
     header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     file = b"\x89PNG\r\n\x1a\n"

@@ -115,6 +115,7 @@ def test_a_group_of_frames_is_one_task() -> None:
     run(work)
 
 
+@pytest.mark.requirement("D6")
 @pytest.mark.parametrize("why", ["shown", "scarce"])
 def test_pixels_are_in_memory_that_engines_can_open(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written there by the worker; as bytes where descriptors are scarce."""
@@ -175,6 +176,7 @@ def test_a_damaged_image_fails_alone() -> None:
     run(work)
 
 
+@pytest.mark.requirement("F23")
 def test_a_process_that_dies_fails_one_image() -> None:
     huge = image_file((3000, 3000))
 
@@ -209,6 +211,7 @@ def _children() -> list[int]:
     return found
 
 
+@pytest.mark.requirement("F23")
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bomb that its header does not show: the worker has no more memory than the header's pixels take."""
     monkeypatch.setattr(service, "SLACK", 32 << 20)

@@ -14,6 +14,7 @@ from weft.media.urls import WebAddress, from_base64, inline, is_web, redirected,
 ANY = ("*",)
 
 
+@pytest.mark.requirement("F21")
 @pytest.mark.parametrize(
     "address",
     [
@@ -72,6 +73,7 @@ def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
 
 
+@pytest.mark.requirement("F21")
 @pytest.mark.parametrize(
     "url",
     [
@@ -121,6 +123,7 @@ def test_forms_that_are_refused(url: str) -> None:
     assert "evil" not in caught.value.reason
 
 
+@pytest.mark.requirement("F22")
 @pytest.mark.parametrize(
     "url",
     [
@@ -152,6 +155,7 @@ def test_the_parts_of_a_url() -> None:
     assert (six.host, six.netloc) == ("2606:4700::1111", "[2606:4700::1111]")
 
 
+@pytest.mark.requirement("F21")
 def test_only_domains_that_are_named() -> None:
     def allows(entry: str, url: str) -> bool:
         try:
@@ -178,6 +182,7 @@ def test_only_domains_that_are_named() -> None:
         web_address("https://example.org/", ())
 
 
+@pytest.mark.requirement("F21")
 def test_redirects_are_checked_like_urls() -> None:
     start = web_address("https://example.org/a/b", ("example.org", "cdn.example.org"))
     allowed = ("example.org", "cdn.example.org")

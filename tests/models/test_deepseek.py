@@ -251,6 +251,7 @@ class _Watched(TorchLatent):
         super().attend(q, angles, out, cache, segment, *rest)
 
 
+@pytest.mark.requirement("B12")
 def test_prompts_are_expanded_and_decodes_absorbed_in_one_step(checkpoints: Any, paged: Any) -> None:
     for invariant, prompts in ((False, "expanded"), (True, "absorbed")):
         harness = paged(checkpoints("deepseek-v3").load(invariant=invariant))

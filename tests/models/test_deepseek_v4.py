@@ -82,6 +82,7 @@ def test_what_the_cases_cover(checkpoints: Any) -> None:
     assert (odd.hyper.streams, odd.hyper.iterations) == (4, 3)
 
 
+@pytest.mark.requirement("B15")
 def test_published_ratios_over_hundreds_of_positions(
     checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_published_ratios_over_hundreds_of_positions(
         assert torch.allclose(_run(paged(exact, block_size=16, seed=1), ids, chunks), one, **EXACT)
 
 
+@pytest.mark.requirement("B15")
 @mostly_slow("name", ["deepseek-v4", "deepseek-v4-odd"], ["deepseek-v4-odd"])
 def test_chunks_of_any_size_equal_one_piece(
     name: str, checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +117,7 @@ def test_chunks_of_any_size_equal_one_piece(
     assert torch.allclose(decoded, whole, **EXACT)
 
 
+@pytest.mark.requirement("B16")
 @pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-odd"])
 def test_rejected_drafts_leave_nothing_behind(name: str, checkpoints: Any, paged: Any) -> None:
     """Wrong tokens close groups of every kind, beside a prefill; afterwards all is as if they never were."""
@@ -137,6 +140,7 @@ def test_rejected_drafts_leave_nothing_behind(name: str, checkpoints: Any, paged
     assert torch.allclose(torch.stack(sequence.logits), plain, **EXACT)
 
 
+@pytest.mark.requirement("B16")
 @pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-odd"])
 def test_a_sequence_goes_on_from_anothers_blocks(name: str, checkpoints: Any, paged: Any) -> None:
     """A prefix hit: only what the windows reach is left of what slides, sources of groups included."""

@@ -109,6 +109,7 @@ def _check(name: str, layout: Layout, form: str, checkpoints: Any, paged: Any, d
         assert (one - right).abs().max() <= CLOSE * right.abs().max()
 
 
+@pytest.mark.requirement("A10")
 @mostly_slow(
     ("name", "layout", "form"),
     DEFAULT + [pytest.param(*case, marks=pytest.mark.grid) for case in GRID],

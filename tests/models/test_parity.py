@@ -49,6 +49,7 @@ def test_whole_prompt_float32(compared: Any, paged: Any) -> None:
     assert _distance(sequence.logits, compared.expected(ids)) <= TOLERANCE
 
 
+@pytest.mark.requirement("B11")
 def test_chunks_and_decode_float32(compared: Any, paged: Any) -> None:
     model = compared.load()
     harness = paged(model)
@@ -79,6 +80,7 @@ def test_greedy_tokens_float64(compared: Any, paged: Any) -> None:
     assert len(set(sequence.ids[len(prompt) :])) > 1, "degenerate logits prove nothing"
 
 
+@pytest.mark.requirement("B11")
 def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
     """A row in any mixed batch equals it alone and in one piece; everything around it is NaN (E0)."""
     model = compared.load(torch.float64)

@@ -207,10 +207,10 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     parts, _ = make.awq((16, 64), 32)
     with pytest.raises(Misfit, match="qweight"):
         awq.dequantize(parts["qweight"], parts["qzeros"], parts["scales"][:, :8], F64)
-    with pytest.raises(Misfit, match="even groups"):
+    with pytest.raises(Misfit, match="equal groups"):
         awq.dequantize(parts["qweight"][:63], parts["qzeros"], parts["scales"], F64)
     parts, _ = make.gptq((16, 64), 4, 32)
-    with pytest.raises(Misfit, match="names another"):
+    with pytest.raises(Misfit, match="refers to another"):
         gptq.dequantize(parts["qweight"], parts["qzeros"], parts["scales"], F64, groups=parts["g_idx"] + 1)
 
 

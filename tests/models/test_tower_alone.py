@@ -46,6 +46,7 @@ def test_the_same_bits_as_beside_the_text(name: str, form: str, seeing: Any) -> 
     }
 
 
+@pytest.mark.requirement("D1")
 @pytest.mark.parametrize(
     ("name", "prefixes"),
     [
@@ -57,7 +58,6 @@ def test_the_same_bits_as_beside_the_text(name: str, form: str, seeing: Any) -> 
 def test_no_other_tensor_is_read(
     name: str, prefixes: tuple[str, ...], seeing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D1."""
     read: set[str] = set()
     of_file = WeightFile.part
 
@@ -75,6 +75,7 @@ def test_no_other_tensor_is_read(
     assert len(wanted) < len(saved)
 
 
+@pytest.mark.requirement("D1")
 def test_files_without_its_tensors_need_not_be_there(seeing: Any, tmp_path: Path) -> None:
     source = Path(seeing("qwen3-vl").folder)
     for file in ("config.json", "preprocessor_config.json"):

@@ -166,6 +166,7 @@ def _batch(name: str) -> list[Tensor]:
     return [random_image(*size, seed=n, frames=frames) for n, (size, frames) in enumerate(sizes)]
 
 
+@pytest.mark.requirement("D3")
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_batch_is_its_images_one_by_one(name: str, seeing: Any) -> None:
     tower = seeing(name).load(torch.float64).vision
@@ -181,6 +182,7 @@ def test_a_batch_is_its_images_one_by_one(name: str, seeing: Any) -> None:
             _close(made.levels, expected.levels, 1e-12)
 
 
+@pytest.mark.requirement("D3")
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_batch_is_that_of_the_reference(name: str, seeing: Any) -> None:
     checkpoint = seeing(name)

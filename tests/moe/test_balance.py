@@ -31,6 +31,7 @@ Tensor = torch.Tensor
 CPU = torch.device("cpu")
 
 
+@pytest.mark.requirement("C7")
 @pytest.mark.parametrize("redundant", [0, 4])
 @pytest.mark.parametrize(
     ("name", "form", "kind"),

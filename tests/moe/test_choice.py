@@ -42,6 +42,7 @@ def test_the_packaged_table_is_there(table) -> None:  # type: ignore[no-untyped-
     assert all(row.machine for row in exchange_cost.table())
 
 
+@pytest.mark.requirement("A12")
 def test_latency_decides_for_few_tokens_and_bytes_for_many(table) -> None:  # type: ignore[no-untyped-def]
     table(measured(100.0, 0.001))
     assert Chooser(ALONE, "auto", SHAPE).form(1) == "reduce"
@@ -51,6 +52,7 @@ def test_latency_decides_for_few_tokens_and_bytes_for_many(table) -> None:  # ty
     assert all(wide.form(tokens) != "reduce" for tokens in (1, 8, 64, 4096))
 
 
+@pytest.mark.requirement("A12")
 def test_dear_sums_are_left_alone(table) -> None:  # type: ignore[no-untyped-def]
     """The choice is data: other measurements, other forms."""
     row = measured(100.0, 0.001)
@@ -58,6 +60,7 @@ def test_dear_sums_are_left_alone(table) -> None:  # type: ignore[no-untyped-def
     assert Chooser(ALONE, "auto", SHAPE).form(1) != "reduce"
 
 
+@pytest.mark.requirement("C7")
 def test_padding_ends_where_it_costs_more_than_it_saves() -> None:
     """C7: too many rows for fixed sizes fall back; none is dropped."""
     chooser = Chooser(WIDE, "low-latency", SHAPE)

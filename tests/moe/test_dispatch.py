@@ -127,6 +127,7 @@ def test_float64_is_that_of_one_rank(name: str, form: str, kind: str) -> None:
             assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.requirement("C7")
 @pytest.mark.parametrize("name", LAYOUTS)
 @mostly_slow("kind", ["corrected", "biased", "int8"], ["corrected"])
 def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, kind: str) -> None:
@@ -166,6 +167,7 @@ def pieces(request: pytest.FixtureRequest) -> Any:
     return cpu_moe.PARTS
 
 
+@pytest.mark.requirement("C7")
 @mostly_slow("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any) -> None:
@@ -177,6 +179,7 @@ def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
+@pytest.mark.requirement("C7")
 @mostly_slow("exact", [False, True], [False])
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -> None:
@@ -228,6 +231,7 @@ def test_redundant_copies_change_no_result(name: str, form: str, exact: bool) ->
         assert torch.allclose(found, moe.block(x, ids, weights, moe.PLAIN), rtol=0, atol=1e-12)
 
 
+@pytest.mark.requirement("C7")
 def test_ranks_without_experts_take_part() -> None:
     layout, weights = LAYOUTS["dp4"], routed("plain", torch.float64, experts=3)
     rows = rows_of(layout, torch.float64)
@@ -276,6 +280,7 @@ class Counter(Launcher):
 COLLECTIVES = {"reduce": (1, 1), "gather": (2, 3), "low-latency": (2, 3), "throughput": (3, 4)}
 
 
+@pytest.mark.requirement("A13")
 @pytest.mark.parametrize("form", FORMS)
 def test_collectives_of_a_layer_do_not_grow_with_its_rows(form: str) -> None:
     """A13: as many for 1 row as for 40, for idle ranks as for busy ones; each is one yield."""
@@ -299,6 +304,7 @@ def test_collectives_of_a_layer_do_not_grow_with_its_rows(form: str) -> None:
             assert on_ranks(layout, work) == [(expected, expected)] * layout.ranks
 
 
+@pytest.mark.requirement("A14")
 def test_outputs_are_no_inputs() -> None:
     """A14: what the block returns shares no memory with what it was given, nor with what it returns next."""
     layout, weights = LAYOUTS["ep2"], routed("corrected", torch.float64)
@@ -319,6 +325,7 @@ def test_outputs_are_no_inputs() -> None:
     assert all(on_ranks(layout, work))
 
 
+@pytest.mark.requirement("C7")
 def test_the_shared_expert_is_computed_under_the_dispatch() -> None:
     """C7: after rows were sent off and before anybody waits for them."""
     layout, weights = LAYOUTS["dp2"], routed("gated_shared", torch.float64)

@@ -50,6 +50,7 @@ def test_the_packaged_table_is_whole() -> None:
         assert all(set(by) <= set(moe_table.FORMS) and "loop" in by for by in row.times.values())
 
 
+@pytest.mark.requirement("A12")
 def test_the_nearest_block_and_number_of_tokens_decide() -> None:
     write(
         measured(SMALL, {1: {"loop": 9.0, "gather": 1.0}, 64: {"loop": 1.0, "gather": 9.0}}),
@@ -96,6 +97,7 @@ def test_what_is_written_is_what_is_read() -> None:
     assert moe_table.MEASUREMENTS.read(moe_table.MEASUREMENTS.user_file()) == rows
 
 
+@pytest.mark.requirement("A12")
 def test_a_block_is_computed_in_the_form_that_the_table_has(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = routed("gated_shared", torch.float16)
     x, ids = tokens(3, torch.float16)

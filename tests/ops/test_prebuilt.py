@@ -76,8 +76,9 @@ def test_nothing_is_compiled_beside_a_wheel_unless_told(
 ) -> None:
     cpu_of(monkeypatch, "avx512_bf16")
     said = CliRunner().invoke(build_ops, [])
-    assert (
-        said.output == "the installed wheel has them for this CPU (avx512_bf16); --force compiles them here\n"
+    assert said.output == (
+        "the installed wheel has the C++ operations for this CPU (avx512_bf16); "
+        "--force compiles them anyway\n"
     )
     assert count(calls) == 0
     own = build.build(force=True)
@@ -111,7 +112,7 @@ def test_a_wheel_is_for_the_oldest_glibc_that_loads_it(tmp_path: Path) -> None:
 
 def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    with pytest.raises(build.BuildError, match="for x86-64, and this is aarch64"):
+    with pytest.raises(build.BuildError, match="for x86-64, and this machine is aarch64"):
         build.build_for_wheel(tmp_path / "out")
     assert count(calls) == 0
 

@@ -68,6 +68,7 @@ def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
     return lambda: setattr(found, name, plain)
 
 
+@pytest.mark.requirement("C5", "C13")
 @pytest.mark.parametrize("where", ["before", "between", "in the middle of a layer", "after", "in the head"])
 @mostly_slow("call", [1, 2, 5], [2], ids=["first micro-batch", "second micro-batch", "later step"])
 @mostly_slow("depth", [1, 2], [2])
@@ -121,6 +122,7 @@ def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, c
 STORE: list[Any] = []
 
 
+@pytest.mark.requirement("C13")
 @mostly_slow("mode", ["prefill", "all"], ["all"])
 def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: str) -> None:
     done = threading.Event()
@@ -142,6 +144,7 @@ def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: 
     assert on_ranks(Layout(tensor=2), work, timeout=deadline(3.0))[0] < DEADLINE / 2
 
 
+@pytest.mark.requirement("C13")
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_is_waited_for(folder: Path, slow: int) -> None:
     """Each of its layers takes a random while; nothing but time changes."""

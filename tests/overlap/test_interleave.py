@@ -64,6 +64,7 @@ def test_without_communication_one_runs_after_the_other() -> None:
     assert log == ["end a", "end b"]
 
 
+@pytest.mark.requirement("C5")
 @pytest.mark.parametrize("who", ["a", "b"])
 @pytest.mark.parametrize("point", [0, 1, 2, 3])
 def test_a_failure_passes_through_and_ends_both(who: str, point: int) -> None:
@@ -78,6 +79,7 @@ def test_a_failure_passes_through_and_ends_both(who: str, point: int) -> None:
             next(one)
 
 
+@pytest.mark.requirement("C5")
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (0, 1), (1, 0)])
 def test_micro_batches_that_communicate_unequally_are_refused(first: int, second: int) -> None:
     log: list[str] = []

@@ -24,6 +24,7 @@ ONE = StepPlan(step=1, decode=segment([decode(0)]))
 IDLE = StepPlan(step=1)
 
 
+@pytest.mark.requirement("C12")
 @pytest.mark.parametrize(
     ("parallel", "mode"),
     [
@@ -44,6 +45,7 @@ def test_asking_before_or_without_ranks_answers_off(parallel: ParallelSection | 
     assert not OverlapPolicy().wants(PROMPTS)
 
 
+@pytest.mark.requirement("C2")
 @pytest.mark.parametrize(
     ("mode", "wanted"), [("off", []), ("prefill", [PROMPTS, IDLE]), ("all", [PROMPTS, DECODES, IDLE])]
 )
@@ -104,16 +106,19 @@ def many(policy: OverlapPolicy, plan: StepPlan, machine: Machine, steps: int) ->
     return overlapped, seconds
 
 
+@pytest.mark.requirement("C9")
 def test_auto_takes_micro_batches_where_they_hide_communication() -> None:
     overlapped, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 20e-3), 400)
     assert overlapped > 350
 
 
+@pytest.mark.requirement("C9")
 def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
     overlapped, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 1e-4), 400)
     assert overlapped == 0
 
 
+@pytest.mark.requirement("C9")
 def test_no_more_is_expected_than_there_is_communication() -> None:
     """A kind of step takes longer than predicted: that is no reason to expect less of its micro-batches."""
     policy = OverlapPolicy("auto")
@@ -124,12 +129,14 @@ def test_no_more_is_expected_than_there_is_communication() -> None:
     assert overlapped == 0
 
 
+@pytest.mark.requirement("C9")
 def test_auto_stays_whole_where_micro_batches_read_all_weights_twice() -> None:
     """A decode step of few rows is all fixed cost: two micro-batches are two steps."""
     overlapped, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
     assert overlapped == 0
 
 
+@pytest.mark.requirement("C9")
 def test_auto_gives_up_what_does_not_pay_after_all() -> None:
     """The model says it pays; threads that take cores from each other say no."""
     machine = Machine(1e-3, 1e-4, 20e-3, toll=1.0)
@@ -139,6 +146,7 @@ def test_auto_gives_up_what_does_not_pay_after_all() -> None:
     assert seconds <= 1.02 * off
 
 
+@pytest.mark.requirement("C9")
 def test_auto_changes_its_mind_with_the_link() -> None:
     policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)
     assert many(policy, PROMPTS, machine, 200)[0] > 150
@@ -150,6 +158,7 @@ def test_auto_changes_its_mind_with_the_link() -> None:
     assert many(policy, PROMPTS, machine, 200)[0] > 150
 
 
+@pytest.mark.requirement("C9")
 @pytest.mark.parametrize("link", [1e-4, 2e-3, 2e-2])
 @pytest.mark.parametrize("toll", [0.0, 0.3])
 @pytest.mark.parametrize("plan", [PROMPTS, DECODES], ids=["prompts", "decodes"])
@@ -162,6 +171,7 @@ def test_auto_is_never_much_slower_than_off(link: float, toll: float, plan: Step
     assert auto <= 1.02 * off
 
 
+@pytest.mark.requirement("C9")
 def test_decisions_do_not_flutter() -> None:
     """The gain is near the border, and noise does not toggle every step."""
     policy = OverlapPolicy("auto")
@@ -176,6 +186,7 @@ def test_decisions_do_not_flutter() -> None:
     assert {1, 2} == set(decided)
 
 
+@pytest.mark.requirement("C9")
 def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gain between the two borders changes nothing, whatever the form of the steps is."""
     policy, machine, between = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3), (ENTER + LEAVE) / 2
@@ -191,6 +202,7 @@ def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch
     assert overlapped(between) == 0
 
 
+@pytest.mark.requirement("C9")
 def test_a_replica_that_may_not_split_counts_as_whole() -> None:
     """The domain decided otherwise: what ran whole is learnt as whole."""
     policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)

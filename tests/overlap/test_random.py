@@ -55,6 +55,7 @@ def take(events: Any, answers: dict[int, Answer]) -> None:
             answer.ends.append(event.finish)
 
 
+@pytest.mark.requirement("C13")
 @pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.grid)])
 def test_random_steps(tmp_path: Path, steps: int) -> None:
     folder = make_checkpoint(tmp_path, "llama")

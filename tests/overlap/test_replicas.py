@@ -91,6 +91,7 @@ def serve(folder: Path, load: str, mode: str, form: str) -> list[tuple[dict[int,
 STORE: list[Any] = []
 
 
+@pytest.mark.requirement("C2", "C13")
 @pytest.mark.parametrize("load", list(LOADS))
 @mostly_slow(
     ("mode", "form"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ def check(plan: StepPlan, micro_batches: MicroBatches) -> None:
     assert (first.step, first.micro_batches, second.step, second.micro_batches) == (3, 1, 3, 1)
 
 
+@pytest.mark.requirement("C2", "C4")
 @settings(max_examples=300, deadline=None)
 @given(plans())
 def test_micro_batches_cover_the_plan_once_in_order(plan: StepPlan) -> None:
@@ -120,6 +122,7 @@ def test_micro_batches_cover_the_plan_once_in_order(plan: StepPlan) -> None:
         assert tokens(again.first.prefill) == tokens(micro_batches.first.prefill)
 
 
+@pytest.mark.requirement("C4")
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=5), st.integers(0, 9))
 def test_micro_batches_balance(prompts: list[int], decodes: int) -> None:
@@ -161,6 +164,7 @@ def test_boundaries_that_balance_are_kept() -> None:
     assert micro_batches.cut == 0
 
 
+@pytest.mark.requirement("C2")
 def test_one_row_that_is_short_does_not_split() -> None:
     for plan in (
         StepPlan(step=3, prefill=segment([prompt(0, 2 * LEAST - 1)])),
@@ -170,6 +174,7 @@ def test_one_row_that_is_short_does_not_split() -> None:
         assert not splits(plan)
 
 
+@pytest.mark.requirement("C2")
 def test_votes_count_requests_not_tokens() -> None:
     """One request of many tokens splits, and so do two of one token each (C2)."""
     assert splits(StepPlan(step=3, prefill=segment([prompt(0, 4000)])))

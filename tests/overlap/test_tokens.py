@@ -95,6 +95,7 @@ def check(reference: Reference, case: dict[str, Any], layout: Layout, dispatch: 
 SHORT = covering({**{k: v for k, v in FEATURES.items() if len(v) < 4}, "overlap": ["prefill", "all"]})
 
 
+@pytest.mark.requirement("C6", "C8", "C10", "C14")
 @pytest.mark.parametrize("number", numbers_of(SHORT))
 def test_cover_on_two_ranks(reference: Reference, number: int) -> None:
     """Every pair of the small features; models and ways to sample go round."""
@@ -134,6 +135,7 @@ def check_experts(reference: Reference, model: str, ranks: int, form: str, mode:
     check(reference, {**PLAIN, **more}, Layout(tensor=ranks, expert=True), form)
 
 
+@pytest.mark.requirement("C14")
 @mostly_slow(("model", "ranks", "form", "mode"), EXPERTS, 3)
 def test_experts_divided_over_ranks(
     reference: Reference, model: str, ranks: int, form: str, mode: str
@@ -154,6 +156,7 @@ def test_experts_divided_over_ranks_grid(
     check_experts(reference, model, ranks, form, mode)
 
 
+@pytest.mark.requirement("C14")
 @mostly_slow("model", FEATURES["model"], ["qwen3_moe", "qwen3_next_wide", "deepseek_v4"])
 def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) -> None:
     """One prompt alone: its second micro-batch reads what the first micro-batch wrote in each layer: entries
@@ -184,6 +187,7 @@ def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) ->
             assert mine[1] == pytest.approx(theirs[1], abs=1e-9)
 
 
+@pytest.mark.requirement("C10")
 @pytest.mark.parametrize("each", [1, 3])
 def test_a_pair_of_micro_batches_is_one_replayed_step(reference: Reference, each: int) -> None:
     """What a CUDA graph would capture, computed anew at each replay: rows fill up to a bucket, and split."""

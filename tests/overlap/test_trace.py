@@ -41,6 +41,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "0.json"
 
 
+@pytest.mark.requirement("C6", "C11")
 def test_micro_batches_are_on_tracks_of_their_own(trace: Path) -> None:
     events = json.loads(trace.read_text())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -61,6 +62,7 @@ def test_micro_batches_are_on_tracks_of_their_own(trace: Path) -> None:
             assert stretch["ts"] <= link["ts"], "it starts when its micro-batch comes to its point"
 
 
+@pytest.mark.requirement("C11")
 def test_the_report_adds_up(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = sums(json.loads(trace.read_text()))
     assert {"prompts, in micro-batches", "decode, in micro-batches", "all"} <= set(found)

@@ -51,6 +51,7 @@ def count(steps: Generator[Pending, None, torch.Tensor]) -> tuple[int, torch.Ten
         number += 1
 
 
+@pytest.mark.requirement("C4")
 @pytest.mark.parametrize("model", MODELS)
 def test_every_plan_yields_equally_often(reference: Reference, model: str) -> None:
     folder: Path = reference.folder(model)

@@ -37,6 +37,7 @@ def test_every_field_is_an_int64() -> None:
     assert row[FIELDS.index("wave")] == 2**62
 
 
+@pytest.mark.requirement("C2")
 def test_an_idle_replica_votes_for_what_the_others_need() -> None:
     made = decided(BUSY, IDLE, changed(BUSY, tokens=2))
     assert (made.launch, made.sleep) == (True, False)
@@ -45,6 +46,7 @@ def test_an_idle_replica_votes_for_what_the_others_need() -> None:
     assert agreed.overlap
 
 
+@pytest.mark.requirement("C2")
 def test_one_plan_that_does_not_split_decides_for_all() -> None:
     """C2: MIN of the votes; those of idle replicas do not count."""
     assert decided(BUSY, BUSY, IDLE).agreed.overlap
@@ -95,6 +97,7 @@ def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
         slow.heard(4)
 
 
+@pytest.mark.requirement("C1")
 @pytest.mark.parametrize("seed", range(20))
 def test_no_request_is_stranded(seed: int) -> None:
     """Replicas as state machines with calls under way for random times; a vote waits for all of them."""
@@ -155,6 +158,7 @@ def in_threads(count: int, work) -> list[object]:  # type: ignore[no-untyped-def
     return made
 
 
+@pytest.mark.requirement("A5", "C2")
 @pytest.mark.parametrize("kind", ["local", "ipc", "tcp"])
 def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     store, local = dist.HashStore(), LocalWakeups(3)
@@ -213,6 +217,7 @@ def test_a_head_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None
     group.close()
 
 
+@pytest.mark.requirement("C13")
 def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
     store, wakeup = dist.HashStore(), LocalWakeups(2)
 

@@ -75,6 +75,7 @@ def test_a_look_that_does_not_wait_takes_what_came_before(board: Board) -> None:
     client.close()
 
 
+@pytest.mark.requirement("F27")
 def test_strangers_get_no_answer(board: Board) -> None:
     stranger = BoardClient(board.address, derive(b"another secret, as long"))
     with pytest.raises(EngineDead, match="did not answer"):

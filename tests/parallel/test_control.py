@@ -26,6 +26,7 @@ def endpoint(kind: str) -> str:
     return f"ipc://{private_folder()}/ranks" if kind == "ipc" else "tcp://127.0.0.1:*"
 
 
+@pytest.mark.requirement("A5")
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_frames_go_both_ways_in_order(kind: str) -> None:
     head = ZmqHead(endpoint(kind))
@@ -84,6 +85,7 @@ def joins(head: ZmqHead, make: Callable[[], ZmqRank], seconds: float) -> bool:
         rank.close()
 
 
+@pytest.mark.requirement("F27")
 def test_only_who_knows_the_secret_joins() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
     head = ZmqHead("tcp://127.0.0.1:*", keys)
@@ -122,6 +124,7 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
     assert "secret" not in repr(keys)
 
 
+@pytest.mark.requirement("F27")
 def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
     head = ZmqHead(endpoint("ipc"))
     rank, other = ZmqRank(head.address, 1), ZmqRank(head.address, 2)

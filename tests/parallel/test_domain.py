@@ -172,6 +172,7 @@ def checked(replicas: list[Any]) -> list[Replica]:
     return replicas
 
 
+@pytest.mark.requirement("C1", "C13")
 @mostly_slow(
     ("family", "depth"),
     [
@@ -198,6 +199,7 @@ def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: i
     assert replicas[0].runner.deepest == depth
 
 
+@pytest.mark.requirement("A10", "C1", "C7", "F44")
 @mostly_slow(
     ("family", "form", "options"),
     [
@@ -231,6 +233,7 @@ def test_divided_experts_give_the_tokens_of_one(
     assert layers[0].placements == layers[1].placements
 
 
+@pytest.mark.requirement("C2")
 @pytest.mark.parametrize("k", [1, 3])
 def test_drafting_passes_are_agreed(checkpoints: Any, k: int) -> None:
     """A drafter that is a layer of experts exchanges as often in every replica, whoever drafts."""
@@ -248,6 +251,7 @@ def test_drafting_passes_are_agreed(checkpoints: Any, k: int) -> None:
     assert replicas[0].layers[-1].calls == replicas[1].layers[-1].calls
 
 
+@pytest.mark.requirement("A16", "F44")
 def test_bursts_here_and_there_and_preemption(checkpoints: Any) -> None:
     """A16: more requests than slots, few blocks, chunks; several waves. All end, with the right tokens."""
     folder, submits = checkpoints("qwen3_moe"), requests(24, seed=2, most=50)
@@ -263,6 +267,7 @@ def test_bursts_here_and_there_and_preemption(checkpoints: Any) -> None:
     assert max(plan.rows for r in replicas for plan in r.runner.plans) <= 3
 
 
+@pytest.mark.requirement("C2", "C13")
 @pytest.mark.parametrize("idle", [False, True])
 def test_micro_batches_are_agreed(checkpoints: Any, idle: bool) -> None:
     """C13: one long prompt here, two short ones (or nothing) there. All split, or none."""
@@ -278,6 +283,7 @@ def test_micro_batches_are_agreed(checkpoints: Any, idle: bool) -> None:
     assert 1 in first, "one row that decodes does not split"
 
 
+@pytest.mark.requirement("C13")
 def test_a_replica_that_raises_ends_the_step_everywhere(checkpoints: Any) -> None:
     def between(replica: Replica, rounds: int) -> None:
         if replica.number == 1 and replica.engine.stats().steps == 5:
@@ -290,6 +296,7 @@ def test_a_replica_that_raises_ends_the_step_everywhere(checkpoints: Any) -> Non
     assert second.message == "planted"
 
 
+@pytest.mark.requirement("C13")
 def test_a_slow_replica_is_waited_for(checkpoints: Any) -> None:
     def between(replica: Replica, rounds: int) -> None:
         if replica.number == 1 and replica.engine.stats().steps % 4 == 1:
@@ -301,6 +308,7 @@ def test_a_slow_replica_is_waited_for(checkpoints: Any) -> None:
     assert replicas[0].tokens == alone(checkpoints("qwen3_moe"), submits)
 
 
+@pytest.mark.requirement("C3")
 def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
     """C3: one row with its tokens clamped to the step, never none."""
     engine, _ = rig.make_engine(checkpoints("qwen3_moe"), chunk=16)

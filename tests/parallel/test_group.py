@@ -76,6 +76,7 @@ def test_axes_of_a_mesh() -> None:
     assert made[2] == ([2, 3], [0, 1, 2, 3], [0, 2])
 
 
+@pytest.mark.requirement("A17")
 def test_one_rank_communicates_with_nobody() -> None:
     (mesh,) = on_ranks(Layout(expert=True), lambda mesh: mesh)
     assert all(isinstance(comm, LocalComm) for comm in (mesh.tp, mesh.ep, mesh.dp))

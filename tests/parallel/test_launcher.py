@@ -150,6 +150,7 @@ def test_delays_of_several_collectives_pass_together() -> None:
     launcher.close()
 
 
+@pytest.mark.requirement("C8")
 def test_sums_on_the_thread_equal_sums_at_once() -> None:
     def work(mesh: Mesh) -> list[torch.Tensor]:
         made = []

@@ -125,6 +125,7 @@ def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.requirement("C13")
 @mostly_slow("seed", range(4), 1)
 def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
     """Heads die at any time and come back as others. Who enters an epoch does so with the present

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.runner.test_slot_state import alloc
@@ -62,6 +63,7 @@ def build(state: SlotState, prefill: Segment, decode: Segment) -> Batch:
     )
 
 
+@pytest.mark.requirement("B8")
 def test_one_logits_row_for_each_sampling_row() -> None:
     """Prefill: unfinished (no logits), finishing (its last token), with prompt logprobs; and a decode row."""
     state = make_state()
@@ -77,6 +79,7 @@ def test_one_logits_row_for_each_sampling_row() -> None:
     assert rows.prompt_position.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.requirement("B9")
 def test_a_row_that_sat_out_reads_its_true_last_token() -> None:
     """What sampling wrote on the device is what the next row reads, however many steps later."""
     state = make_state()
@@ -89,6 +92,7 @@ def test_a_row_that_sat_out_reads_its_true_last_token() -> None:
     assert batch.step.positions.tolist() == [8]
 
 
+@pytest.mark.requirement("B18")
 def test_offsets_are_relative_to_their_segment() -> None:
     state = make_state()
     state.num_computed[:4] = torch.tensor([0, 0, 5, 6])

@@ -136,6 +136,7 @@ def test_steps_whose_rows_are_counted_are_not_replayed(folder: Any) -> None:
     assert not any(one.replayed for one in made)
 
 
+@pytest.mark.requirement("A10")
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("mtp", marks=pytest.mark.grid)])
 def test_uneven_drafts_where_a_rank_cannot_record(
     drafter: str, folder: Any, monkeypatch: pytest.MonkeyPatch

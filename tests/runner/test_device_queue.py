@@ -12,6 +12,7 @@ from weft.common.errors import EngineDead
 from weft.runner.device_queue import DeviceQueue, result_of
 
 
+@pytest.mark.requirement("A15")
 @pytest.mark.parametrize("threaded", [False, True])
 def test_work_runs_in_order_and_errors_stay_with_their_work(threaded: bool) -> None:
     queue = DeviceQueue(threaded)

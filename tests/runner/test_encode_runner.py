@@ -186,6 +186,7 @@ def rigs(models: SeeingModels) -> Iterator[Callable[..., Rig]]:
         assert rig.notes.closed
 
 
+@pytest.mark.requirement("D3", "D4")
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-vision", "kimi-k25"])
 def test_a_plan_is_one_call_of_the_tower(rigs: Callable[..., Rig], name: str) -> None:
     """D3, D4: rows by each image's count, columns by level."""
@@ -219,6 +220,7 @@ def test_deterministic_groups_encode_one_by_one(rigs: Callable[..., Rig]) -> Non
     assert rigs().runner.varying == ("linear", "images encoded together")
 
 
+@pytest.mark.requirement("D5")
 @pytest.mark.parametrize("bad", [{2}, {1, 3}, {1, 2, 3}, set()])
 def test_a_batch_that_fails_is_encoded_one_by_one(rigs: Callable[..., Rig], bad: set[int]) -> None:
     """D5: those that fail alone fail their rooms, the others leave."""
@@ -248,8 +250,8 @@ def test_what_could_not_be_encoded_never_leaves(rigs: Callable[..., Rig]) -> Non
     assert rig.notes.computed_.keys() == {KEYS[1]}
 
 
+@pytest.mark.requirement("D4")
 def test_rows_that_are_not_those_of_the_prompt(rigs: Callable[..., Rig]) -> None:
-    """D4."""
     rig = rigs()
     rig.run(rig.encode(rig.image(1), 1, count=14), rig.encode(rig.image(2), 2))
     rig.run(send(KEYS[0], 14, 1), send(KEYS[1], 15, 2))
@@ -302,6 +304,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
         rig.run(slot)
 
 
+@pytest.mark.requirement("D2")
 def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
     """D2: the end of a step rings."""
     rig = rigs()
@@ -324,6 +327,7 @@ def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
     rig.runner.read(handle)
 
 
+@pytest.mark.requirement("D2")
 def test_a_step_that_hangs_is_late(rigs: Callable[..., Rig]) -> None:
     """Nobody waits for it; whoever looks for its end finds that it failed. One behind a slow one is not."""
     rig = rigs(step_timeout=deadline(60.0))

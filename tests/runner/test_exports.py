@@ -280,6 +280,7 @@ def test_caches_on_a_gpu_are_staged_and_others_where_they_are_asked_to(
     assert is_staged(config)
 
 
+@pytest.mark.requirement("E21")
 def test_only_groups_with_a_role_have_threads_and_sockets(make: Callable[..., list[Side]]) -> None:
     """One for transfers each; and one that computes beside the loop of the head that prefills."""
     before = set(threading.enumerate())

@@ -29,6 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+@pytest.mark.requirement("C1", "F44")
 @mostly_slow("dtype", ["float32", "float64"], ["float32"])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_idle_steps_between_others_change_nothing(folders: Any, family: str, dtype: str) -> None:

@@ -129,6 +129,7 @@ def test_what_a_plan_binds_is_of_that_plan() -> None:
     assert held.rows(prefill((0, 0, 1))) is None
 
 
+@pytest.mark.requirement("D7")
 def test_what_leaves_for_the_host_comes_back_as_it_was() -> None:
     held = store()
     held.apply([encode(1, 1, 3, 9, 4), MoveMedia(blocks=ids([9, 4]), host=ids([2, 4]), up=False)])
@@ -189,6 +190,7 @@ def items(*places: tuple[int, int, int]) -> list[MediaItem]:
     ]
 
 
+@pytest.mark.requirement("D15")
 @pytest.mark.parametrize(
     "places", [[], [(0, 2, 3)], [(4, 1, 5), (9, 3, 3)], [(1, 2, 2), (6, 4, 1), (12, 1, 1)]]
 )

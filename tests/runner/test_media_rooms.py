@@ -58,6 +58,7 @@ def test_what_leaves_has_as_many_blocks_as_its_rows_take(blocks: tuple[int, ...]
     assert told.log == []
 
 
+@pytest.mark.requirement("D11")
 def test_an_embedding_may_leave_only_once_it_is_there() -> None:
     """Of a plan that encodes and sends: the transfers hear of it behind the tower, not before."""
     seen: list[torch.Tensor] = []

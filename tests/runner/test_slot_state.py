@@ -78,6 +78,7 @@ def test_tables_grow_and_start_over_with_the_next_sequence(state: SlotState) -> 
         state.validate(row(0, 5, gen=2))
 
 
+@pytest.mark.requirement("A6")
 @pytest.mark.parametrize(
     ("ops", "what"),
     [

@@ -37,6 +37,7 @@ def test_staging_more_than_reserved_is_an_error() -> None:
         buffer.add(np.arange(5))
 
 
+@pytest.mark.requirement("A15", "B17")
 def test_two_steps_in_flight_share_no_memory() -> None:
     ring = StagingRing(CPU, 2)
     first, second = ring.acquire(), ring.acquire()
@@ -50,6 +51,7 @@ def test_two_steps_in_flight_share_no_memory() -> None:
         ring.acquire()
 
 
+@pytest.mark.requirement("A15", "B17")
 def test_a_released_buffer_is_poisoned_when_asked() -> None:
     ring = StagingRing(CPU, 1, poison=True)
     buffer = ring.acquire()

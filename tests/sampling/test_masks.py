@@ -155,6 +155,7 @@ def test_both_forms_of_masks_agree(dtype: torch.dtype, vocab: int, extension: No
         direct.allow_bits(logits, rows, vocab, (words, places + 4))
 
 
+@pytest.mark.requirement("G9")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 5, 31, 32, 33, 1000, 40001])
 @pytest.mark.parametrize("least", [0.0, 0.3])

@@ -56,6 +56,7 @@ def a_path(rng: random.Random, automaton: Automaton, length: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.requirement("G8")
 @pytest.mark.parametrize("seed", range(300))
 def test_masks_along_drafts_are_those_of_one_token_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
@@ -263,6 +264,7 @@ def test_a_sequence_awaits_its_grammar_and_nothing_else_waits_for_it() -> None:
     assert rig.scheduler.stats().constrained_steps == 3
 
 
+@pytest.mark.requirement("G9")
 def test_a_grammar_that_does_not_come_in_time_ends_its_sequence() -> None:
     rig = Rig(kv_config(), 2)
     rig.told[1] = Told(submit(1, [1, 2], grammar=GRAMMAR))
@@ -401,6 +403,7 @@ def test_an_end_id_that_does_not_end_the_sequence_is_never_allowed() -> None:
     assert not constraint.finished, "40 ends it"
 
 
+@pytest.mark.requirement("G9")
 def test_masks_are_made_in_the_order_of_steps() -> None:
     rig = rig_with(Follower(), max_tokens=6)
     first, second = rig.scheduler.plan(0.0), rig.scheduler.plan(0.0)

@@ -61,6 +61,7 @@ def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) 
     assert rig.scheduler.stats().preemptions == 0
 
 
+@pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["mixed", "exclusive"])
 @pytest.mark.parametrize("spare", [1, 2])
@@ -111,6 +112,7 @@ def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
     rig.check_idle()
 
 
+@pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
     """More of them than there are slots, without end: the large one goes on as one client among many."""
@@ -233,6 +235,7 @@ class Arrivals(SequenceQueue):
         pass
 
 
+@pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
     depth: int, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +262,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
         assert all(same(a, b) for a, b in zip(one.plans, other.plans, strict=True))
 
 
+@pytest.mark.requirement("F42")
 @pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 40), marks=pytest.mark.grid)])
 @mostly_slow("turn", [3, 128], [3])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -343,6 +347,7 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
     rig.check_idle()
 
 
+@pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nobody_gives_way_for_ever(short_turns: None, depth: int) -> None:
     rig = Rig(kv_config(slots=2 * depth, **LONG), depth, max_num_seqs=2)

@@ -48,6 +48,7 @@ def bring(world: World, room: Room) -> None:
     world.land(room)
 
 
+@pytest.mark.requirement("D15", "D16", "D17")
 def test_a_sequence_waits_for_all_its_images_and_holds_nothing_meanwhile() -> None:
     """They come in any order, from several rooms."""
     world = world_of()
@@ -72,6 +73,7 @@ def test_a_sequence_waits_for_all_its_images_and_holds_nothing_meanwhile() -> No
     assert not [op for plan in world.plans for op in plan.ops if isinstance(op, Encode)]
 
 
+@pytest.mark.requirement("D16")
 def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
     """4, 2 and 2 blocks of 6: the second one gets none while the first one has some, and is then served."""
     world = world_of(cache_bytes=18)
@@ -93,6 +95,7 @@ def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
     world.check_end()
 
 
+@pytest.mark.requirement("D16")
 def test_nobody_is_let_in_before_who_comes_first() -> None:
     """However small it is: else the first one might never find enough."""
     world = world_of(cache_bytes=18)
@@ -118,6 +121,7 @@ def test_nobody_is_let_in_before_who_comes_first() -> None:
     world.check_end()
 
 
+@pytest.mark.requirement("D16")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_images_that_are_encoded_here_leave_room_for_who_comes_before_them(depth: int) -> None:
     """However many there are: one waits for 6 of 6 blocks, and each of the others encodes an image of 2,
@@ -144,6 +148,7 @@ def test_images_that_are_encoded_here_leave_room_for_who_comes_before_them(depth
     assert waits.attempts == 1
 
 
+@pytest.mark.requirement("D17")
 def test_an_image_that_is_held_or_came_meanwhile_is_not_sent() -> None:
     world = world_of()
     first = world.ask(ask(0, [3], 4, [5]))
@@ -222,6 +227,7 @@ def test_what_landed_though_it_was_cancelled_is_found_by_others() -> None:
     assert [held.key for held in world.scheduler._state.media.cache] == [image(4).key]
 
 
+@pytest.mark.requirement("D16", "D19")
 def test_images_that_are_late_end_the_attempt() -> None:
     world = world_of()
     stream = world.ask(ask(0, [3], 4, [5]))
@@ -340,6 +346,7 @@ def test_shares_of_rows_are_exchanged_in_the_first_step_that_reads_them() -> Non
     assert next(plan for plan in world.plans if plan.step == gathered[0]).prefill.rows
 
 
+@pytest.mark.requirement("D7")
 def test_what_the_host_has_comes_back_for_a_room_and_is_not_sent() -> None:
     world = world_of(cache_bytes=12, host_bytes=24)
     for name in (4, 9):

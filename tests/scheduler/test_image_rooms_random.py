@@ -82,6 +82,7 @@ def load(world: World, rng: random.Random, number: int) -> None:
         world.ask(request, rooms=own or choice == 0)
 
 
+@pytest.mark.requirement("D16")
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.grid)])
 def test_random_loads(seeds: range) -> None:
     seen: set[str] = set()
@@ -107,6 +108,7 @@ def test_random_loads(seeds: range) -> None:
     }
 
 
+@pytest.mark.requirement("D17")
 def test_where_nothing_fails_nobody_is_sent_again() -> None:
     """Whatever is short: slots, blocks, room for embeddings. Nobody's wait is longer than a room may take.
     But who was preempted, or has no rooms, may have to ask for what is needed again."""
@@ -189,6 +191,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.requirement("D16")
 @pytest.mark.parametrize("bug", list(BUGS))
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the random loads above."""

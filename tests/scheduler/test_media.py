@@ -141,6 +141,7 @@ def test_one_image_alone_may_be_more_than_a_step_encodes() -> None:
     assert rig.runner.encoded == 2
 
 
+@pytest.mark.requirement("D28")
 def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() -> None:
     """Without a prefix to share, only the embedding is found; with equal ids and another image, nothing."""
     rig = Rig(kv_config(media=limits()), 1)
@@ -183,6 +184,7 @@ def test_the_same_tokens_and_images_in_other_places() -> None:
     assert rig.runner.encoded == 2
 
 
+@pytest.mark.requirement("D7")
 def test_the_least_recently_used_goes() -> None:
     rig = Rig(kv_config(caching=False, media=limits(cache_bytes=20)), 1)
     for number, name in enumerate([4, 3, 4, 1, 2]):  # 10, 9, 10 again, 4, 6 bytes
@@ -193,6 +195,7 @@ def test_the_least_recently_used_goes() -> None:
     assert rig.scheduler.stats().image_hits == 1
 
 
+@pytest.mark.requirement("D7")
 def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None:
     rig = Rig(kv_config(caching=False, media=limits(cache_bytes=12, host_bytes=24, block_rows=3)), 1)
     for number, name in enumerate([4, 1, 4, 2, 4, 1, 2]):  # 4, 2 and 2 blocks; 4 and 8 are there
@@ -206,6 +209,7 @@ def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None
     assert [op.up for op in moves] == [False, False, True, False, False, True, False, True, True]  # type: ignore[attr-defined]
 
 
+@pytest.mark.requirement("D7")
 def test_the_host_keeps_what_somebody_waits_for() -> None:
     book = MediaBook(limits(cache_bytes=3, host_bytes=6, block_rows=3))
     keys = [bytes([number]) * 16 for number in range(5)]
@@ -439,6 +443,7 @@ def random_loads(seeds: range) -> None:
         random_load(seed, 1 + seed % 2)
 
 
+@pytest.mark.requirement("D28")
 @pytest.mark.parametrize("bug", list(BUGS))
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the random loads above."""

@@ -43,6 +43,7 @@ class Explaining(Rig):
         return miss.reason, miss.position
 
 
+@pytest.mark.requirement("G12")
 def test_each_reason() -> None:
     rig = Explaining(kv_config(**ROOMY))
     base = list(range(20))
@@ -122,6 +123,7 @@ def test_nobody_is_told_who_did_not_ask_and_without_memory_it_says_so() -> None:
     assert Explaining(kv_config(caching=False, **ROOMY)).ask(0, list(range(20))) == ("disabled", 0)
 
 
+@pytest.mark.requirement("G12")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
     reasons = set()

@@ -15,6 +15,7 @@ from weft.scheduler.scheduler import MAX_EMPTY_PLANS
 from weft.scheduler.sequence import PROTECT_AFTER
 
 
+@pytest.mark.requirement("F42")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["mixed", "exclusive"])
 @mostly_slow("window", [None, 7], [7])
@@ -81,6 +82,7 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
     assert rig.scheduler.stats().preemptions == 0
 
 
+@pytest.mark.requirement("F11")
 def test_one_sequence_alone_passes_a_minimal_pool() -> None:
     """A window kind whose pool holds little more than the window: chunks are cut to fit."""
     kv = kv_config(full=False, window=6, window_blocks=3, max_model_len=48, caching=False)
@@ -92,6 +94,7 @@ def test_one_sequence_alone_passes_a_minimal_pool() -> None:
     rig.check_idle()
 
 
+@pytest.mark.requirement("F11")
 def test_pool_that_cannot_hold_one_sequence_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Rig(kv_config(blocks=11, max_model_len=48))
@@ -99,6 +102,7 @@ def test_pool_that_cannot_hold_one_sequence_is_refused() -> None:
     assert "--max-model-len" in caught.value.message
 
 
+@pytest.mark.requirement("B2")
 def test_budget_that_leaves_prefill_less_than_a_block_is_refused() -> None:
     Rig(kv_config(), max_num_seqs=8, max_num_batched_tokens=11)
     with pytest.raises(ConfigError) as caught:
@@ -107,6 +111,7 @@ def test_budget_that_leaves_prefill_less_than_a_block_is_refused() -> None:
     assert "--max-num-seqs" in caught.value.message
 
 
+@pytest.mark.requirement("F31")
 def test_full_queue_is_refused_and_the_admitted_finish() -> None:
     """As many as can run at once, and the queue: also when they come before the first step."""
     rig = Rig(kv_config(), max_num_seqs=2, max_queued_requests=3)
@@ -125,6 +130,7 @@ def test_full_queue_is_refused_and_the_admitted_finish() -> None:
     rig.check_told()
 
 
+@pytest.mark.requirement("F41")
 def test_no_progress_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(kv_config())
     rig.submit(submit(0, [1, 2, 3]))

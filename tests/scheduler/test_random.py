@@ -13,6 +13,7 @@ from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, ra
 from tests.support.slow import mostly_slow
 
 
+@pytest.mark.requirement("B1", "B4", "B6", "E6")
 @pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 40), marks=pytest.mark.grid)])
 @mostly_slow("depth", [1, 2], [2])
 def test_random_loads(depth: int, seeds: range) -> None:
@@ -100,4 +101,4 @@ SchedulerMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.requirement("A6", "B4", "B6")(SchedulerMachine.TestCase)

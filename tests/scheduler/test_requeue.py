@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig, random_run
 from tests.support.slow import mostly_slow
 
 
+@pytest.mark.requirement("A7")
 @mostly_slow("depth", [1, 2], [2])
 def test_random_losses(depth: int) -> None:
     recoveries = requeued = preempted = hits = accepted = 0

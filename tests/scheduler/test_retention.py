@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.support.slow import mostly_slow
@@ -56,6 +58,7 @@ def test_a_session_s_blocks_outlive_others() -> None:
     rig.check_idle()
 
 
+@pytest.mark.requirement("G14")
 def test_but_not_for_ever() -> None:
     rig = Timed(kv_config(blocks=20, slots=2), max_num_seqs=1)
     rig.ask(0, BASE, session="s")
@@ -78,6 +81,7 @@ def test_and_whoever_needs_blocks_gets_them() -> None:
     rig.check_idle()
 
 
+@pytest.mark.requirement("G14")
 def test_a_later_turn_takes_the_place_of_an_earlier_one() -> None:
     rig = Timed(kv_config(blocks=24, slots=2), max_num_seqs=1)
     rig.ask(0, [*BASE[:8], 40, 41, 42, 43, 44, 45, 46, 47, 48], session="s")
@@ -87,6 +91,7 @@ def test_a_later_turn_takes_the_place_of_an_earlier_one() -> None:
     assert rig.ask(3, [*BASE, 2]) == 20
 
 
+@pytest.mark.requirement("G14")
 def test_sessions_together_keep_a_share_and_the_oldest_go_first() -> None:
     rig = Timed(kv_config(blocks=40, slots=2, max_model_len=100), max_num_seqs=1)
     for number in range(6):

@@ -159,6 +159,7 @@ def names(asked: list[r.RoomRequest]) -> list[str]:
 # ---- sender
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_sender_offers_exports_each_chunk_and_leaves_with_the_first_token(depth: int) -> None:
     side = Side("prefill", kv_config(), depth, long_prefill_token_threshold=6)
@@ -217,6 +218,7 @@ def test_a_sender_that_is_pulled_from_and_ends_before_has_nothing_to_offer() -> 
     side.check_idle()
 
 
+@pytest.mark.requirement("E5")
 def test_a_room_that_failed_after_the_move_keeps_its_blocks_until_nobody_reads_them() -> None:
     side = Side("prefill", kv_config())
     side.submit(1)
@@ -246,6 +248,7 @@ def test_a_sequence_that_ends_with_prefill_needs_no_room(facts: dict[str, Any], 
     side.check_idle()
 
 
+@pytest.mark.requirement("E5")
 def test_states_leave_in_the_plan_after_and_wait_for_a_snapshot() -> None:
     """With two snapshots of each kind, the third that moves waits until the room of another has landed."""
     side = Side("prefill", kv_config(states=2, caching=False), max_num_batched_tokens=64)
@@ -305,6 +308,7 @@ def test_slots_that_wait_for_snapshots_excuse_others_until_the_rooms_are_late() 
     side.check_idle()
 
 
+@pytest.mark.requirement("E6")
 def test_the_drafter_fills_its_cache_with_the_last_chunk() -> None:
     side = Side("prefill", kv_config(copies=3))
     side.submit(1, max_tokens=2)
@@ -386,6 +390,7 @@ def test_siblings_have_rooms_of_their_own_and_share_what_is_full() -> None:
 # ---- receiver
 
 
+@pytest.mark.requirement("E4", "E6")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("facts", [{}, {"states": 3}, {"window": 6, "ratio": 4}, {"copies": 3}])
 def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth: int) -> None:
@@ -431,6 +436,7 @@ def test_a_quiet_row_gives_the_snapshot_back_that_it_came_from() -> None:
     assert side.scheduler.stats().free_blocks[1:] == (1, 1)
 
 
+@pytest.mark.requirement("E4")
 def test_logprobs_of_the_first_token_come_along() -> None:
     side = Side("decode", kv_config())
     request = side.submit(1, logprobs=0)
@@ -485,6 +491,7 @@ def test_siblings_are_answered_once_the_leader_has_landed_or_ended() -> None:
     ]
 
 
+@pytest.mark.requirement("E29")
 def test_running_sequences_keep_a_share_of_the_blocks() -> None:
     side = Side("decode", kv_config(blocks=10, max_model_len=40), watermark=0.35)
     request = side.submit(1, max_tokens=20)
@@ -500,6 +507,7 @@ def test_running_sequences_keep_a_share_of_the_blocks() -> None:
     assert names(side.scheduler.room_requests()) == ["CancelRoom", "ReserveRoom"]
 
 
+@pytest.mark.requirement("E6")
 @pytest.mark.parametrize(("max_tokens", "taken"), [(9, 4), (2, 3)])
 def test_a_reservation_has_room_for_the_drafts_of_the_first_step(max_tokens: int, taken: int) -> None:
     """The first token, and two drafts behind it, within the sequence's limit. Blocks have four tokens."""
@@ -522,6 +530,7 @@ def test_a_reservation_has_room_for_the_drafts_of_the_first_step(max_tokens: int
     side.check_idle()
 
 
+@pytest.mark.requirement("E29")
 def test_a_lone_sequence_may_have_what_the_watermark_keeps() -> None:
     side = Side("decode", kv_config(blocks=10, max_model_len=40), watermark=0.5)
     side.submit(1, [1] * 36)
@@ -560,6 +569,7 @@ def test_a_sequence_that_ended_at_the_other_end_is_no_eviction(
     side.check_idle()
 
 
+@pytest.mark.requirement("E17")
 @pytest.mark.parametrize("when", ["awaiting", "fetching"])
 @pytest.mark.parametrize("how", ["abort", "late", "failed", "lost"])
 def test_a_receiver_ends_before_its_room(when: str, how: str) -> None:
@@ -632,6 +642,7 @@ def test_preempted_and_lost_receivers_are_given_back() -> None:
     side.check_idle()
 
 
+@pytest.mark.requirement("E5")
 def test_what_has_landed_waits_its_turn_for_a_slot_and_passes_by_who_lacks_blocks() -> None:
     side = Side("decode", kv_config(blocks=12), max_num_seqs=1)
     requests = {n: side.submit(n, [n] * 10, max_tokens=3) for n in (1, 2)}

@@ -124,6 +124,7 @@ def hit_what_is_not_there(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.requirement("E20")
 @pytest.mark.parametrize(
     "plant",
     [

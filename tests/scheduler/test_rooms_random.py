@@ -31,6 +31,7 @@ def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.
     return world
 
 
+@pytest.mark.requirement("E8", "E20")
 @pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 80), marks=pytest.mark.grid)])
 def test_random_loads_of_two_groups(seeds: range) -> None:
     seen: set[str] = set()

@@ -77,6 +77,7 @@ def test_context_length() -> None:
     assert rig.told[1].finish == "length"
 
 
+@pytest.mark.requirement("F45")
 def test_live_ids_are_not_given_twice() -> None:
     rig = Rig(kv_config())
     rig.submit(submit(1, [1]))
@@ -116,6 +117,7 @@ def test_emitted_ids_count_as_output() -> None:
     assert rig.told[0].tokens == whole[3:]
 
 
+@pytest.mark.requirement("B6", "F45")
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_in_every_state_is_idempotent(steps: int, depth: int) -> None:
@@ -134,6 +136,7 @@ def test_abort_in_every_state_is_idempotent(steps: int, depth: int) -> None:
     rig.check_idle()
 
 
+@pytest.mark.requirement("F43")
 def test_row_error_ends_that_row_only() -> None:
     rig = Rig(kv_config())
     rig.submit(submit(0, [1, 2], seed=BAD_SEED))
@@ -203,6 +206,7 @@ def test_when_the_leader_goes_a_sibling_leads(caching: bool) -> None:
     assert rig.told[2].num_cached == 16
 
 
+@pytest.mark.requirement("F33")
 def test_equal_prefixes_are_shared_between_equal_salts_only() -> None:
     rig = Rig(kv_config())
     for number, salt in enumerate(("", "a", "a", "b", "")):

@@ -32,6 +32,7 @@ def same(a: StepPlan, b: StepPlan) -> bool:
     return rows and [repr(op) for op in a.ops] == [repr(op) for op in b.ops]
 
 
+@pytest.mark.requirement("B1", "B2")
 def test_decode_is_reserved_first_and_prefill_spends_the_rest() -> None:
     rig = Rig(kv_config(), 1)
     for number in range(3):
@@ -56,6 +57,7 @@ def test_decode_is_reserved_first_and_prefill_spends_the_rest() -> None:
     rig.check_told()
 
 
+@pytest.mark.requirement("B4")
 def test_last_chunk_and_first_decode_at_depth_2() -> None:
     """Planned before the sampled token is known: the row starts where it will be."""
     rig = Rig(kv_config(), 2)
@@ -75,6 +77,7 @@ def test_last_chunk_and_first_decode_at_depth_2() -> None:
     assert len(rig.plans) == 3
 
 
+@pytest.mark.requirement("B3")
 def test_threshold_caps_admission_and_resumption() -> None:
     rig = Rig(kv_config(), 1, long_prefill_token_threshold=5)
     rig.submit(submit(0, [1] * 12, max_tokens=2))
@@ -88,6 +91,7 @@ def test_threshold_caps_admission_and_resumption() -> None:
     rig.check_told()
 
 
+@pytest.mark.requirement("B1")
 def test_exclusive_is_prefill_first_and_reserves_nothing() -> None:
     rig = Rig(kv_config(), 1, step_policy="exclusive")
     rig.submit(submit(0, [1] * 4, max_tokens=9))
@@ -102,6 +106,7 @@ def test_exclusive_is_prefill_first_and_reserves_nothing() -> None:
     rig.check_told()
 
 
+@pytest.mark.requirement("B5")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pure_plans_are_the_same_under_both_policies(depth: int) -> None:
     """With nothing to prefill, or nothing to decode, mixed costs nothing."""
@@ -117,6 +122,7 @@ def test_pure_plans_are_the_same_under_both_policies(depth: int) -> None:
     assert all(not (p.prefill.rows and p.decode.rows) for p in mixed)
 
 
+@pytest.mark.requirement("B1", "B2")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("threshold", [0, 6])
 def test_steady_state_is_mixed(depth: int, threshold: int) -> None:
@@ -139,6 +145,7 @@ def test_steady_state_is_mixed(depth: int, threshold: int) -> None:
     assert rig.scheduler.stats().mixed_steps == sum(bool(p.prefill.rows and p.decode.rows) for p in rig.plans)
 
 
+@pytest.mark.requirement("B1", "B2")
 def test_running_decodes_get_a_token_every_step_beside_long_prompts() -> None:
     rig = Rig(kv_config(blocks=300), 2, max_num_seqs=8)
     for number in range(4):
@@ -154,6 +161,7 @@ def test_running_decodes_get_a_token_every_step_beside_long_prompts() -> None:
     rig.check_told()
 
 
+@pytest.mark.requirement("B4")
 def test_a_younger_short_prompt_does_not_overtake() -> None:
     rig = Rig(kv_config(blocks=18), 1)
     rig.submit(submit(0, [1] * 20, max_tokens=20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from click.testing import CliRunner
 
 from tests.support.slow import mostly_slow
@@ -35,6 +36,7 @@ def run(retention: float, seed: int = 0) -> AgentReport:
     return simulation.agent_report()
 
 
+@pytest.mark.requirement("G14")
 @mostly_slow("seed", [0, 1], [0])
 def test_kept_sessions_are_found_again_and_answered_sooner(seed: int) -> None:
     without, kept = run(0.0, seed), run(300.0, seed)

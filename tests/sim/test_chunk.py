@@ -37,6 +37,7 @@ def fill(chunks: ChunkPolicy, decode: list[int], waiting: list[tuple[int, int]])
 lengths = st.tuples(st.integers(0, 4000), st.integers(1, 3000))
 
 
+@pytest.mark.requirement("B7")
 @given(
     st.floats(1e-4, 0.5),
     st.lists(st.integers(0, 4000), min_size=1, max_size=64),

@@ -180,13 +180,14 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     arrivals = load_of(count=30, rate=3.0)
     outcomes = [run(groups, arrivals)[0] for groups in divisions(2)]
     few = [one._replace(good=good) for one, good in zip(outcomes, (0.4, 0.9, 0.97), strict=True)]
-    assert advice(few, 0.95) == "95% is reached with 1 prefill, 1 decode"
-    assert advice(few, 0.9) == "90% is reached with 1 prefill, 1 decode"
-    assert advice(few, 0.3) == "30% is reached with 1 unified"
-    assert "none reaches 99%; 1 prefill, 1 decode comes closest: 97%" in advice(few, 0.99)
+    assert advice(few, 0.95) == "the smallest deployment that reaches 95%: 1 prefill, 1 decode"
+    assert advice(few, 0.9) == "the smallest deployment that reaches 90%: 1 prefill, 1 decode"
+    assert advice(few, 0.3) == "the smallest deployment that reaches 30%: 1 unified"
+    assert "no deployment reaches 99%; 1 prefill, 1 decode comes closest with 97%" in advice(few, 0.99)
     assert "1 prefill, 1 decode" in table(few)
 
 
+@pytest.mark.requirement("D27")
 def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -50,6 +50,7 @@ def table() -> Iterator[dict[str, Report]]:
         print(f"{name:24}{a:10.1f}{b:8.1f}{c:12.1f}{d:9.1f}{r.prompt_rate:14.0f}")
 
 
+@pytest.mark.requirement("B7")
 @mostly_slow("depth", [1, 2], [2])
 def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: dict[str, Report]) -> None:
     """p99 beside the prompts against the *median* alone, which is stricter than against the p99 alone.
@@ -67,6 +68,7 @@ def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: d
     assert report.prompt_rate > 0.25 * free.prompt_rate
 
 
+@pytest.mark.requirement("B7")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) -> None:
     report = table[f"depth {depth}, exclusive"] = starve(depth, step_policy="exclusive")

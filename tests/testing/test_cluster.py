@@ -85,11 +85,13 @@ def explored() -> Exploration:
     return explore(SCHEDULES)
 
 
+@pytest.mark.requirement("F48")
 def test_invariants_hold(explored: Exploration) -> None:
     assert explored.failures == []
     assert explored.schedules == SCHEDULES
 
 
+@pytest.mark.requirement("F48")
 def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
     assert {kind for kind in KINDS if not explored.faults[kind]} == set()
 
@@ -137,6 +139,7 @@ def test_schedules_go_through_all_of_it(explored: Exploration, what: str) -> Non
     assert explored.counts[what] > 0
 
 
+@pytest.mark.requirement("F48")
 def test_a_third_of_the_schedules_have_groups_of_several_ranks(explored: Exploration) -> None:
     assert explored.counts["groups of several ranks"] > SCHEDULES / 3
 
@@ -146,12 +149,14 @@ def test_invariants_hold_where_they_once_did_not(seed: int) -> None:
     simulate_cluster(seed)
 
 
+@pytest.mark.requirement("F48")
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_invariants_hold_over_the_whole_budget() -> None:
     assert explore(BUDGET, jobs=2).failures == []
 
 
+@pytest.mark.requirement("F48")
 def test_a_schedule_is_a_function_of_its_seed() -> None:
     for seed in range(10):
         assert log_of(seed) == log_of(seed)
@@ -407,6 +412,7 @@ def a_digest_of_the_wrong_attempt(patch: pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.requirement("F48")
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
@@ -469,6 +475,7 @@ def test_explore_prints_what_schedules_went_through(capsys: pytest.CaptureFixtur
     assert out.endswith("all invariants held\n")
 
 
+@pytest.mark.requirement("F48")
 def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

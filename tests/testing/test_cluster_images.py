@@ -137,6 +137,7 @@ def embeddings_survive_a_loss(patch: pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.requirement("D12", "D16", "F48")
 @pytest.mark.parametrize(
     ("plant", "says"),
     [

@@ -99,6 +99,7 @@ def test_variables_cannot_make_a_control_token(all_tokenizers: dict[str, Tokeniz
     assert made.ids.count(tokenizer.special["<|im_end|>"]) == 1
 
 
+@pytest.mark.requirement("F18")
 @pytest.mark.parametrize(
     "key",
     [
@@ -210,6 +211,7 @@ def test_continuing_the_final_message(folders: dict[str, Path], chatml: ChatForm
         chatml.encode([user("q")], add_generation_prompt=False, continue_final_message=True)
 
 
+@pytest.mark.requirement("F18")
 def test_templates_in_requests(all_tokenizers: dict[str, Tokenizer], chatml: ChatFormat) -> None:
     with pytest.raises(InvalidRequest) as caught:
         chatml.encode([user("x")], chat_template="{{ 1 }}")
@@ -231,6 +233,7 @@ def test_a_broken_template_of_the_flag_ends_the_start(folders: dict[str, Path], 
         TextModel.load(folders["words"], tmp_path / "broken.jinja")
 
 
+@pytest.mark.requirement("F63")
 def test_ends_of_turn_include_the_templates(folders: dict[str, Path], tmp_path: Path) -> None:
     from shutil import copytree
 

@@ -64,6 +64,7 @@ def test_a_preview_is_what_an_end_would_give(all_tokenizers: dict[str, Tokenizer
                 assert so_far + preview == tokenizer.decode(ids[:count])
 
 
+@pytest.mark.requirement("F63")
 @pytest.mark.parametrize("name", ["byte_level", "unigram"])
 def test_characters_are_never_split(all_tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer = all_tokenizers[name]

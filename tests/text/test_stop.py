@@ -46,6 +46,7 @@ def test_any_split_finds_the_first_complete_match(text: str, stops: list[str], d
         assert search(pieces, stops) == (text[: expected[0]], expected[1])
 
 
+@pytest.mark.requirement("F63")
 @pytest.mark.parametrize("cut", range(1, 12))
 def test_every_boundary(cut: int) -> None:
     text = "12 + 7#### 19"

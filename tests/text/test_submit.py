@@ -38,6 +38,7 @@ def test_choices_share_request_seed_and_prompt(tokenizer: Tokenizer) -> None:
         assert decode_to_head(encode(submit)) == submit
 
 
+@pytest.mark.requirement("F33")
 def test_images_have_keys_of_their_own_with_each_salt() -> None:
     """F33: what was made of an image is found by requests of equal salts alone."""
     media = tuple(
@@ -82,6 +83,7 @@ def test_minted_seeds_are_a_function_of_seed_and_number() -> None:
     assert all(0 <= seed < 2**64 for seed in first)
 
 
+@pytest.mark.requirement("F26")
 def test_ids_are_not_reused_while_live() -> None:
     ids = IdMint()
     made = [ids.mint() for _ in range(1000)]
@@ -91,6 +93,7 @@ def test_ids_are_not_reused_while_live() -> None:
     ids.release(made[0])
 
 
+@pytest.mark.requirement("F12")
 @pytest.mark.parametrize("prompt", [[], [-1], [340], [True], [1.0], ["1"], [5, None]])
 def test_prompts_must_hold_ids_of_the_model(tokenizer: Tokenizer, prompt: list[Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -98,6 +101,7 @@ def test_prompts_must_hold_ids_of_the_model(tokenizer: Tokenizer, prompt: list[A
     assert caught.value.param == "prompt"
 
 
+@pytest.mark.requirement("F14")
 @pytest.mark.parametrize(
     ("params", "param"),
     [
@@ -115,6 +119,7 @@ def test_what_the_model_cannot_do_is_named(tokenizer: Tokenizer, params: dict[st
     assert caught.value.param == param
 
 
+@pytest.mark.requirement("F14")
 def test_bad_words_outside_the_models_vocabulary(tokenizer: Tokenizer) -> None:
     small = ModelLimits(vocab_size=10, max_model_len=32, end_ids=())
     with pytest.raises(InvalidRequest) as caught:
@@ -132,6 +137,7 @@ def test_bad_words_are_meant_with_and_without_a_space(tokenizer: Tokenizer) -> N
         build(tokenizer, [5], bad_words=[" the"], allowed_token_ids=[token])
 
 
+@pytest.mark.requirement("F11")
 def test_context_errors_say_the_numbers(tokenizer: Tokenizer) -> None:
     with pytest.raises(ContextLength, match=r"32 tokens.*has 32") as caught:
         build(tokenizer, [5] * 32)

@@ -61,6 +61,7 @@ def render(source: str, seconds: float = 0.5, **variables: Any) -> str:
     return ChatTemplate(source).render({"messages": [1] * 20, **variables}, seconds)
 
 
+@pytest.mark.requirement("F19")
 @pytest.mark.parametrize("name", GREEDY)
 def test_a_greedy_template_is_stopped(name: str) -> None:
     began = time.monotonic()
@@ -71,6 +72,7 @@ def test_a_greedy_template_is_stopped(name: str) -> None:
     assert render("{{ 1 }}") == "1", "the next rendering is as ever"
 
 
+@pytest.mark.requirement("F18")
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_the_sandbox_holds(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -83,6 +85,7 @@ def test_format_fields_reach_no_attributes() -> None:
     assert render("{{ '{0.__class__}'.format(1) }}") == ""
 
 
+@pytest.mark.requirement("F19")
 def test_a_greedy_template_does_not_spend_anothers_budget() -> None:
     results: list[str] = []
 
@@ -144,6 +147,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.requirement("F19")
 @mostly_slow("name", ENDLESS, ["written"])
 def test_one_operation_on_nested_lists_ends_with_its_process(name: str) -> None:
     template = ChatTemplate(ENDLESS[name])
@@ -155,6 +159,7 @@ def test_one_operation_on_nested_lists_ends_with_its_process(name: str) -> None:
     assert ChatTemplate("{{ messages | length }}").render({"messages": [1, 2]}) == "2"
 
 
+@pytest.mark.requirement("F19")
 def test_a_checkpoint_whose_template_has_no_end_loads_and_says_so(
     all_tokenizers: dict[str, Tokenizer],
 ) -> None:

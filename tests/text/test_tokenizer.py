@@ -51,6 +51,7 @@ def test_encodes_as_the_library_does(
         assert ours.encode(text, add_special_tokens=False) == plain.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.requirement("F32")
 @settings(max_examples=150, deadline=None)
 @given(text=HOSTILE)
 def test_text_never_becomes_a_special_token(all_tokenizers: dict[str, Tokenizer], text: str) -> None:
@@ -98,12 +99,14 @@ def test_same_ids_as_transformers(
     assert ours.eos_id == theirs.eos_token_id
 
 
+@pytest.mark.requirement("F32")
 @pytest.mark.parametrize("bad", ["\ud800", "a\udfffb"])
 def test_lone_surrogates_are_the_clients_error(tokenizer: Tokenizer, bad: str) -> None:
     with pytest.raises(InvalidRequest):
         tokenizer.encode(bad)
 
 
+@pytest.mark.requirement("F32")
 def test_nul_is_text(all_tokenizers: dict[str, Tokenizer]) -> None:
     ours = all_tokenizers["byte_level"]
     assert ours.decode(ours.encode("a\0b")) == "a\0b"

@@ -49,6 +49,7 @@ def test_what_is_no_traceparent_is_none(text: str) -> None:
     assert parse_traceparent(text) is None
 
 
+@pytest.mark.requirement("E23")
 def test_lines_are_otlp(tmp_path: Path) -> None:
     writer = SpanWriter(str(tmp_path / "new"), "front a/b")
     root = Span("request", SpanContext(TRACE, SPAN), "", time.monotonic(), {"weft.kind": "chat"})
@@ -141,6 +142,7 @@ def pair_of_heads(folder: Path) -> None:
         writer.close()
 
 
+@pytest.mark.requirement("E23")
 def test_files_of_a_run_become_one_trace(tmp_path: Path) -> None:
     pair_of_heads(tmp_path)
     with next(tmp_path.glob("decode0*")).open("a") as file:
@@ -173,6 +175,7 @@ def test_files_of_a_run_become_one_trace(tmp_path: Path) -> None:
                 assert apart or (other_start >= start and other_end <= end)
 
 
+@pytest.mark.requirement("E23")
 def test_the_table_says_where_time_went(tmp_path: Path) -> None:
     pair_of_heads(tmp_path)
     slow, fast = rows(read_folder(tmp_path)[0])

@@ -113,6 +113,7 @@ def test_pixels_may_be_a_view() -> None:
     assert back.plan.ops == (Encode(blocks=bytes(4), count=1, grid=(1, 2, 3), pixels=bytes(view)),)
 
 
+@pytest.mark.requirement("A1")
 @settings(max_examples=60, deadline=None)
 @given(plan=plans, digest=st.integers(0, (1 << 64) - 1))
 def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
@@ -155,6 +156,7 @@ BOTH: list[tuple[Any, Callable[[bytes], Any]]] = [
 ]
 
 
+@pytest.mark.requirement("A2")
 @pytest.mark.parametrize(("frame", "decode"), BOTH, ids=lambda value: type(value).__name__)
 def test_every_frame_comes_back_and_its_parts_do_not(frame: Any, decode: Callable[[bytes], Any]) -> None:
     data = f.encode(frame)
@@ -167,6 +169,7 @@ def test_every_frame_comes_back_and_its_parts_do_not(frame: Any, decode: Callabl
             decode(data + more)
 
 
+@pytest.mark.requirement("A2", "A4")
 @pytest.mark.parametrize(("frame", "decode"), BOTH, ids=lambda value: type(value).__name__)
 def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes], Any]) -> None:
     fields = msgspec.msgpack.decode(f.encode(frame))
@@ -217,6 +220,7 @@ def test_sizes_are_capped_by_type() -> None:
         f.decode_to_rank(bytes(f.MAX_FRAME + 1))
 
 
+@pytest.mark.requirement("A2")
 def test_unequal_versions_are_named_both() -> None:
     hello = {"type": "RankHello", "version": f.VERSION + 1, "release": "9", "rank": 2, "new_field": True}
     with pytest.raises(f.VersionMismatch, match=rf"version {f.VERSION + 1} .* version {f.VERSION}"):

@@ -77,7 +77,7 @@ class AsyncLLM:
             raise
         if request.request_id in self._requests:
             self._maker.release(request)
-            raise InvalidRequest("a request with this request_id is running", param="request_id")
+            raise InvalidRequest("a request with this request_id is already running", param="request_id")
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         sink = _on_loop(events.put_nowait)
         self._requests[request.request_id] = (request, sink)
@@ -170,7 +170,7 @@ class AsyncLLM:
             options["kwargs"] = options.pop("chat_template_kwargs", None)
             known = {"kwargs", "add_generation_prompt", "continue_final_message", "chat_template"}
             if unknown := [name for name in options if name not in known]:
-                raise InvalidRequest(f"a conversation has no option {unknown[0]!r}", param="prompt")
+                raise InvalidRequest(f"a prompt with messages has no option {unknown[0]!r}", param="prompt")
             return self._maker.from_messages(messages, params, seed, request_id, grammar, **options)
         return self._maker.from_prompt(prompt, params, seed, request_id, grammar)
 

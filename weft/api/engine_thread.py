@@ -156,7 +156,7 @@ class EngineThread:
         try:
             command()
         except Exception as error:
-            log.error("after the engine's end: %s", error)
+            log.error("a command after the engine's end failed: %s", error)
 
     def _submit(self, submits: Sequence[Submit], sink: Sink) -> None:
         """Submit the sequences of a request, in the thread. End all of them if one is refused."""

@@ -181,7 +181,9 @@ class RequestMaker:
         data = prompt_bytes(ids, self._limits, param)
         most = self._limits.max_model_len
         if len(ids) > most:
-            message = f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten it"
+            message = (
+                f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten the prompt"
+            )
             raise ContextLength(message, param=param)
         self._check(media, ids)
         # An embedding ends with the prompt; the parameters are placeholders.
@@ -238,7 +240,7 @@ class RequestMaker:
         ``continues``: the output continues text of the prompt. ``param``: field to name in errors.
         """
         if grammar is not None and not isinstance(grammar, Grammar):
-            raise InvalidRequest("grammar must be one of weft.types.grammar", param="grammar")
+            raise InvalidRequest("grammar must be an object of weft.types.grammar", param="grammar")
         tokenizer = self._text.tokenizer
         submits = build_submits(
             ids, params, self._limits, tokenizer, ids=self.ids, seed=seed, prompt_param=param

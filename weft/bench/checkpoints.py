@@ -271,7 +271,7 @@ def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True)
 
 def _recipe(name: str) -> Recipe:
     if name not in RECIPES:
-        raise ConfigError(f"no checkpoint called {name!r} can be made; there are: {', '.join(RECIPES)}")
+        raise ConfigError(f"unknown checkpoint {name!r}; there are: {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
@@ -292,9 +292,13 @@ def _is_there(target: Path, mark: dict[str, Any]) -> bool:
         found = None
     # Equal except for the format: the same checkpoint, made by another version of the recipe code.
     if isinstance(found, dict) and {**found, "format": _FORMAT} == mark != found:
-        raise ConfigError(f"the folder {target.name!r} was made by another version of Weft: remove it")
+        raise ConfigError(
+            f"the folder {target.name!r} was made by another version of Weft: remove the folder"
+        )
     if found != mark:
-        raise ConfigError(f"the folder {target.name!r} holds something else: name another, or remove it")
+        raise ConfigError(
+            f"the folder {target.name!r} has other contents: use another folder, or remove the folder"
+        )
     return True
 
 
@@ -328,8 +332,8 @@ def _require_transformers(name: str) -> None:
         import transformers  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"{name} is made with transformers: pip install 'weft[reference]' "
-            "(qwen3-dense-s and gpt-oss-s need nothing)"
+            f"{name} requires transformers: pip install 'weft[reference]' (qwen3-dense-s and gpt-oss-s "
+            "do not)"
         ) from None
 
 

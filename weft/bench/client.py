@@ -170,9 +170,7 @@ async def prepare(
         try:
             model = str(found.json()["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
-            raise WeftError(
-                f"/v1/models is not what the API promises (status {found.status_code})"
-            ) from error
+            raise WeftError(f"/v1/models has an unexpected response (status {found.status_code})") from error
     if endpoint == "completions" and prompts != "text":
         # Two tokens of the largest id of a plan. A server with a smaller vocabulary refuses: then send text.
         body = {"model": model, "prompt": [safe_range(vocab_size)[-1]] * 2, "max_tokens": 1}

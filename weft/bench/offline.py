@@ -48,7 +48,9 @@ class Offline:
 def check(workload: Workload) -> None:
     """Raise ConfigError for a workload that is only for servers."""
     if workload.concurrency is not None:
-        raise ConfigError(f"{workload.name} is for servers: weft bench serve --workload {workload.name}")
+        raise ConfigError(
+            f"{workload.name} requires a server: use weft bench serve --workload {workload.name}"
+        )
 
 
 def measure(
@@ -76,7 +78,7 @@ def measure(
             seconds.append(time.perf_counter() - began)
             # End-of-text is ignored, so a shorter output is an error, and would distort the rates.
             if any(len(one) != workload.output_tokens for one in made):
-                raise WeftError(f"{workload.name}: an answer has another length than asked for")
+                raise WeftError(f"{workload.name}: an answer does not have the requested length")
             tick(workload.name)
         results[workload.name] = result(workload, seconds)
     return results

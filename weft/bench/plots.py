@@ -114,7 +114,7 @@ def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
     figure, (left, right) = _figure(11, 4.2, 2)
     _panel(left, result["concurrency"], "concurrency", "TTFT")
     _panel(right, result["context"], "context", "prefill (TTFT)")
-    left.set_xlabel("requests at once")
+    left.set_xlabel("concurrent requests")
     right.set_xlabel("prompt tokens")
     twin = left.twinx()
     points = [p for p in result["concurrency"] if p.get("output_token_throughput")]
@@ -143,7 +143,7 @@ def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Pa
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xlabel("positions before")
-        panel.set_ylabel("ms a token")
+        panel.set_ylabel("ms per token")
         panel.set_title(f"{kind} (dashed: with attention at its floor)", fontsize=9)
         panel.legend(loc="upper left", fontsize=8)
     figure.suptitle(title, fontsize=10)

@@ -115,7 +115,7 @@ def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> 
         try:
             chunk = _CHUNK.decode(data)
         except msgspec.MsgspecError:
-            record.outcome, record.message = "protocol", "a chunk of the stream is not what the API promises"
+            record.outcome, record.message = "protocol", "a chunk of the stream does not follow the API"
             return
         if chunk.error is not None:
             record.outcome, record.message = "stream_error", str(chunk.error)[:200]
@@ -131,9 +131,9 @@ def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> 
                 last = at
     _count(record, usage, ids, last)
     if record.finish_reason is None or not done:
-        record.outcome, record.message = "broken", "the stream ended before the answer did"
+        record.outcome, record.message = "broken", "the stream ended before the answer was complete"
     elif not record.output_tokens or not record.arrivals:
-        record.outcome, record.message = "protocol", "the answer holds no output"
+        record.outcome, record.message = "protocol", "the answer has no output"
     else:
         record.outcome = "ok"
 

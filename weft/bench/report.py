@@ -108,21 +108,23 @@ def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
     # Each note names a reason to distrust a number of the report.
     unknown = sum(record.counted == "chunks" for record in good)
     if unknown:
-        notes.append(f"{unknown} answers came without a token count: their chunks were counted")
+        notes.append(f"{unknown} answers had no token count, so chunks were counted")
     short = sum(record.output_tokens < record.asked_tokens for record in good)
     if short:
-        notes.append(f"{short} answers ended before the tokens asked for")
+        notes.append(f"{short} answers ended before the requested number of tokens")
     chunks, tokens = sum(len(r.arrivals) for r in good), sum(r.output_tokens for r in good)
     # Several tokens per chunk hide the gaps between tokens.
     if chunks and tokens > 1.1 * chunks:
-        notes.append(f"a chunk held {tokens / chunks:.1f} tokens on average: ITL is between chunks")
+        notes.append(f"a chunk had {tokens / chunks:.1f} tokens on average: ITL is the time between chunks")
     if run.seconds > 1 and run.client_cpu > _BUSY * run.seconds:
         notes.append(
-            f"the load generator used {run.client_cpu / run.seconds:.0%} of a CPU: it may be the limit"
+            f"the load generator used {run.client_cpu / run.seconds:.0%} of a CPU, and may be the bottleneck"
         )
     if run.interrupted or run.timed_out:
         notes.append(
-            "interrupted: what is below was measured until then" if run.interrupted else "out of time"
+            "interrupted: the results cover the time until the interruption"
+            if run.interrupted
+            else "out of time"
         )
     return notes
 

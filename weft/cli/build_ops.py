@@ -14,7 +14,7 @@ from weft.ops.cpu import build
 
 
 @click.command("build-ops")
-@click.option("--force", is_flag=True, help="Compile again what is built already.")
+@click.option("--force", is_flag=True, help="Compile again, even if the operations are built.")
 @click.option("--verbose", is_flag=True, help="Print the compiler's command lines and warnings.")
 @click.option(
     "--wheel",
@@ -48,8 +48,8 @@ def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
     except OSError as error:
         why = (error.strerror or "unknown reason").lower()
         raise ConfigError(
-            f"the C++ operations can't be kept in their folder ({why}): set WEFT_OPS_CACHE to a folder that "
-            "this user may write"
+            f"the C++ operations cannot be stored in their folder ({why}): set WEFT_OPS_CACHE to a "
+            "folder with write permission"
         ) from error
     finally:
         if terminal is not None:

@@ -31,25 +31,27 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 #: Field of SamplingParams, its type on a command line, and its help. --seed belongs to the engine.
 _SAMPLING: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", int, "Tokens to generate at most; what the context leaves by default."),
-    ("min_tokens", int, "Tokens before which nothing ends the answer."),
-    ("temperature", float, "0 is greedy (the default here)."),
-    ("top_k", int, "Keep the k likeliest tokens."),
-    ("top_p", float, "Keep the likeliest tokens that reach this mass."),
-    ("min_p", float, "Drop tokens less likely than this share of the likeliest."),
-    ("frequency_penalty", float, "Penalty for each time a token was generated."),
-    ("presence_penalty", float, "Penalty for tokens that were generated."),
-    ("repetition_penalty", float, "Divides the scores of tokens seen in prompt or answer."),
-    ("n", int, "Answers to each prompt."),
+    ("max_tokens", int, "Maximum tokens to generate. Default: the rest of the context."),
+    ("min_tokens", int, "Minimum tokens to generate."),
+    ("temperature", float, "Sampling temperature. 0 (the default): greedy."),
+    ("top_k", int, "Keep the k most likely tokens."),
+    ("top_p", float, "Keep the most likely tokens up to this total probability."),
+    ("min_p", float, "Drop tokens below this share of the highest probability."),
+    ("frequency_penalty", float, "Penalty for each earlier occurrence of a token in the answer."),
+    ("presence_penalty", float, "Penalty for tokens that occur in the answer."),
+    ("repetition_penalty", float, "Divisor for the logits of tokens that occur in the prompt or the answer."),
+    ("n", int, "Number of answers per prompt."),
 )
 
 
 def sampling_flags(function: F) -> F:
     """Add the flags of sampling parameters to a command."""
-    function = click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")(
+    function = click.option(
+        "--stop", multiple=True, help="Stop string, which ends the answer; may be repeated."
+    )(function)
+    function = click.option("--ignore-eos", is_flag=True, help="Continue after the end-of-text token.")(
         function
     )
-    function = click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")(function)
     for name, kind, text in reversed(_SAMPLING):
         function = click.option(f"--{name.replace('_', '-')}", type=kind, help=text)(function)
     return function
@@ -58,7 +60,9 @@ def sampling_flags(function: F) -> F:
 @click.command(cls=options.Command)
 @click.argument("words", metavar="[MODEL] [PROMPT]...", nargs=-1)
 @click.option(
-    "--chat/--no-chat", default=None, help="Apply the chat template; by default where the model has one."
+    "--chat/--no-chat",
+    default=None,
+    help="Apply the chat template. Default: if the model has a chat template.",
 )
 @sampling_flags
 @options.settings(options.ENGINE, ("chat_template", "log_level"))
@@ -96,10 +100,10 @@ def _read_prompt(model: str | None, asked: bool) -> str:
     if model is None:
         raise ConfigError(f"{missing}: {ask}")
     word = shlex.quote(model)
-    message = f"{missing}, and {model!r} was taken as the MODEL: run `weft generate {word} PROMPT`"
+    message = f"{missing}, because {model!r} was read as the MODEL: run `weft generate {word} PROMPT`"
     if not is_here(model):
         default = shlex.quote(SETTINGS["model"].default)
-        message += f", or, if it is the PROMPT, `weft generate --model {default} {word}`"
+        message += f", or, if the word is the PROMPT, `weft generate --model {default} {word}`"
     raise ConfigError(message)
 
 

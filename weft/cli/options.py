@@ -122,7 +122,7 @@ def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = 
                 flag.heading = title(setting.section) if setting.section in chosen else ""
                 options.append(flag)
         if file:
-            about = "YAML file of flags, e.g. max-num-seqs: 16. Flags win over it."
+            about = "YAML file of flags, e.g. max-num-seqs: 16. Flags on the command line override the file."
             options.append(click.Option(["--config"], type=click.Path(), help=about))
         # Click reverses the order of appended options.
         for option in reversed(options):
@@ -144,7 +144,8 @@ def build(given: dict[str, Any], model: str | None = None) -> Config:
     if model is not None:
         if given.get("model") not in (None, model):
             raise ConfigError(
-                f"MODEL {model!r} and --model {given['model']!r} differ: give one", param="--model"
+                f"MODEL {model!r} and --model {given['model']!r} differ: give only one of them",
+                param="--model",
             )
         values["model"] = model
     return from_values(values)

@@ -13,8 +13,10 @@ TIMEOUT_S = 30.0
 
 @click.command()
 @click.argument("group")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
-@click.option("--admin-key", help="Of the server; by default the environment variable WEFT_ADMIN_KEY.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
+@click.option(
+    "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
+)
 def revive(group: str, url: str, admin_key: str | None) -> None:
     """Start a retired GROUP of a running server again, with a new budget of restarts.
 
@@ -26,7 +28,7 @@ def revive(group: str, url: str, admin_key: str | None) -> None:
     key = admin_key or env.get("WEFT_ADMIN_KEY")
     if not key:
         raise ConfigError(
-            "an admin key is needed: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
+            "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
         )
     page = f"{url.rstrip('/').removesuffix('/v1')}/admin/revive"
     headers = {"Authorization": f"Bearer {key}"}
@@ -36,5 +38,7 @@ def revive(group: str, url: str, admin_key: str | None) -> None:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise EngineDead(f"no Weft server answers at {url}: {type(error).__name__}") from None
     if answer.status_code != 200:
-        raise ConfigError(said.get("error", {}).get("message", f"the server answers {answer.status_code}"))
+        raise ConfigError(
+            said.get("error", {}).get("message", f"the server answered with status {answer.status_code}")
+        )
     click.echo(said["status"])

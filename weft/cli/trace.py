@@ -16,10 +16,14 @@ from weft.tracing.slowest import rows, table
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="File to write; FOLDER/trace.perfetto.json by default."
+    "--out", type=click.Path(path_type=Path), help="File to write. Default: FOLDER/trace.perfetto.json."
 )
 @click.option(
-    "--slowest", default=10, show_default=True, type=click.IntRange(0), help="Requests in the table."
+    "--slowest",
+    default=10,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Number of requests in the table.",
 )
 def trace(folder: Path, out: Path | None, slowest: int) -> None:
     """Merge the files of `weft serve --trace-requests FOLDER`, for https://ui.perfetto.dev or
@@ -33,7 +37,7 @@ def trace(folder: Path, out: Path | None, slowest: int) -> None:
     """
     spans, bad = read_folder(folder)
     if bad:
-        click.echo(f"{bad} lines were not whole and are left out", err=True)
+        click.echo(f"{bad} incomplete lines are ignored", err=True)
     out = out or folder / "trace.perfetto.json"
     try:
         with open_private(out, "w") as file:

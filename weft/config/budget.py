@@ -41,7 +41,7 @@ def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> No
         if scheduler.itl_target_ms:
             raise ConfigError(
                 "--itl-target-ms sizes the prompt chunks of steps that also decode, and --step-policy "
-                "exclusive has none: set --step-policy mixed or --itl-target-ms 0",
+                "exclusive has no such steps: set --step-policy mixed or --itl-target-ms 0",
                 param="--itl-target-ms",
             )
         if tokens < sequences * each:
@@ -59,8 +59,8 @@ def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> No
         most = (tokens - block) // each + 1
         fewer = f" or --max-num-seqs to at most {most}" if most >= 1 else ""
         raise ConfigError(
-            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences}{beside} can leave prefill "
-            f"{max(left, 0)} tokens a step, less than one block (--block-size {block}): set "
+            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences}{beside} can leave "
+            f"prefill {max(left, 0)} tokens per step, less than one block (--block-size {block}): set "
             f"--max-num-batched-tokens to at least {block + (sequences - 1) * each}{fewer}",
             param="--max-num-batched-tokens",
         )

@@ -19,30 +19,32 @@ def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
             value = getattr(parallel, name)
             if value != default:
                 raise ConfigError(
-                    f"{flag} {value} is about experts that ranks divide: add --enable-expert-parallel, or "
-                    f"leave it out",
+                    f"{flag} {value} requires --enable-expert-parallel: add --enable-expert-parallel, "
+                    f"or remove {flag}",
                     param=flag,
                 )
         return spec
     if spec.moe is None:
         raise ConfigError(
-            f"--enable-expert-parallel: {spec.architecture} has no routed experts; leave it out",
+            f"--enable-expert-parallel: {spec.architecture} has no routed experts; remove "
+            "--enable-expert-parallel",
             param="--enable-expert-parallel",
         )
     replicas = parallel.data_parallel_size
     ranks = parallel.layout.ranks
     if parallel.moe_dispatch == "reduce" and replicas > 1:
         raise ConfigError(
-            f"--moe-dispatch reduce sums what all ranks make of the same tokens, and with "
-            f"--data-parallel-size {replicas} they have others; use auto, throughput, low-latency or gather",
+            "--moe-dispatch reduce requires that all ranks compute the same tokens, and "
+            f"--data-parallel-size {replicas} gives the ranks different tokens; use auto, throughput, "
+            "low-latency or gather",
             param="--moe-dispatch",
         )
     # A rank has at most one copy of each expert.
     most = spec.moe.experts * (ranks - 1)
     if parallel.redundant_experts > most:
         raise ConfigError(
-            f"--redundant-experts {parallel.redundant_experts}: {ranks} ranks have {most} further copies of "
-            f"{spec.moe.experts} experts at most",
+            f"--redundant-experts {parallel.redundant_experts}: {ranks} ranks can hold at most {most} "
+            f"additional copies of {spec.moe.experts} experts",
             param="--redundant-experts",
         )
     return spec

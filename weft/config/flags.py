@@ -83,9 +83,9 @@ class Setting:
         """Return the range in words, with a space in front; "" without a range."""
         parts = []
         if self.low is not None:
-            parts.append(f"{'greater than' if self.open_low else 'of at least'} {self.low:g}")
+            parts.append(f"{'greater than' if self.open_low else 'of at least'} {_plain(self.low)}")
         if self.high is not None:
-            parts.append(f"at most {int(self.high) if self.high == int(self.high) else self.high}")
+            parts.append(f"at most {_plain(self.high)}")
         return f" {' and '.join(parts)}" if parts else ""
 
     @property
@@ -94,8 +94,8 @@ class Setting:
         if self.low is None:
             return ""
         if self.high is None:
-            return f"{'>' if self.open_low else '>='}{self.low:g}"
-        return f"{'>' if self.open_low else ''}{self.low:g}..{int(self.high)}"
+            return f"{'>' if self.open_low else '>='}{_plain(self.low)}"
+        return f"{'>' if self.open_low else ''}{_plain(self.low)}..{_plain(self.high)}"
 
     @property
     def type_name(self) -> str:
@@ -176,6 +176,11 @@ class Setting:
         if self.high is not None and number > self.high:
             return None
         return number
+
+
+def _plain(number: float) -> str:
+    """Return ``number`` as text, without an exponent or a fraction of zero."""
+    return str(int(number) if number == int(number) else number)
 
 
 def _as_bool(value: Any) -> bool | None:

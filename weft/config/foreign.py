@@ -39,13 +39,13 @@ _SPECULATION = {
 """Keys of vLLM's ``--speculative-config`` and the fields of Weft."""
 
 _PARSERS = "--tool-call-parser and --reasoning-parser name other formats"
-_ALWAYS = "this is always on, leave the flag out"
-_OWN_FORMAT = "a checkpoint's own config.json is the one source: leave the flag out"
+_ALWAYS = "this is always on: leave the flag out"
+_OWN_FORMAT = "Weft reads the checkpoint's config.json only: leave the flag out"
 _LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
 _PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
 _TIERS = "Weft has no second tier of KV cache: set --kv-cache-memory"
-_COMPILE = "Weft compiles nothing while it serves; --decode-graphs replays decode steps"
-_PROXY = "Weft speaks plain HTTP: have a proxy end TLS before it"
+_COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
+_PROXY = "Weft serves plain HTTP: terminate TLS in a proxy"
 
 INSTEAD: dict[str, str] = {
     # vLLM
@@ -56,7 +56,7 @@ INSTEAD: dict[str, str] = {
     "enable_auto_tool_choice": f"{_ALWAYS}; {_PARSERS}",
     "enable_reasoning": f"{_ALWAYS}; {_PARSERS}",
     "swap_space": _TIERS,
-    "cpu_offload_gb": "Weft keeps all weights where it computes: use --quantization for smaller ones",
+    "cpu_offload_gb": "Weft keeps all weights on the device: use --quantization for smaller weights",
     "kv_offloading_size": _TIERS,
     "kv_transfer_config": "use --prefill P --decode D, or weft up (docs/topologies.md)",
     "kv_cache_memory_bytes": "use --kv-cache-memory",
@@ -69,10 +69,10 @@ INSTEAD: dict[str, str] = {
     "hf_overrides": _OWN_FORMAT,
     "rope_scaling": _OWN_FORMAT,
     "rope_theta": _OWN_FORMAT,
-    "tokenizer_mode": "the tokenizer's files are the one source: leave the flag out",
+    "tokenizer_mode": "Weft reads the tokenizer's files only: leave the flag out",
     "guided_decoding_backend": "use --grammar-backend",
     "structured_outputs_config": "use --grammar-backend",
-    "scheduling_policy": "a request's own field priority goes first: leave the flag out",
+    "scheduling_policy": "requests may set the field priority: leave the flag out",
     "num_scheduler_steps": "use --steps-in-flight",
     "async_scheduling": "use --steps-in-flight 2",
     "max_seq_len_to_capture": _COMPILE,
@@ -83,20 +83,20 @@ INSTEAD: dict[str, str] = {
     "data_parallel_size_local": "use --nnodes and --node-rank",
     "api_server_count": "use --fronts",
     "disable_log_stats": "use --log-level warning",
-    "disable_uvicorn_access_log": "Weft writes no access log; --log-requests turns one on",
-    "prefix_caching_hash_algo": "Weft has one hash: leave the flag out",
-    "response_role": "the role of an answer is assistant: leave the flag out",
-    "chat_template_content_format": "Weft reads the form off the template: leave the flag out",
-    "generation_config": "defaults of generation_config.json hold where a request sets none: leave it out",
+    "disable_uvicorn_access_log": "use --log-requests for an access log; the default is none",
+    "prefix_caching_hash_algo": "Weft has only one hash algorithm: leave the flag out",
+    "response_role": "responses always have the role assistant: leave the flag out",
+    "chat_template_content_format": "Weft detects the format from the chat template: leave the flag out",
+    "generation_config": "generation_config.json has the defaults of sampling parameters: leave the flag out",
     "override_generation_config": "set the fields in requests",
-    "task": "a checkpoint without an output head makes embeddings, any other both: leave the flag out",
-    "runner": "a checkpoint without an output head makes embeddings, any other both: leave the flag out",
+    "task": "all checkpoints serve embeddings: leave the flag out",
+    "runner": "all checkpoints serve embeddings: leave the flag out",
     "override_pooler_config": "use --pooling",
-    "mm_processor_kwargs": "images are read as the checkpoint's preprocessor_config.json says",
-    "allowed_local_media_path": "images come as data: URLs, or from --allowed-media-domains",
-    "disable_frontend_multiprocessing": "leave the flag out; --fronts sets the processes that answer HTTP",
+    "mm_processor_kwargs": "the checkpoint's preprocessor_config.json has the settings of image processing",
+    "allowed_local_media_path": "use data: URLs, or --allowed-media-domains",
+    "disable_frontend_multiprocessing": "leave the flag out; --fronts sets the number of API servers",
     "download_dir": "set HF_HOME",
-    "tokenizer_revision": "--revision is the tokenizer's, too",
+    "tokenizer_revision": "--revision also applies to the tokenizer",
     "master_addr": "use --rdzv",
     "master_port": "use --rdzv",
     "code_revision": "Weft runs no code of checkpoints",
@@ -126,13 +126,13 @@ INSTEAD: dict[str, str] = {
     "page_size": "use --block-size",
     "disable_radix_cache": "use --no-enable-prefix-caching",
     "disable_cuda_graph": "use --no-decode-graphs",
-    "schedule_policy": "requests share by key and by turn: leave the flag out",
+    "schedule_policy": "client requests and API keys get fair shares: leave the flag out",
     "schedule_conservativeness": "leave the flag out",
     "random_seed": "use --seed",
     "speculative_algorithm": "use --speculative-method mtp or ngram",
     "speculative_num_draft_tokens": "use --num-speculative-tokens",
     "speculative_num_steps": "use --num-speculative-tokens",
-    "speculative_draft_model_path": "use --speculative-method mtp or ngram: no second model runs",
+    "speculative_draft_model_path": "use --speculative-method mtp or ngram: there is no draft model",
     "enable_metrics": _ALWAYS,
     "enable_cache_report": _ALWAYS,
     "disaggregation_mode": "use --role in a topology (weft up), or --prefill P --decode D",
@@ -140,8 +140,8 @@ INSTEAD: dict[str, str] = {
     "enable_deterministic_inference": "use --deterministic",
     "load_balance_method": "use --routing-policy",
     "dist_init_addr": "use --nnodes, --node-rank and --rdzv",
-    "tool_server": "Weft calls no tools: clients do",
-    "is_embedding": "a checkpoint without an output head makes embeddings: leave the flag out",
+    "tool_server": "clients run the tools, not the server",
+    "is_embedding": "checkpoints without an output head serve embeddings only: leave the flag out",
     "log_level_http": "use --log-level",
     "json_model_override_args": _OWN_FORMAT,
 }
@@ -173,8 +173,8 @@ def most_images(value: Any) -> Any:
     others = {kind: count for kind, count in value.items() if kind != "image" and count not in (0, "0", None)}
     if others or "image" not in value:
         raise ConfigError(
-            f'{flag} takes the images of a prompt, {{"image": 4}} or 4: two frames of a video count as one '
-            "image, and audio is not taken",
+            f'{flag} takes the number of images per prompt, {{"image": 4}} or 4: two frames of a video '
+            "count as one image, and audio is not supported",
             param=flag,
         )
     count = value["image"]
@@ -261,7 +261,7 @@ def speculation(value: Any) -> dict[str, Any]:
     for key, one in given.items():
         if key not in _SPECULATION:
             raise ConfigError(
-                f"{flag}: Weft takes {', '.join(_SPECULATION)}, not {str(key)[:80]!r} "
+                f"{flag}: Weft supports {', '.join(_SPECULATION)}, not {str(key)[:80]!r} "
                 "(--speculative-method mtp uses the model's own module, ngram earlier text)",
                 param=flag,
             )

@@ -36,8 +36,9 @@ def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
         flag += " or --data-parallel-size"
     have = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}"
     raise ConfigError(
-        f"{ranks} ranks on this host, which has {have} (CUDA_VISIBLE_DEVICES counts): NCCL needs one for "
-        f"each rank. Lower {flag}, use --device cpu, or have ranks share GPUs with --collectives gloo (slow)",
+        f"{ranks} ranks need {ranks} GPUs with NCCL, and this host has {have} (CUDA_VISIBLE_DEVICES "
+        f"counts). Lower {flag}, use --device cpu, or let ranks share GPUs with --collectives gloo "
+        "(slow)",
         param="--collectives" if parallel.collectives == "nccl" else flag.partition(" ")[0],
     )
 

@@ -31,7 +31,8 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
         return parallel
     if parallel.rdzv is None or parallel.group_secret is None:
         raise ConfigError(
-            "--nnodes over 1 needs --rdzv HOST:PORT, where ranks meet on host 0, and --group-secret FILE",
+            "--nnodes above 1 requires --rdzv HOST:PORT, where the ranks connect to host 0, and "
+            "--group-secret FILE",
             param="--rdzv" if parallel.rdzv is None else "--group-secret",
         )
     meeting_place(parallel)

@@ -91,7 +91,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         Raise InvalidRequest for an image without pixels, or with an extreme aspect ratio.
         """
         if height < 1 or width < 1:
-            raise InvalidRequest(f"an image of {width} x {height} pixels has none")
+            raise InvalidRequest(f"an image of {width} x {height} pixels is empty")
         size = self._by_area(height, width) if self.kind == "area" else self._by_patches(height, width)
         return self._fit(size)
 
@@ -101,7 +101,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         Raise InvalidRequest for frames without pixels, or with an extreme aspect ratio.
         """
         if height < 1 or width < 1:
-            raise InvalidRequest(f"a frame of {width} x {height} pixels has none")
+            raise InvalidRequest(f"a frame of {width} x {height} pixels is empty")
         token = self.patch * self.merge
         # Frames smaller than one token are enlarged.
         if min(height, width) < token:

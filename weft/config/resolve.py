@@ -138,7 +138,7 @@ def read_spec(config: Config, path: str) -> ModelSpec:
         spec = _text_spec(read, transfer.role == "decode")
     if transfer.take_embeddings and spec.vision is None:
         raise ConfigError(
-            f"--take-embeddings: {spec.architecture} reads text alone, and takes no images: leave it out",
+            f"--take-embeddings: {spec.architecture} has no image input; remove --take-embeddings",
             param="--take-embeddings",
         )
     spec = check_experts(with_cache_dtype(spec, config.cache), config.parallel)
@@ -156,7 +156,7 @@ def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
         try:
             return read()
         except ConfigError as error:
-            log.info("prompts with images cannot be decoded here: %s", error.message)
+            log.info("this decode group accepts no prompts with images: %s", error.message)
     return read(language_model_only=True)
 
 
@@ -184,7 +184,7 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     )
     if caches == spec.caches:
         raise ConfigError(
-            f"--kv-cache-dtype fp8: {spec.architecture} has no cache that can be kept in 8 bits; use auto",
+            f"--kv-cache-dtype fp8: {spec.architecture} has no KV cache in 8 bits; use --kv-cache-dtype auto",
             param="--kv-cache-dtype",
         )
     return msgspec.structs.replace(spec, caches=caches)
@@ -194,7 +194,8 @@ def check_runs_model(front: FrontSection) -> None:
     """Raise ConfigError if --scripted is set: a scripted server has no engine (``weft.config.scripted``)."""
     if front.scripted is not None:
         raise ConfigError(
-            "--scripted plays outputs without a model, and only `weft serve` can: leave it out",
+            "--scripted works only with `weft serve`, because a scripted server runs no model: remove "
+            "--scripted",
             param="--scripted",
         )
 
@@ -217,7 +218,7 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
     for flag, name in (("--trace-requests", runner.trace_requests), ("--profile-dir", runner.profile_dir)):
         if name is not None and not (Path(name).is_dir() or Path(name).absolute().parent.is_dir()):
             raise ConfigError(
-                f"{flag} must name a folder, or one to be made in a folder that exists", param=flag
+                f"{flag} must name a folder, or a new folder inside an existing folder", param=flag
             )
     check_front(front)
     check_media(media)
@@ -231,16 +232,16 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
     refuse_adapter(Path(path))
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
-            f"{model.model!r} is no checkpoint that Weft can read: it has neither a config.json beside "
-            "*.safetensors weights nor a *.gguf file",
+            f"{model.model!r} is not a checkpoint that Weft can read: the folder has neither a "
+            "config.json beside *.safetensors weights nor a *.gguf file",
             param="--model",
         )
     if not model.trust_remote_code:
         for folder, name in ((path, "config.json"), (tokenizer_path, "tokenizer_config.json")):
             if (read_json(Path(folder), name) or {}).get("auto_map"):
                 raise ConfigError(
-                    f"the checkpoint brings its own code (auto_map in {name}), which is refused; "
-                    "pass --trust-remote-code if you trust who made it",
+                    f"the checkpoint contains its own code (auto_map in {name}), which is refused; pass "
+                    "--trust-remote-code if you trust the publisher",
                     param="--trust-remote-code",
                 )
     if model.load_format == "dummy":
@@ -255,14 +256,14 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
             )
     elif not safe and pickles:
         raise ConfigError(
-            "the checkpoint has its weights as pickles only, which can run code when loaded and are refused; "
-            "pass --load-format pickle if you trust who made it",
+            "the checkpoint has only pickled weights, which can run code when loaded and are refused; "
+            "pass --load-format pickle if you trust the publisher",
             param="--load-format",
         )
     elif not safe:
         raise ConfigError(
-            "the checkpoint has no *.safetensors file: pass --load-format pickle if it has its weights as "
-            "pickles and you trust who made it, or --load-format dummy for random weights",
+            "the checkpoint has no *.safetensors file: pass --load-format pickle if the weights are "
+            "pickles and you trust the publisher, or --load-format dummy for random weights",
             param="--load-format",
         )
 
@@ -287,8 +288,9 @@ def check_cores(parallel: ParallelSection, device: str) -> None:
     here = f"{ranks} ranks" if parallel.nnodes == 1 else f"{ranks} ranks on each of {parallel.nnodes} hosts"
     if ranks > RANKS_EACH_CORE * cores:
         raise ConfigError(
-            f"{sizes}: {here} are too many for the {cores} CPU cores of this process, which take "
-            f"{RANKS_EACH_CORE} each: make the product {RANKS_EACH_CORE * cores * parallel.nnodes} at most",
+            f"{sizes}: {here} are too many for the {cores} CPU cores of this process (at most "
+            f"{RANKS_EACH_CORE} ranks per core): lower the product to at most "
+            f"{RANKS_EACH_CORE * cores * parallel.nnodes}",
             param="--data-parallel-size" if data > 1 else "--tensor-parallel-size",
         )
     log.warning("%s: %s, with at least one thread each, share %d CPU cores", sizes, here, cores)

@@ -75,6 +75,6 @@ def _check_flags(config: Config) -> None:
     for flags, wrong in given.items():
         if wrong:
             raise ConfigError(
-                f"--scripted and {flags}: a scripted server runs no model; leave one of them out",
+                f"--scripted and {flags}: a scripted server runs no model; remove one of them",
                 param="--scripted",
             )

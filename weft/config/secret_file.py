@@ -49,7 +49,8 @@ def read_secret(file: str | None) -> bytes:
     """
     if file is None:
         raise ConfigError(
-            f"--transfer tcp needs {_FLAG} FILE, which all groups share: caches go to nobody else; {_MAKE}",
+            f"--transfer tcp requires {_FLAG} FILE, a secret that all groups share and that protects "
+            f"the KV caches; {_MAKE}",
             param=_FLAG,
         )
     path = Path(file)

@@ -87,8 +87,8 @@ def short_form(config: Config, towers: bool = False) -> Topology | None:
     section = config.transfer
     if section.role != "unified":
         raise ConfigError(
-            f"--role {section.role} is one group's: use --prefill P --decode D --encode E for that many "
-            "groups of each role, or a topology file (weft up FILE)",
+            f"--role {section.role} applies to a single group: use --prefill P --decode D --encode E "
+            "for groups of each role, or a topology file (weft up FILE)",
             param="--role",
         )
     if bool(section.prefill) != bool(section.decode) or not (section.prefill or section.encode):
@@ -124,7 +124,7 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     for number, entry in enumerate(loaded["groups"]):
         groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers, encodes)
     if len(groups) > MOST_GROUPS:
-        raise ConfigError(f"{name}: {len(groups)} groups are more than {MOST_GROUPS}")
+        raise ConfigError(f"{name}: {len(groups)} groups are more than the maximum of {MOST_GROUPS}")
     names = [group.name for group in groups]
     for twice in (one for one in names if names.count(one) > 1):
         raise ConfigError(f"{name}: two groups are called {twice!r}: give one of them another name")
@@ -160,7 +160,9 @@ def _groups(
         numbers[role] += count
         return [GroupSettings(f"{role}{number}", config) for number in range(first, first + count)]
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where}: name must be up to 24 of a-z, 0-9 and -, the first one a letter")
+        raise ConfigError(
+            f"{where}: name must have at most 24 characters of a-z, 0-9 and -, and begin with a letter"
+        )
     return [GroupSettings(f"{name}{number}" if count > 1 else name, config) for number in range(count)]
 
 
@@ -174,12 +176,12 @@ def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...])
             raise ConfigError(f"{where}: unknown key {key!r}.{suggest(field.replace('_', '-'), known)}")
         # The key is a known flag. The remaining checks find flags in the wrong place.
         if setting.section == "front":
-            raise ConfigError(f"{where}: {key!r} is the server's: write it under front")
+            raise ConfigError(f"{where}: {key!r} is a setting of the server: write {key!r} under front")
         if field in _NOT_IN_FILES:
             instead = "start each host with --node-rank" if field == "node_rank" else "list groups instead"
-            raise ConfigError(f"{where}: {key!r} has no place in a topology: {instead}")
+            raise ConfigError(f"{where}: {key!r} is not allowed in a topology: {instead}")
         if field == "role":
-            raise ConfigError(f"{where}: role is a group's: write it under groups")
+            raise ConfigError(f"{where}: role is a setting of a group: write role under groups")
 
 
 def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
@@ -264,8 +266,8 @@ def _over_hosts(topology: Topology) -> Topology:
             host, port = meeting_place(parallel)
             if port + number > 65535:
                 raise ConfigError(
-                    f"--rdzv {parallel.rdzv}: the groups meet at {len(topology.groups)} ports from this one "
-                    f"on: use one of at most {65536 - len(topology.groups)}",
+                    f"--rdzv {parallel.rdzv}: the groups use {len(topology.groups)} ports, beginning "
+                    f"with this port: use a port of at most {65536 - len(topology.groups)}",
                     param="--rdzv",
                 )
             place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
@@ -322,15 +324,15 @@ def _check_roles(topology: Topology) -> None:
     roles: set[str] = {_role(group) for group in topology.groups}
     if roles == {"encode"}:
         raise ConfigError(
-            "the groups serve nothing: those with role encode need others that compute what they encode for: "
-            "one that is unified, or some with the roles prefill and decode"
+            "the groups cannot serve requests: encode groups need a unified group, or a prefill and a "
+            "decode group"
         )
     if not serves(roles):
         lacks = "decode" if "prefill" in roles else "prefill"
         has = "prefill" if lacks == "decode" else "decode"
         raise ConfigError(
-            f"the groups serve nothing: those with role {has} need at least one with role {lacks}, or one "
-            "that is unified"
+            f"the groups cannot serve requests: groups with role {has} need at least one group with "
+            f"role {lacks}, or a unified group"
         )
 
 
@@ -399,8 +401,8 @@ def _check_cores(groups: list[EngineConfig]) -> None:
         return
     if ranks > RANKS_EACH_CORE * cores:
         raise ConfigError(
-            f"{ranks} ranks of {len(groups)} groups are too many for the {cores} CPU cores of this process, "
-            f"which take {RANKS_EACH_CORE} each: start fewer groups, or smaller ones"
+            f"{ranks} ranks of {len(groups)} groups are too many for the {cores} CPU cores of this "
+            f"process (at most {RANKS_EACH_CORE} ranks per core): start fewer or smaller groups"
         )
     log.warning(
         "%d ranks of %d groups, with at least one thread each, share %d CPU cores", ranks, len(groups), cores

@@ -12,8 +12,8 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     if bool(prefill) != bool(decode):
         given, missing = ("--prefill", "--decode") if prefill else ("--decode", "--prefill")
         raise ConfigError(
-            f"{given} {prefill or decode} needs {missing}: groups that prefill hand over to groups that "
-            f"decode; give both, as --prefill 1 --decode 1, or neither",
+            f"{given} {prefill or decode} requires {missing}: prefill groups send their KV caches to "
+            "decode groups. Give both flags, as --prefill 1 --decode 1, or neither",
             param=given,
         )
     groups = " ".join(
@@ -23,13 +23,14 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     )
     if role != "unified" and groups:
         raise ConfigError(
-            f"--role {role} is of one group, and {groups} give groups their roles: leave one of them out",
+            f"--role {role} applies to a single group, and {groups} set the role of each group: remove "
+            "one of them",
             param="--role",
         )
     if role == "encode" and transfer.take_embeddings:
         raise ConfigError(
-            "--role encode and --take-embeddings: what encodes images for others takes none from others; "
-            "leave one of them out",
+            "--role encode and --take-embeddings: an encode group receives no embeddings from other "
+            "groups; remove one of the two flags",
             param="--take-embeddings",
         )
     takes = "--take-embeddings" if transfer.take_embeddings else ""
@@ -40,14 +41,14 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     flag = named.partition(" ")[0]
     if parallel.nnodes > 1 and parallel.only_host is None:
         raise ConfigError(
-            f"{named} and --nnodes {parallel.nnodes}: a group with a role lies on one host: write a topology "
-            "(weft up FILE) in which it has only-host: N, or use --nnodes 1",
+            f"{named} and --nnodes {parallel.nnodes}: a group with a role runs on one host. Use "
+            "--nnodes 1, or a topology (weft up FILE) in which the group has only-host: N",
             param=flag,
         )
     if parallel.nnodes > 1 and transfer.transfer == "shm":
         raise ConfigError(
-            f"--transfer shm and --nnodes {parallel.nnodes}: groups on other hosts share no memory; use "
-            "--transfer tcp, or auto",
+            f"--transfer shm and --nnodes {parallel.nnodes}: groups on different hosts share no memory; "
+            "use --transfer tcp or auto",
             param="--transfer",
         )
     return transfer

@@ -227,7 +227,9 @@ def _vocabulary(tensors: Sequence[StoredTensor]) -> int:
     for tensor in tensors:
         if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
             return tensor.shape[0]
-    raise ConfigError("the GGUF file has no token_embd.weight: it holds no language model", param="--model")
+    raise ConfigError(
+        "the GGUF file has no token_embd.weight, so the file is not a language model", param="--model"
+    )
 
 
 def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,7 +248,8 @@ def _rope_scaling(
     if factors is not None:
         if kind not in ("none", "linear", "llama3") or not _is_llama3(factors, size, theta):
             raise ConfigError(
-                "the GGUF file's rope_freqs.weight is not Llama 3.1's, and no other is supported",
+                "the GGUF file's rope_freqs.weight differs from Llama 3.1's, and other values are not "
+                "supported",
                 param="--model",
             )
         scaling = {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3}

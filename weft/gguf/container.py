@@ -75,7 +75,7 @@ def shards(path: Path) -> list[Path]:
         return [path]
     count = int(found["count"])
     if not 1 <= count <= _MOST_SHARDS:
-        raise ConfigError(f"{path.name} says that there are {count} parts", param="--model")
+        raise ConfigError(f"the name {path.name} claims {count} parts", param="--model")
     parts = [path.with_name(f"{found['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
@@ -144,21 +144,24 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
         numbers, size = package.GGML_QUANT_SIZES[tensor.kind]
         if tensor.dims and tensor.dims[0] % numbers:
             raise Damaged(
-                f"rows of {tensor.name!r} have {tensor.dims[0]} numbers, {kind} takes {numbers} each"
+                f"rows of {tensor.name!r} have {tensor.dims[0]} numbers, and {kind} requires a multiple "
+                f"of {numbers}"
             )
         end = header.data + tensor.offset + math.prod(tensor.dims) // numbers * size
         if end > header.size:
             raise Damaged(
-                f"{tensor.name!r} ends at byte {end} and the file at {header.size}: is the download complete?"
+                f"{tensor.name!r} ends at byte {end}, but the file ends at byte {header.size}: is the "
+                "download complete?"
             )
     if unread:  # one error for all types, so the next download is right
         kind, tensors = next(iter(unread.items()))
         more = f", {len(tensors) - 1} more of this type" if len(tensors) > 1 else ""
         others = f", and tensors of {', '.join(list(unread)[1:])}" if len(unread) > 1 else ""
         raise ConfigError(
-            f"{path.name} has a tensor of the GGUF type {kind}, which is not read ({tensors[0].name}{more}"
-            f"{others}). Take a file of the same model in one of: {', '.join(READ)} (a Q4_K_M file has Q4_K "
-            "and Q6_K), or convert this file with llama.cpp's llama-quantize",
+            f"{path.name} has a tensor of the GGUF type {kind}, which is not supported "
+            f"({tensors[0].name}{more}{others}). Use a file of the same model in one of: "
+            f"{', '.join(READ)} (a Q4_K_M file has Q4_K and Q6_K), or convert this file with "
+            "llama.cpp's llama-quantize",
             param="--model",
         )
 

@@ -61,8 +61,8 @@ def checkpoint_folder(path: Path) -> str:
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(
-            f"what {parts[0].name} becomes cannot be written to {folder.parent}: {error.strerror}; set "
-            "XDG_CACHE_HOME to another folder",
+            f"the configuration of {parts[0].name} cannot be written to {folder.parent}: "
+            f"{error.strerror}; set XDG_CACHE_HOME to another folder",
             param="--model",
         ) from error
     # A folder appears complete, by a rename, because other processes look for the same folder.
@@ -107,7 +107,7 @@ def weights_of(path: Path) -> dict[str, Published]:
         layout = msgspec.json.decode((path.parent / _LAYOUT).read_bytes(), type=Layout)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{path.name} has no {_LAYOUT} beside it; name the .gguf file itself", param="--model"
+            f"{path.name} has no {_LAYOUT} in its folder; give the name of the .gguf file", param="--model"
         ) from error
     here = str(path.resolve())
     return {weight.name: weight for weight in published(layout) if weight.parts[0].path == here}

@@ -66,7 +66,7 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         size = path.stat().st_size
         if size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
-            raise Damaged("it does not begin with the letters GGUF")
+            raise Damaged("the file does not begin with the letters GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return _Walk(mapped, size).header()
 
@@ -86,9 +86,9 @@ class _Walk:
         (version,) = self._numbers("<I", "the version")
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
-                raise Damaged("its numbers are big-endian, and only little-endian files are read")
+                raise Damaged("the numbers are big-endian, and only little-endian files are supported")
             raise Damaged(
-                f"version {version} of the format is not read, only {_VERSIONS[0]} and {_VERSIONS[1]}"
+                f"version {version} of the format is not supported, only {_VERSIONS[0]} and {_VERSIONS[1]}"
             )
         tensors, pairs = self._numbers("<QQ", "the counts of tensors and keys")
         # Both counts come from the file: reject impossible counts before any allocation.
@@ -96,13 +96,13 @@ class _Walk:
         self._holds(pairs, _LEAST_PAIR, "keys")
         if max(tensors, pairs) > _MOST_PARTS:
             raise Damaged(
-                f"it has {tensors} tensors and {pairs} keys, at most {_MOST_PARTS} of each are read"
+                f"the file has {tensors} tensors and {pairs} keys; the limit is {_MOST_PARTS} of each"
             )
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key, value = self._pair()
             if key in metadata:
-                raise Damaged(f"the key {_shown(key)} is there twice")
+                raise Damaged(f"the key {_shown(key)} occurs twice")
             metadata[key] = value
         found = tuple(self._tensor() for _ in range(tensors))
         if len({tensor.name for tensor in found}) < tensors:
@@ -131,7 +131,7 @@ class _Walk:
     def _array(self, key: str) -> list[Any]:
         kind, count = self._numbers("<IQ", "a list's length")
         if kind == _ARRAY:
-            raise Damaged(f"{_shown(key)} is a list of lists, which no key of the format is")
+            raise Damaged(f"{_shown(key)} is a list of lists, which no key may be")
         form = "" if kind == _STRING else self._form(kind, key)
         # A string takes at least the 8 bytes of its length.
         self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
@@ -144,8 +144,8 @@ class _Walk:
         self._entries += count
         if self._entries > _MOST_ENTRIES:
             raise Damaged(
-                f"its lists up to {_shown(key)} have {self._entries} entries, "
-                f"at most {_MOST_ENTRIES} are read"
+                f"the lists up to {_shown(key)} have {self._entries} entries in total; the limit is "
+                f"{_MOST_ENTRIES}"
             )
 
     def _tensor(self) -> HeaderTensor:
@@ -186,14 +186,16 @@ class _Walk:
     def _skip(self, count: int, what: str) -> None:
         left = self._size - self._at
         if count > left:
-            raise Damaged(f"{what} takes {count} bytes at {self._at}, and the file has {left} more")
+            raise Damaged(
+                f"{what} takes {count} bytes at byte {self._at}, and the file has {left} more bytes"
+            )
         self._at += count
 
     def _holds(self, count: int, least: int, what: str) -> None:
         """Raise Damaged unless the rest of the file has room for ``count`` items of ``least`` bytes."""
         left = self._size - self._at
         if count > left // least:
-            raise Damaged(f"it says that {count} {what} follow, and the file has {left} more bytes")
+            raise Damaged(f"the file claims {count} {what}, and has {left} more bytes")
 
 
 def _shown(name: str) -> str:

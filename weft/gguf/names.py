@@ -187,6 +187,6 @@ def _experts_in_turn(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Pub
 
 def _unknown(stored: StoredTensor) -> ConfigError:
     return ConfigError(
-        f"the GGUF file has a tensor {stored.name!r}, which no served model of its architecture has",
+        f"the GGUF file has a tensor {stored.name!r}, which is unknown for the architecture",
         param="--model",
     )

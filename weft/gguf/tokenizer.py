@@ -117,9 +117,7 @@ def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> d
     except ConfigError:
         raise
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(
-            f"the GGUF file's tokenizer does not fit together: {error}", param="tokenizer"
-        ) from error
+        raise ConfigError(f"the GGUF file's tokenizer is inconsistent: {error}", param="tokenizer") from error
     named = {role: text for key, role in _ROLES.items() if (text := vocabulary.token(key)) is not None}
     files = {"tokenizer.json": made, "tokenizer_config.json": json.dumps(named, ensure_ascii=False)}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):

@@ -136,7 +136,7 @@ def _unpickle(path: Path) -> dict[str, torch.Tensor]:
         result = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConfigError(
-            f"{path.name} holds more than tensors and is not loaded", param="--load-format"
+            f"{path.name} contains objects other than tensors, and is not loaded", param="--load-format"
         ) from error
     if not isinstance(result, dict) or not all(isinstance(t, torch.Tensor) for t in result.values()):
         raise ConfigError(f"{path.name} is not a dict of tensors", param="--load-format")

@@ -104,6 +104,7 @@ def ends(one: Driver, name: str, sequence: int) -> None:
 # -- what is sent
 
 
+@pytest.mark.requirement("D27")
 def test_three_instances_have_a_part_in_a_sequence_with_an_image() -> None:
     one = rig("x", "p", "d")
     parts = ask(one, 5, session="s", explain=True)
@@ -157,6 +158,7 @@ def test_text_goes_to_no_instance_that_encodes() -> None:
     assert [name for name, _ in ask(one, 1, media=())] == ["d", "p"]
 
 
+@pytest.mark.requirement("D27")
 def test_images_of_one_prompt_go_to_those_they_belong_to() -> None:
     one = rig("x", "y", "z", "u")
     parts = ask(one, 5, media=pictures(12))
@@ -194,6 +196,7 @@ def test_only_images_of_an_instance_that_is_gone_move() -> None:
     assert min(Counter(one.name for one in before).values()) > 40
 
 
+@pytest.mark.requirement("D27")
 def test_an_instance_with_far_more_to_do_gets_no_image_for_now() -> None:
     busy, idle = _instances("x", "y")
     items = [image(number) for number in range(40)]
@@ -234,6 +237,7 @@ def test_those_that_encode_otherwise_are_not_asked() -> None:
     assert {name for number in range(1, 9) for name, _ in ask(one, number, request=number)} == {"d", "p", "x"}
 
 
+@pytest.mark.requirement("D18")
 def test_without_one_that_encodes_pixels_go_to_a_tower_where_there_is_one() -> None:
     one = rig("x", "u", "v", towers="v")
     one.lose("x")
@@ -270,6 +274,7 @@ def test_images_wait_for_one_that_encodes_and_text_does_not(names: tuple[str, ..
     assert "x" in where(one)
 
 
+@pytest.mark.requirement("D18")
 @pytest.mark.parametrize("names", [("x", "u"), ("x", "p", "d")])
 def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]) -> None:
     one = rig(*names)
@@ -380,6 +385,7 @@ def test_a_fleet_does_not_live_on_encoders() -> None:
 # -- what goes wrong
 
 
+@pytest.mark.requirement("D19")
 def test_images_of_one_that_is_lost_are_encoded_elsewhere() -> None:
     one = rig("x", "y", "p", "d")
     parts = dict(ask(one, 5, media=pictures(6)))
@@ -402,6 +408,7 @@ def test_images_of_one_that_is_lost_are_encoded_elsewhere() -> None:
     over(one)
 
 
+@pytest.mark.requirement("D19")
 def test_the_loss_of_one_that_is_done_changes_nothing() -> None:
     one = rig("x", "p", "d")
     ask(one, 5)
@@ -413,6 +420,7 @@ def test_the_loss_of_one_that_is_done_changes_nothing() -> None:
     over(one)
 
 
+@pytest.mark.requirement("D19")
 @pytest.mark.parametrize("how", ["lost", "evicted", "moved"])
 @pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
 def test_after_the_first_token_nothing_of_an_encoder_matters(names: tuple[str, ...], how: str) -> None:
@@ -445,6 +453,7 @@ def test_the_loss_of_one_that_prefills_after_its_part_leaves_the_one_that_decode
     over(one)
 
 
+@pytest.mark.requirement("D19")
 def test_one_that_gives_back_is_avoided() -> None:
     one = rig("x", "y", "u")
     parts = dict(ask(one, 5))
@@ -480,6 +489,7 @@ def entry_of(one: Driver) -> LedgerEntry:
     return one.fleet.entries[5]
 
 
+@pytest.mark.requirement("D27")
 def test_what_is_given_back_too_often_ends() -> None:
     one = rig("x", "u")
     ask(one, 5)

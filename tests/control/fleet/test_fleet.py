@@ -153,6 +153,7 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     ) == (1, 1, 1)
 
 
+@pytest.mark.requirement("E2")
 def test_silence_and_standing_still_count_as_death(caplog: pytest.LogCaptureFixture) -> None:
     """And the log says which of the two it was."""
     one = Driver("a", "b").up()
@@ -192,6 +193,7 @@ def test_a_tick_at_the_deadline_does_what_is_due(start: float) -> None:
                 one.expect(name)
 
 
+@pytest.mark.requirement("E2")
 def test_a_process_that_does_not_listen_or_load_in_time_is_lost() -> None:
     one = Driver("a", "b").up()
     one.lose("a")
@@ -297,6 +299,7 @@ def test_one_that_fails_to_start_fails_the_fleet() -> None:
     assert one.of(e.Replace) == []
 
 
+@pytest.mark.requirement("E2")
 def test_another_incarnation_behind_a_link_is_a_loss() -> None:
     one = Driver("a", "b").up()
     one.say("a", m.Heartbeat(idle=True, stats=m.HeadStats()))

@@ -6,6 +6,7 @@ import random
 from array import array
 
 import numpy as np
+import pytest
 
 from weft.common.errors import ErrorInfo
 from weft.control.fleet.instances import PROMPT_TOKENS, Instance, InstanceState
@@ -139,6 +140,7 @@ def test_progress() -> None:
     assert one.overdue(10, 30.5) is not None, "tokens alone prove life, not steps"
 
 
+@pytest.mark.requirement("F33")
 def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
     instances, policy = fleet_of(2), PrefixAffinity()
     prompt = ids_to_bytes(list(range(8 * DEFAULT_BLOCK)))
@@ -163,6 +165,7 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
     assert policy.choose(instances, talk) is instances[0]  # other processes: both caches are empty
 
 
+@pytest.mark.requirement("G14")
 def test_a_session_goes_on_where_it_was() -> None:
     """Unless another instance has more of the prompt, or waits less; and only at the same process."""
     instances, policy = fleet_of(3), PrefixAffinity()
@@ -245,6 +248,7 @@ def test_a_cached_prompt_counts_less_where_it_need_not_be_computed() -> None:
     assert decodes.choose(instances, prompt) is instances[1]
 
 
+@pytest.mark.requirement("E12")
 def test_every_policy_can_be_asked_for() -> None:
     names: dict[RoutingPolicy, type] = {
         "prefix": PrefixAffinity,

@@ -176,6 +176,7 @@ def test_tokens_that_are_missing_are_computed_again() -> None:
     ]
 
 
+@pytest.mark.requirement("E11")
 def test_who_ends_at_the_first_token_ends_at_both() -> None:
     one = pairs("p", "d")
     ask(one, 5)
@@ -266,6 +267,7 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
 # -- who are partners
 
 
+@pytest.mark.requirement("E2")
 def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     one = pairs("p", "q", "d", fingerprints={"p": "other"})
     for number in range(4):
@@ -292,6 +294,7 @@ def test_one_of_an_old_version_does_both() -> None:
     assert (sent[0], sent[1].room) == ("p", None)
 
 
+@pytest.mark.requirement("E12")
 def test_a_cached_prompt_goes_where_it_was_at_both_ends() -> None:
     one = pairs("p", "q", "d", "f")
     prompt = m.ids_to_bytes(list(range(16 * DEFAULT_BLOCK)))
@@ -310,6 +313,7 @@ def test_a_cached_prompt_goes_where_it_was_at_both_ends() -> None:
 # -- given back, refused
 
 
+@pytest.mark.requirement("E13")
 @pytest.mark.parametrize("who", ["p", "d"])
 def test_what_either_end_gives_back_starts_again_at_both(who: str) -> None:
     one = pairs("p", "d")
@@ -357,6 +361,7 @@ def test_what_was_held_is_dropped_when_the_decoder_gives_back() -> None:
     assert said(one) == [((7,), None)]
 
 
+@pytest.mark.requirement("E13")
 def test_a_pair_that_gives_all_back_is_not_asked_for_ever() -> None:
     one = pairs("p", "d")
     ask(one, 1)
@@ -504,6 +509,7 @@ def test_an_error_of_the_request_itself_ends_it_at_both(who: str) -> None:
 # -- losses
 
 
+@pytest.mark.requirement("E16")
 def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
     one = pairs("p", "q", "d")
     ask(one, 1)
@@ -516,6 +522,7 @@ def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
     rest(one, "d", 1)
 
 
+@pytest.mark.requirement("E16")
 def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)
@@ -595,6 +602,7 @@ def test_the_sender_is_lost_with_prompt_logprobs(came: int) -> None:
     assert event.prompt_logprobs.arrays()[2].tolist() == [1]
 
 
+@pytest.mark.requirement("E15")
 def test_the_decoder_is_lost_before_the_cache_came() -> None:
     one = pairs("p", "d", "f")
     ask(one, 1)
@@ -607,6 +615,7 @@ def test_the_decoder_is_lost_before_the_cache_came() -> None:
     rest(one, "f", 1)
 
 
+@pytest.mark.requirement("E15")
 def test_the_decoder_is_lost_in_the_middle() -> None:
     one = pairs("p", "d", "f")
     ask(one, 1)
@@ -661,6 +670,7 @@ def test_a_sequence_loses_only_so_many_instances() -> None:
 # -- clients
 
 
+@pytest.mark.requirement("E10", "E17")
 @pytest.mark.parametrize("stage", ["sent", "held", "moved", "decoding"])
 def test_a_client_that_leaves_frees_both(stage: str) -> None:
     one = pairs("p", "d")
@@ -787,6 +797,7 @@ def missing(*roles: str) -> str:
     return f"{NO_ROLE}{' or '.join(roles)} takes requests; try again later"
 
 
+@pytest.mark.requirement("E12")
 @pytest.mark.parametrize(("lost", "role"), [("p", "prefill"), ("d", "decode")])
 def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(lost: str, role: str) -> None:
     """A successor may need longer to load than the time-out for a role."""
@@ -846,6 +857,7 @@ def test_those_that_decode_prefill_while_the_one_that_prefills_drains() -> None:
     assert one.fleet.local_prefills == 1
 
 
+@pytest.mark.requirement("E12")
 def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
     """No two of those that are left fit together."""
     one = pairs("p", "q", "d", local_prefill=False, fingerprints={"q": "other"})
@@ -857,6 +869,7 @@ def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
     assert [error_of(event).message for event in one.told()] == [UNFIT]
 
 
+@pytest.mark.requirement("E13")
 def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
     one = pairs("p", "d")
     ask(one, 1)

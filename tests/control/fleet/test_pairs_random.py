@@ -27,6 +27,7 @@ def _run_all(seeds: Iterable[int] = SEEDS) -> Iterator[Model]:
         yield model
 
 
+@pytest.mark.requirement("D19", "E20")
 @pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(SEEDS.stop, 1000), marks=pytest.mark.grid)])
 def test_every_sequence_gives_its_tokens_and_ends_once_everywhere(seeds: range) -> None:
     seen: Counter[str] = Counter()
@@ -134,6 +135,7 @@ def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_send", change)
 
 
+@pytest.mark.requirement("D27")
 @pytest.mark.parametrize(
     "plant",
     [

@@ -150,6 +150,7 @@ def test_what_is_still_to_be_computed_there_is_not() -> None:
     assert ask(driver, 5, long) == "a"
 
 
+@pytest.mark.requirement("E32")
 def test_a_gap_is_asked_about_and_decisions_say_what_was_known() -> None:
     driver = fleet()
     driver.say("b", m.PrefixIndex(number=2, positions=4, added=A))

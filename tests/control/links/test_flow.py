@@ -78,6 +78,7 @@ def test_merging_keeps_why_a_prompt_was_not_cached() -> None:
     assert (made.token_ids, made.finish, made.cache_miss) == ((5, 6), "length", miss)
 
 
+@pytest.mark.requirement("F46")
 def test_a_slow_reader_costs_one_event() -> None:
     async def run() -> None:
         seen: list[TokenEvent] = []

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 
@@ -80,5 +81,6 @@ async def talk(folder: Path) -> None:
         image.close()
 
 
+@pytest.mark.requirement("D6")
 def test_images_are_named_where_the_head_can_open_them(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(talk(tmp_path), deadline(30)))

@@ -151,6 +151,7 @@ def kill(owner: Owner, name: str) -> None:
     address.process.kill()  # type: ignore[attr-defined]
 
 
+@pytest.mark.requirement("E15")
 def test_a_stream_of_a_pair_goes_on_with_others_when_one_dies() -> None:
     async def work(links: Links, owner: Owner) -> None:
         flows = [submit(links, number) for number in range(1, 5)]

@@ -101,6 +101,7 @@ def ask_again(server: Running) -> str:
     return made.choices[0].text
 
 
+@pytest.mark.requirement("E35")
 @pytest.mark.real_processes
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
     """The other's 400 tokens come; the one that died comes back; its clients get their tokens elsewhere."""
@@ -236,7 +237,7 @@ def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> Non
         [*command, "--admin-key", "admin", "1"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "no head of '1' is retired" in ran.stderr
+    assert "no engine of '1' is retired" in ran.stderr
     ran = subprocess.run(
         [*command, "--admin-key", "admin", "0"], capture_output=True, text=True, timeout=PATIENCE
     )

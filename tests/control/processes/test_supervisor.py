@@ -278,11 +278,11 @@ def test_who_can_be_revived_is_said_by_name() -> None:
     members = {"prefill0": Member(group="prefill0"), "d.0": Member(group="d"), "d.1": Member(group="d")}
     assert to_revive("d", members, ["d.1"]) == ["d.1"]
     assert to_revive("d.1", members, ["d.0", "d.1"]) == ["d.1"]
-    with pytest.raises(NotFound, match=r"no group is called 'e'; there are prefill0, d$"):
+    with pytest.raises(NotFound, match=r"unknown group 'e'; the groups are prefill0, d$"):
         to_revive("e", members, ["d.1"])
-    with pytest.raises(NotFound, match="no group is called ''"):
+    with pytest.raises(NotFound, match="unknown group ''"):
         to_revive("", {"0": Member()}, ["0"])
-    with pytest.raises(InvalidRequest, match=r"no head of 'd\.0' is retired"):
+    with pytest.raises(InvalidRequest, match=r"no engine of 'd\.0' is retired"):
         to_revive("d.0", members, ["d.1"])
 
 

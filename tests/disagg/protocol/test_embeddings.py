@@ -112,6 +112,7 @@ def test_every_rank_gets_all_rows_of_all_levels(ranks: tuple[int, int]) -> None:
         assert sum(moved.sent) == ranks[1] * rows * ROW
 
 
+@pytest.mark.requirement("D14")
 @settings(max_examples=60, deadline=None)
 @given(
     ranks=st.sampled_from([(1, 2), (1, 4), (2, 4), (2, 2), (3, 6), (4, 2)]),
@@ -169,6 +170,7 @@ def test_where_the_receiver_has_all_of_it_no_block_is_named_and_nothing_moves() 
         placed((blocks_of([]),), sender, 99, 100)
 
 
+@pytest.mark.requirement("D8")
 def test_embeddings_of_other_towers_are_not_compatible() -> None:
     one = dims(1)
     assert compatible(one, dims(4, True, num_blocks=7)) is None

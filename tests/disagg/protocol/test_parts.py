@@ -63,6 +63,7 @@ def test_a_lease_is_given_back_once() -> None:
         ring.take(11, KEY)
 
 
+@pytest.mark.requirement("E7")
 def test_outcomes_are_the_least_of_all_and_are_not_taken_back() -> None:
     for seed in range(100):
         rng, outcomes = random.Random(seed), Outcomes(3)
@@ -270,6 +271,7 @@ class TestPushes:
             late = out.behind()
         assert order == [KEY, OTHER, KEY, OTHER, KEY]
 
+    @pytest.mark.requirement("E3")
     def test_everything_is_pushed_once_whenever_the_receiver_is_bound(self) -> None:
         layers = (1, 2)
         for bound_after in range(5):

@@ -81,6 +81,7 @@ def check_end(world: World) -> None:
     assert getattr(world.receiver.machine, "parked", 0) == 0
 
 
+@pytest.mark.requirement("E8", "E9")
 @pytest.mark.parametrize("seeds", [range(25), pytest.param(range(25, 100), marks=pytest.mark.grid)])
 @pytest.mark.parametrize("fence", ["copy", "connection"])
 def test_random_schedules(fence: FenceBy, seeds: range) -> None:
@@ -174,6 +175,7 @@ def test_a_room_from_beginning_to_end() -> None:
     assert (len(out), len(into)) == (0, 0)
 
 
+@pytest.mark.requirement("E7")
 def test_all_ranks_must_have_landed_and_failure_wins() -> None:
     into = receiver()
     into.on(ev.Heard(P, sealed(FIRST)), 0.0)
@@ -184,6 +186,7 @@ def test_all_ranks_must_have_landed_and_failure_wins() -> None:
     assert into.on(ev.RankReport(KEY, 1, Outcome.done), 0.0) == []
 
 
+@pytest.mark.requirement("E30")
 def test_bytes_without_metadata_are_not_landed_and_wrong_metadata_fail() -> None:
     into = receiver()
     for rank in (0, 1):
@@ -194,6 +197,7 @@ def test_bytes_without_metadata_are_not_landed_and_wrong_metadata_fail() -> None
     assert not intact(msgspec.structs.replace(sealed(FIRST), key=KEY._replace(attempt=1)))
 
 
+@pytest.mark.requirement("E8", "E13")
 def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
     out = sender()
     due = out.next_due()
@@ -208,6 +212,7 @@ def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
     assert names(out.on(ev.Heard(D, r.Fenced(key=KEY)), 10_000.0)) == ["RoomFreed"]
 
 
+@pytest.mark.requirement("E8")
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
 def test_what_frees_memory_that_a_peer_could_touch(proof: str) -> None:
     rooms: list[tuple[Any, Peer]] = [(sender(), D), (receiver(fence="rekey"), P)]
@@ -244,6 +249,7 @@ def test_a_peer_that_does_not_answer_a_fence_is_to_be_revoked() -> None:
     assert "Revoke" not in names(out.on(ev.Tick(), 2.0 + PATIENCE.fence))
 
 
+@pytest.mark.requirement("E9")
 def test_messages_are_repeated_until_they_are_answered() -> None:
     out = SendingRooms(2, patience=PATIENCE)
     out.on(ev.Open(KEY, D, 30.0), 0.0)
@@ -330,6 +336,7 @@ def test_strangers_are_not_heard() -> None:
     assert out.state(KEY) is State.active
 
 
+@pytest.mark.requirement("E2")
 def test_a_room_of_another_start_of_the_sender_fails_at_once() -> None:
     out = SendingRooms(2, incarnation=5)
     assert names(out.on(ev.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed", "Fence"]
@@ -373,6 +380,7 @@ class TestMessages:
                 with pytest.raises(r.RoomMessageError):
                     r.decode(data[:size])
 
+    @pytest.mark.requirement("F28")
     def test_unknown_fields_tags_and_values_are_refused(self) -> None:
         good = msgspec.msgpack.decode(r.encode(r.Landed(key=KEY)))
         for change in (

@@ -154,6 +154,7 @@ def test_positions_in_the_null_block_are_an_error() -> None:
         list(SpanPlan(side, 0, case.sides[1], 0, 0, 20).everything())
 
 
+@pytest.mark.requirement("F28")
 @pytest.mark.parametrize(
     ("table", "message"),
     [([1, 2, 99], "outside its pool"), ([1, 2, 2], "twice"), ([1, 2], "end before"), ([1, -2, 3], "outside")],

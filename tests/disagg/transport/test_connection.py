@@ -53,6 +53,7 @@ def frames(room: RoomKey) -> f.WriteFrame:
     return f.WriteFrame(room, 0, (), b"")
 
 
+@pytest.mark.requirement("E18")
 @pytest.mark.parametrize("cancelled", ROOMS)
 def test_a_room_that_is_cancelled_at_any_byte_takes_no_other_with_it(cancelled: RoomKey) -> None:
     whole = len(f.pack(frames(ROOMS[0]), 0, f.NO_KEY, PAYLOAD)) + PAYLOAD

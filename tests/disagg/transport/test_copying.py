@@ -15,6 +15,7 @@ from weft.disagg.transport.shm import ShmTransport
 from weft.ops import cpu
 
 
+@pytest.mark.requirement("E9")
 def test_other_threads_run_during_a_long_copy() -> None:
     if not cpu.load():
         pytest.skip("needs the C++ operations (weft build-ops)")

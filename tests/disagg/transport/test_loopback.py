@@ -71,6 +71,7 @@ class Pair:
         return last
 
 
+@pytest.mark.requirement("E30")
 @pytest.mark.parametrize("fence", ["copy", "rekey"])
 @pytest.mark.parametrize("damage", ["flipped", "swapped", "moved"])
 def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: FenceBy) -> None:
@@ -86,6 +87,7 @@ def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: Fence
     assert caught == planted == 100
 
 
+@pytest.mark.requirement("E30")
 def test_a_stale_state_is_caught_every_time() -> None:
     """What another attempt, or another place, was sent is not what this one was."""
     for seed in range(100):
@@ -102,6 +104,7 @@ def test_a_stale_state_is_caught_every_time() -> None:
         assert said.error.code == "transfer_corrupt"
 
 
+@pytest.mark.requirement("E30")
 def test_a_block_that_is_reassigned_before_it_is_read_is_caught_every_time() -> None:
     for seed in range(100):
         pair = Pair(Faults(delay=0.5), seed)

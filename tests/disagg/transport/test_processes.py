@@ -115,6 +115,7 @@ def test_between_processes(pair: Pair, sender: Sender) -> None:
     assert equal(pair, expected)
 
 
+@pytest.mark.requirement("E8")
 def test_a_sender_that_is_killed_leaves_no_writer(
     pair: Pair, sender: Sender, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_sender_that_is_killed_leaves_no_writer(
     other.close()
 
 
+@pytest.mark.requirement("E8", "E15")
 def test_a_sender_that_stood_still_writes_nothing_when_it_goes_on(pair: Pair, sender: Sender) -> None:
     begin(pair, sender, KEY)
     wait_for_half(pair, KEY)

@@ -114,6 +114,7 @@ def test_a_sender_that_closes_fails_its_writes_and_the_receiver_goes_on(
     assert other.transfer(KEY)[0].outcome is Outcome.done
 
 
+@pytest.mark.requirement("E30")
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_changes_between_digest_and_copy_is_noticed(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +179,7 @@ def test_a_senders_own_prefix_hit_arrives(pair: Callable[..., Pair], cached: int
     assert one.senders[0].wait(KEY).outcome is Outcome.done
 
 
+@pytest.mark.requirement("E3")
 @pytest.mark.parametrize("bound_after", [0, 1, 2, 3])
 def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: int) -> None:
     """Bound before the first chunk, or after any other: a chunk needs its own blocks only."""
@@ -212,6 +214,7 @@ def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown
     assert said.error.code == "bad_room_message"
 
 
+@pytest.mark.requirement("E9")
 def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[..., Pair]) -> None:
     """Nobody reads at the other end: the window fills, the thread goes on with other peers."""
     one, other = pair("tcp"), pair("tcp")
@@ -237,6 +240,7 @@ def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[.
         assert time.monotonic() - began < deadline(5.0)
 
 
+@pytest.mark.requirement("E22")
 def test_threads_end_promptly(pair: Callable[..., Pair]) -> None:
     one = pair("shm")
     before = threading.active_count()
@@ -247,6 +251,7 @@ def test_threads_end_promptly(pair: Callable[..., Pair]) -> None:
     assert threading.active_count() == before - 2
 
 
+@pytest.mark.requirement("E18")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_goes_wrong_with_one_connection_ends_that_alone(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +276,7 @@ def test_what_goes_wrong_with_one_connection_ends_that_alone(
     assert same(one, expected)
 
 
+@pytest.mark.requirement("E18")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thread_that_fails_fails_its_rooms_and_answers_stop(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -348,6 +354,7 @@ def hello(
     return f.Hello(version, transport, 5, wanted, 0, nonce)
 
 
+@pytest.mark.requirement("F28")
 @pytest.mark.parametrize(
     "data",
     [
@@ -505,6 +512,7 @@ def test_a_start_that_is_gone_is_not_taken_for_the_next(pair: Callable[..., Pair
     assert one.senders[0].wait(KEY).outcome is Outcome.failed
 
 
+@pytest.mark.requirement("F28")
 @pytest.mark.parametrize(
     ("region", "span"),
     [(0, (0, 1 << 40, 8)), (0, (0, -8, 8)), (0, (0, 0, 1 << 62)), (0, (1 << 40, 0, 8)), (99, (0, 0, 8)),
@@ -534,6 +542,7 @@ def test_forged_spans_are_refused_before_a_byte_is_touched(
     assert all(np.array_equal(x, y) for x, y in zip(before, one.receiver.regions[0], strict=True))
 
 
+@pytest.mark.requirement("F28")
 def test_spans_of_somebody_elses_blocks_fail_the_room(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

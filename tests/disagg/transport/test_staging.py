@@ -81,6 +81,7 @@ def test_a_prompt_larger_than_the_ring_goes_over_as_receivers_answer(
     assert memory_of(sender).outbox.free == SMALL.slots
 
 
+@pytest.mark.requirement("E8")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_have(
     pair: Callable[..., Pair], kind: str
@@ -114,6 +115,7 @@ def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_hav
     assert same(one, expected)
 
 
+@pytest.mark.requirement("E8")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_slot_that_was_sent_is_used_again_only_when_its_receiver_has_answered(
     pair: Callable[..., Pair], kind: str

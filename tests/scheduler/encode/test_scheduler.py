@@ -90,6 +90,7 @@ class TestOneSequence:
         assert world.finishes(1) == ["evicted"]
         world.check_idle()
 
+    @pytest.mark.requirement("D9")
     def test_its_blocks_stay_until_nobody_reads_them(self) -> None:
         """An embedding that takes the whole pool: the next one waits for the fence."""
         world = World(limits(blocks=3))
@@ -128,16 +129,19 @@ class TestOneSequence:
 
 
 class TestBatches:
+    @pytest.mark.requirement("D3")
     def test_by_patches_and_items(self) -> None:
         world = World(limits(encode_patches=40, encode_items=3))
         world.submit(submit(1, [(1, 4), (2, 4), (3, 3), (4, 1), (5, 1), (6, 1), (7, 1)]))
         assert [encoded(step(world)) for _ in range(3)] == [[1, 2], [3, 4, 5], [6, 7]]
 
+    @pytest.mark.requirement("D3")
     def test_a_large_one_goes_alone(self) -> None:
         world = World(limits(encode_patches=16))
         world.submit(submit(1, [(1, 2), (2, 9), (3, 2), (4, 2)]))
         assert [encoded(step(world)) for _ in range(3)] == [[1], [2], [3, 4]]
 
+    @pytest.mark.requirement("D3")
     def test_in_order_of_sequences_and_of_their_images(self) -> None:
         """D3. Whatever the order in which receivers are ready."""
         world = World(limits(encode_items=2))
@@ -155,6 +159,7 @@ class TestBatches:
         assert encoded(step(world)) == [2, 3]
         assert encoded(step(world)) == [1]
 
+    @pytest.mark.requirement("D3")
     def test_an_image_is_encoded_once_for_all_that_want_it(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(5, 3), (5, 3)]))
@@ -169,6 +174,7 @@ class TestBatches:
         assert (stats.images_encoded, stats.image_hits) == (1, 2)
         world.check_idle()
 
+    @pytest.mark.requirement("D7")
     def test_what_is_there_leaves_before_others_are_encoded(self) -> None:
         """D7: without the tower."""
         world = World(limits())
@@ -211,6 +217,7 @@ class TestBatches:
 
 
 class TestRoom:
+    @pytest.mark.requirement("D9")
     def test_a_full_pool_defers_and_recovers(self) -> None:
         """D9. Nobody is passed by meanwhile."""
         world = World(limits(blocks=3))
@@ -279,6 +286,7 @@ class TestRoom:
         for world in (one, other):
             assert world.finishes(1) == world.finishes(2) == ["moved"]
 
+    @pytest.mark.requirement("D7")
     def test_a_second_tier_saves_the_tower(self) -> None:
         """D7: evicted embeddings go down, a hit brings them up."""
         world = World(limits(blocks=3, host=6))
@@ -295,6 +303,7 @@ class TestRoom:
         assert (stats.images_encoded, stats.image_hits) == (2, 1)
         world.check_idle()
 
+    @pytest.mark.requirement("D9")
     def test_an_image_that_never_fits_is_refused_by_name(self) -> None:
         world = World(limits(blocks=3))
         with pytest.raises(InvalidRequest, match="--mm-cache-bytes"):
@@ -303,8 +312,8 @@ class TestRoom:
 
 
 class TestFailures:
+    @pytest.mark.requirement("D5")
     def test_an_image_that_cannot_be_encoded_ends_its_sequences_alone(self) -> None:
-        """D5."""
         world = World(limits(), bad={5})
         world.submit(submit(1, [(4, 2), (5, 2)]))
         world.submit(submit(2, [(4, 2)]))
@@ -373,6 +382,7 @@ class TestFailures:
         assert (world.finishes(1), world.finishes(2)) == (["evicted"], ["moved"])
         world.check_idle()
 
+    @pytest.mark.requirement("D9")
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize("seed", range(30))
     def test_random_lives(self, seed: int, depth: int) -> None:

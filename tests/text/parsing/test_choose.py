@@ -29,6 +29,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.requirement("G4")
 @pytest.mark.parametrize("source", TEMPLATES)
 def test_calls_by_the_template(source: str) -> None:
     declared = choose("auto", "none", ModelHints(template=source))
@@ -55,6 +56,7 @@ def test_thoughts_by_template_or_tokens() -> None:
     assert choose("auto", "auto", ModelHints(template="{{ messages }}")) is None
 
 
+@pytest.mark.requirement("G1")
 def test_two_flags_make_one_declaration() -> None:
     declared = choose("hermes", "qwen3", ModelHints())
     assert declared is not None

@@ -60,6 +60,7 @@ def events_of(
                 yield from parser.close()
 
 
+@pytest.mark.requirement("G4")
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ids_become_events(tmp_path: Path, name: str, special: bool) -> None:

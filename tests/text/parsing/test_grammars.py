@@ -216,6 +216,7 @@ def test_tools_that_are_not_strict_need_no_grammar(held: Held) -> None:
     assert held.output.call_grammar(TOOLS, "auto") is None
 
 
+@pytest.mark.requirement("G6")
 def test_an_answer_behind_a_thought(held: Held) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     grammar = held.output.answer_grammar(JsonSchema(schema=schema))

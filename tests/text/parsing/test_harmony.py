@@ -89,6 +89,7 @@ def rendered(harmony: Any, parts: list[Part]) -> str:
     return text.removeprefix("<|start|>assistant")
 
 
+@pytest.mark.requirement("G4")
 @pytest.mark.parametrize("seed", range(150))
 def test_reads_what_the_reference_reads(harmony: Any, seed: int) -> None:
     import openai_harmony as module

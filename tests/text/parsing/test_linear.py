@@ -60,6 +60,7 @@ BAD: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.requirement("G3")
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"}))
 @mostly_slow("bad", BAD, [*BAD][::2])
 def test_work_is_linear(name: str, bad: str) -> None:

@@ -39,6 +39,7 @@ def written(tokenizer: Any, calls: Calls) -> str:
     return str(text).partition("[/INST]")[2].partition("</s>")[0]
 
 
+@pytest.mark.requirement("G4")
 @pytest.mark.parametrize("seed", range(40))
 def test_reads_what_the_reference_writes(tokenizer: Any, seed: int) -> None:
     family = FAMILIES["mistral_list"]

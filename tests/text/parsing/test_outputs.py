@@ -50,6 +50,7 @@ def check_wrong(name: str, seed: int) -> None:
     assert read(family.declared, spec, list(text)) == events, text
 
 
+@pytest.mark.requirement("G3", "G4")
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
@@ -57,6 +58,7 @@ def test_an_output_gives_its_parts(name: str, seed: int) -> None:
     check_right(name, seed)
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=80, deadline=None)
 @given(seed=SEEDS)
@@ -71,6 +73,7 @@ def test_mutated_outputs_that_once_seemed_to_lose_something(name: str, seed: int
     check_wrong(name, seed)
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.grid
 @pytest.mark.parametrize("name", FAMILIES)
 def test_five_thousand_outputs_lose_nothing(name: str) -> None:

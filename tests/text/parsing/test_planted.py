@@ -37,6 +37,7 @@ def hermes(text: str, spec: OutputSpec = SPEC) -> list[OutputEvent]:
     return events
 
 
+@pytest.mark.requirement("G2")
 @pytest.mark.parametrize(
     "text",
     [
@@ -77,6 +78,7 @@ def test_text_between_before_and_behind_calls_is_kept_in_order() -> None:
     ]
 
 
+@pytest.mark.requirement("G1")
 def test_a_call_inside_of_a_thought_and_a_thought_behind_content() -> None:
     one = '<tool_call>{"name": "get", "arguments": {"days": 1}}</tool_call>'
     assert hermes(f"<think>a {one} b</think>c\n<think>d</think>e") == [
@@ -89,6 +91,7 @@ def test_a_call_inside_of_a_thought_and_a_thought_behind_content() -> None:
     ]
 
 
+@pytest.mark.requirement("G2")
 def test_arguments_that_break_stay_and_the_rest_is_text() -> None:
     text = '<tool_call>{"name": "get", "arguments": {"city": "x", oops}}</tool_call> and so on'
     assert hermes(text) == [

@@ -87,6 +87,7 @@ def as_message(events: list[OutputEvent]) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.requirement("G1")
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("output", range(len(OUTPUTS)))
 def test_reads_what_transformers_reads(name: str, output: int) -> None:

@@ -26,8 +26,10 @@ bench.add_command(bench_load.sweep)
 
 @bench.command("make-checkpoint")
 @click.argument("name", required=False)
-@click.option("--out", metavar="DIR", type=click.Path(), help="Folder to write; ./NAME by default.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
+@click.option("--out", metavar="DIR", type=click.Path(), help="Folder to write. Default: ./NAME.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random weights."
+)
 @click.option("--list", "listing", is_flag=True, help="List the checkpoints that can be made.")
 def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool) -> int:
     """Write the checkpoint NAME with random weights, in bfloat16 and Hugging Face's format.
@@ -38,7 +40,7 @@ def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool)
 
     if listing or name is None:
         if not listing:
-            raise ConfigError("give the NAME of a checkpoint; --list lists them")
+            raise ConfigError("give the NAME of a checkpoint; --list shows all names")
         for recipe in checkpoints.RECIPES.values():
             click.echo(f"{recipe.name:<20}{recipe.about}")
         return 0
@@ -53,10 +55,14 @@ def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool)
     "names",
     multiple=True,
     type=click.Choice([name for name, one in WORKLOADS.items() if one.concurrency is None]),
-    help=f"May be repeated; all of them by default. {PRESETS}.",
+    help=f"Workload to run; may be repeated. Default: all. {PRESETS}.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Of each workload."
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    help="Number of rounds per workload.",
 )
 @click.option(
     "--repetition", type=click.IntRange(0), default=0, show_default=True, help="Number of the first round."
@@ -65,7 +71,7 @@ def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool)
     "--identical",
     type=click.IntRange(2, 1000),
     metavar="N",
-    help="Instead: run the first --workload N times and count requests whose tokens differ.",
+    help="Run only the first --workload, N times, and count the requests with different tokens.",
 )
 @click.option("--alone", is_flag=True, help="With --identical: also run each request by itself and compare.")
 @json_option
@@ -86,7 +92,7 @@ def offline(
     run the same prompts.
     """
     if alone and identical is None:
-        raise ConfigError("--alone goes with --identical", param="--alone")
+        raise ConfigError("--alone requires --identical", param="--alone")
     check_writable(json_file, "--json")
     config = options.build(given, model_name)
     log.configure(config.front.log_level)
@@ -125,10 +131,10 @@ def offline(
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="What to measure on; auto: the GPU where there is one.",
+    help="Device to measure. auto: the GPU if the machine has one.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads; by default as many as the engine takes."
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: as many as the engine uses."
 )
 @json_option
 def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
@@ -169,7 +175,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     "--ranks",
     multiple=True,
     type=click.IntRange(2, 64),
-    help="How many processes; may be repeated. 2 and 4 by default.",
+    help="Number of processes; may be repeated. Default: 2 and 4.",
 )
 @json_option
 def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
@@ -206,7 +212,7 @@ def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
         lines.append(text + f"{found['requests_that_differ']} of {found['requests']} requests differ")
         if "requests_that_differ_alone" in found:
             alone = found["requests_that_differ_alone"]
-            lines.append(f"each alone against together: {alone} of {found['requests']} requests differ")
+            lines.append(f"alone against batched: {alone} of {found['requests']} requests differ")
         return lines
     for name, one in found.items():
         rounds = ", ".join(f"{seconds:.2f}" for seconds in one["rounds"])

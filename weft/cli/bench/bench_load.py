@@ -29,14 +29,17 @@ json_option = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False), help="Write the result to this file."
 )
 _plot_option = click.option(
-    "--plot", "plot_file", type=click.Path(dir_okay=False), help="Write a plot (PNG) here; needs matplotlib."
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False),
+    help="Write a plot (PNG) to this file; requires matplotlib.",
 )
 
 
 def check_writable(file: str | None, flag: str) -> None:
     """Raise ConfigError, before a run, if the result file could not be written."""
     if file is not None and not Path(file).absolute().parent.is_dir():
-        raise ConfigError(f"{flag} must name a file in a folder that exists", param=flag)
+        raise ConfigError(f"{flag} must name a file in an existing folder", param=flag)
 
 
 def write_json(file: str | None, report: dict[str, Any]) -> None:
@@ -62,21 +65,26 @@ def server_options(function: F) -> F:
     """Add the flags for the choice of a server and the form of requests."""
     for option in reversed(
         (
-            click.option("--base-url", help="Of the server, with or without /v1."),
-            click.option("--model-name", "served", help="In requests; the server's first by default."),
+            click.option("--base-url", help="URL of the server, with or without /v1."),
+            click.option(
+                "--model-name",
+                "served",
+                help="Model name in requests. Default: the first model that the server lists.",
+            ),
             click.option(
                 "--endpoint",
                 type=click.Choice(["completions", "chat"]),
                 default="completions",
                 show_default=True,
-                help="completions sends token ids where the server takes them; chat sends text.",
+                help="completions: token ids if the server accepts them, else text. chat: text.",
             ),
             click.option(
                 "--prompts",
                 type=click.Choice(["auto", "ids", "text"]),
                 default="auto",
                 show_default=True,
-                help="auto: token ids if the server takes them, else words, sized by its own count.",
+                help="Form of prompts. auto: token ids if the server accepts them, else text with the "
+                "same number of tokens by the server's count.",
             ),
             click.option(
                 "--vocab-size",
@@ -87,15 +95,18 @@ def server_options(function: F) -> F:
             ),
             click.option("--key", metavar="KEY", help="API key of the server."),
             click.option(
-                "--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Fixed output lengths."
+                "--ignore-eos/--no-ignore-eos",
+                default=True,
+                show_default=True,
+                help="Ignore end-of-sequence tokens, so that outputs have fixed lengths.",
             ),
-            click.option("--extra-body", metavar="JSON", help="More fields of every request."),
+            click.option("--extra-body", metavar="JSON", help="Additional fields for every request."),
             click.option(
                 "--repetition",
                 type=click.IntRange(0),
                 default=0,
                 show_default=True,
-                help="Seed of prompts, lengths and times; another one defeats prefix caches.",
+                help="Seed of prompts, lengths and times. A new seed avoids hits in prefix caches.",
             ),
         )
     ):
@@ -105,37 +116,60 @@ def server_options(function: F) -> F:
 
 @click.command()
 @server_options
-@click.option("--workload", type=click.Choice(list(WORKLOADS)), help=f"A preset of requests. {PRESETS}.")
-@click.option("--dataset", default="random", show_default=True, help="random, or a trace file (JSONL).")
-@click.option("--trace-speed", type=float, default=1.0, show_default=True, help="2 replays twice as fast.")
-@click.option("--request-rate", type=float, help="Requests a second on average, at random times.")
+@click.option("--workload", type=click.Choice(list(WORKLOADS)), help=f"Preset of requests. {PRESETS}.")
+@click.option(
+    "--dataset",
+    default="random",
+    show_default=True,
+    help="Source of requests: random, or a trace file (JSONL).",
+)
+@click.option(
+    "--trace-speed",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Speed of the trace; 2 is twice as fast.",
+)
+@click.option("--request-rate", type=float, help="Mean requests per second, at random times.")
 @click.option(
     "--burstiness",
     type=float,
     default=1.0,
     show_default=True,
-    help="Shape of the gamma-distributed gaps: 1 is Poisson, below 1 bursts, inf even.",
+    help="Shape of the gamma distribution of gaps. 1: Poisson. Below 1: bursts. inf: equal gaps.",
 )
 @click.option(
-    "--concurrency", type=click.IntRange(1, 65536), help="Requests at once; 8 without a rate or a trace."
+    "--concurrency",
+    type=click.IntRange(1, 65536),
+    help="Concurrent requests. Default without a rate or a trace: 8.",
 )
-@click.option("--num-requests", type=click.IntRange(1), help="32 without --duration; all of a trace.")
-@click.option("--duration", type=float, help="Send for this many seconds; what was sent may end.")
+@click.option(
+    "--num-requests",
+    type=click.IntRange(1),
+    help="Number of requests. Default: 32 without --duration; all requests of a trace.",
+)
+@click.option(
+    "--duration", type=float, help="Seconds during which requests are sent. Running requests may finish."
+)
 @click.option("--input-len", default="256", show_default=True, help="Prompt tokens: N, or LOW:HIGH.")
 @click.option("--output-len", default="64", show_default=True, help="Output tokens: N, or LOW:HIGH.")
 @click.option(
-    "--warmup", type=click.IntRange(0, 10_000), default=4, show_default=True, help="Requests not counted."
+    "--warmup",
+    type=click.IntRange(0, 10_000),
+    default=4,
+    show_default=True,
+    help="Number of warm-up requests, which are not counted.",
 )
 @click.option(
     "--keep-alive/--no-keep-alive",
     default=True,
     show_default=True,
-    help="Requests share connections; a server that closes them between requests breaks some.",
+    help="Reuse connections. Requests can fail if the server closes idle connections.",
 )
-@click.option("--goodput", multiple=True, help="Limits in ms, e.g. ttft:500 or ttft:500,tpot:50,e2el:9000.")
 @click.option(
-    "--timeout", type=float, default=600.0, show_default=True, help="Seconds that one request may take."
+    "--goodput", multiple=True, help="Latency limits in ms, e.g. ttft:500 or ttft:500,tpot:50,e2el:9000."
 )
+@click.option("--timeout", type=float, default=600.0, show_default=True, help="Maximum seconds per request.")
 @json_option
 @_plot_option
 def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
@@ -174,7 +208,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
     if given["dataset"] != "random":
         trace = schedule.read_trace(Path(given["dataset"]), given["trace_speed"], lengths[1])
     if trace and (given["request_rate"] is not None or workload):
-        raise ConfigError("a trace has its own times: leave out --request-rate and --workload")
+        raise ConfigError("a trace has its own send times: leave out --request-rate and --workload")
     if workload and (given["request_rate"] is not None or given["num_requests"] or given["duration"]):
         raise ConfigError("--workload is a fixed load: leave out --request-rate, --num-requests, --duration")
     # A workload or a trace has a fixed number of requests; --num-requests can only lower the number.
@@ -217,7 +251,7 @@ def _server(given: dict[str, Any]) -> dict[str, Any]:
     from weft.bench.client import base_url
 
     if not given["base_url"]:
-        raise ConfigError("--base-url is needed, e.g. http://127.0.0.1:8000", param="--base-url")
+        raise ConfigError("--base-url is required, e.g. http://127.0.0.1:8000", param="--base-url")
     base_url(given["base_url"])
     try:
         extra = json.loads(given["extra_body"] or "{}")
@@ -243,25 +277,44 @@ def _server(given: dict[str, Any]) -> dict[str, Any]:
     "--concurrency",
     default="1..64",
     show_default=True,
-    help="Requests at once: LOW..HIGH (powers), a list, none.",
+    help="Concurrent requests: LOW..HIGH (powers of 2), a list, or none.",
 )
 @click.option(
-    "--context", default="256..16384", show_default=True, help="Prompt tokens of single requests; same forms."
+    "--context",
+    default="256..16384",
+    show_default=True,
+    help="Prompt tokens of single requests, in the same forms.",
 )
 @click.option(
-    "--input-len", type=click.IntRange(1), default=256, show_default=True, help="With --concurrency."
+    "--input-len",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Tokens per request with --concurrency.",
 )
 @click.option(
-    "--output-len", type=click.IntRange(1), default=64, show_default=True, help="With --concurrency."
+    "--output-len",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Tokens per request with --concurrency.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(1, 1000), default=2, show_default=True, help="Requests to a place."
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    default=2,
+    show_default=True,
+    help="Requests per concurrent client.",
 )
 @click.option(
-    "--point-seconds", type=float, default=60.0, show_default=True, help="Each point ends after this."
+    "--point-seconds", type=float, default=60.0, show_default=True, help="Maximum seconds per point."
 )
 @click.option(
-    "--ready-timeout", type=float, default=600.0, show_default=True, help="Seconds a started server may load."
+    "--ready-timeout",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds until the started server is ready.",
 )
 @json_option
 @_plot_option

@@ -38,15 +38,15 @@ MAX_TOOL_ROUNDS = 32
 
 #: Field of a request, its type on a command line, and its help.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
-    ("temperature", float, "0 always takes the likeliest token."),
-    ("top_p", float, "Keep the likeliest tokens that reach this mass."),
-    ("max_tokens", int, "Tokens of a reply at most."),
-    ("seed", int, "Replies become repeatable."),
-    ("top_k", int, "Keep the k likeliest tokens (Weft and others)."),
-    ("min_p", float, "Drop tokens less likely than this share of the likeliest (Weft and others)."),
-    ("frequency_penalty", float, "Penalty for each time a token was generated."),
-    ("presence_penalty", float, "Penalty for tokens that were generated."),
-    ("reasoning_effort", str, "How much a reasoning model thinks: low, medium, high."),
+    ("temperature", float, "Sampling temperature. 0: greedy."),
+    ("top_p", float, "Keep the most likely tokens up to this total probability."),
+    ("max_tokens", int, "Maximum tokens per reply."),
+    ("seed", int, "Seed of sampling, for repeatable replies."),
+    ("top_k", int, "Keep the k most likely tokens (not in every server)."),
+    ("min_p", float, "Drop tokens below this share of the highest probability (not in every server)."),
+    ("frequency_penalty", float, "Penalty for each earlier occurrence of a token in the reply."),
+    ("presence_penalty", float, "Penalty for tokens that occur in the reply."),
+    ("reasoning_effort", str, "Amount of reasoning: low, medium, high."),
 )
 
 
@@ -59,14 +59,22 @@ def request_settings(function: F) -> F:
 
 @click.command()
 @click.argument("words", metavar="[URL|MODEL] [-- FLAGS OF WEFT SERVE]", nargs=-1)
-@click.option("--url", help=f"Server to talk to.  [default: {DEFAULT_URL}]")
-@click.option("--api-key", help="Its key; better in WEFT_CHAT_API_KEY (or WEFT_API_KEY, on this machine).")
-@click.option("--model", help="Name of the model; by default the first one that the server lists.")
+@click.option("--url", help=f"URL of the server.  [default: {DEFAULT_URL}]")
+@click.option(
+    "--api-key",
+    help="API key of the server. Prefer the environment variable WEFT_CHAT_API_KEY, or WEFT_API_KEY for a "
+    "server on this machine.",
+)
+@click.option("--model", help="Name of the model. Default: the first model that the server lists.")
 @click.option("--system", default="", help="The system message.")
 @request_settings
-@click.option("--tools", type=click.Path(), help="JSON file with a list of tools. You answer their calls.")
-@click.option("--history-file", type=click.Path(), help="Where inputs are kept, over sessions.")
-@click.option("--history/--no-history", default=True, help="Keep them at all.  [default: keep]")
+@click.option(
+    "--tools", type=click.Path(), help="JSON file with a list of tools. You type the results of calls."
+)
+@click.option("--history-file", type=click.Path(), help="File that keeps your inputs between sessions.")
+@click.option(
+    "--history/--no-history", default=True, help="Keep your inputs between sessions.  [default: keep]"
+)
 def chat(
     words: tuple[str, ...],
     url: str | None,
@@ -94,9 +102,11 @@ def chat(
     # ``server``: model of a new server. ``place``: URL of an existing server. None for the default URL.
     server, place = (None, url or target) if is_url or target is None else (target, url)
     if server is not None and place is not None:
-        raise ConfigError(f"MODEL {server!r} starts a server, and --url names one: give one of them")
+        raise ConfigError(
+            f"MODEL {server!r} starts a server, and --url names a running server: give one of them"
+        )
     if flags and server is None:
-        raise ConfigError("flags of a server need a MODEL, for which one is started")
+        raise ConfigError("flags of weft serve require a MODEL, for which weft chat starts a server")
     from weft.cli.chat.chat_server import OwnServer
 
     with contextlib.ExitStack() as stack:
@@ -136,7 +146,7 @@ def image_url(name: str) -> str:
     path = Path(name).expanduser()
     kind = mimetypes.guess_type(path.name)[0] or ""
     if not kind.startswith("image/"):
-        raise ConfigError(f"{name} does not end like an image: .png, .jpg, .webp, .gif, .bmp")
+        raise ConfigError(f"{name} does not have the extension of an image: .png, .jpg, .webp, .gif, .bmp")
     try:
         return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except OSError as error:
@@ -151,7 +161,7 @@ def frame_urls(names: str) -> list[str]:
     try:
         words = shlex.split(names)
     except ValueError:
-        raise ConfigError(f"{names} has a quote that does not end") from None
+        raise ConfigError(f"{names} has an opening quote without a closing quote") from None
     found = []
     for word in words:
         pattern = str(Path(word).expanduser()) if "*" in word else ""
@@ -209,7 +219,7 @@ def _converse(
             return Talk(client, conversation, PlainLines(), PlainView()).run()
         return _on_terminal(client, conversation, history, cards.get(conversation.model, ""))
     except NothingThere as error:
-        hint = "start one with `weft serve`, have one started with `weft chat MODEL`, or give --url"
+        hint = "start a server with `weft serve` or `weft chat MODEL`, or give --url"
         raise ConfigError(
             f"{error}: {hint if assumed else 'is the server running?'}", param="--url"
         ) from None
@@ -323,7 +333,9 @@ class Talk:
             self._conversation.heard(reply)
             if not reply.calls or not self._answer(reply.calls):
                 return True
-        self._view.note(f"(no more than {MAX_TOOL_ROUNDS} rounds of calls: say how to go on)")
+        self._view.note(
+            f"(the limit of {MAX_TOOL_ROUNDS} rounds of tool calls is reached: write a message to continue)"
+        )
         return True
 
     def _answer(self, calls: Sequence[Any]) -> bool:
@@ -337,7 +349,7 @@ class Talk:
                 result = None
             if result is None:
                 self._conversation.take_back()
-                self._view.note("(the calls stay unanswered: your message is taken back)")
+                self._view.note("(the calls have no results: your last message is removed)")
                 return False
             self._conversation.answer_call(call, result.strip())
         return True

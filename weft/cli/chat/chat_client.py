@@ -93,7 +93,7 @@ class ChatClient:
         try:
             return [(str(one["id"]), str(one.get("about") or "")) for one in answer.json()["data"]]
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise ChatError(f"what answers at {self.url} is no OpenAI-compatible server") from None
+            raise ChatError(f"the server at {self.url} is not OpenAI-compatible") from None
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
         """Yield the reply to ``body`` (a chat completion request) in pieces. The last piece is ``End``."""
@@ -108,7 +108,7 @@ class ChatClient:
         except httpx.TimeoutException:
             raise ChatError("the server did not answer in time") from None
         except httpx.TransportError:
-            raise ChatError("the connection to the server broke") from None
+            raise ChatError("the connection to the server was lost") from None
 
     def close(self) -> None:
         """Close all connections."""
@@ -135,7 +135,7 @@ def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
     for chunk in chunks:
         rest += decode(chunk)
         if len(rest) > MAX_EVENT:
-            raise ChatError("the server sent a line without end")
+            raise ChatError("the server sent a line that is too long")
         while (found := _line(rest)) is not None:
             line, rest = found
             if not line and data:
@@ -164,7 +164,7 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
         try:
             event = json.loads(data)
         except (ValueError, RecursionError):
-            raise ChatError("the server sent an event that is no JSON") from None
+            raise ChatError("the server sent an event that is not JSON") from None
         if not isinstance(event, dict):
             continue
         if event.get("error"):
@@ -178,7 +178,7 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
                 yield from _delta_pieces(choice.get("delta") or {})
                 reason = _word(choice.get("finish_reason")) or reason
         except (AttributeError, TypeError, KeyError):
-            raise ChatError("the server sent an event of another form than OpenAI's") from None
+            raise ChatError("the server sent an event that is not in OpenAI's format") from None
     if not reason:
         raise ChatError("the reply broke off: the server closed the stream before its end")
     yield End(reason, tokens)
@@ -229,9 +229,9 @@ def _refusal(status: int, content: bytes) -> str:
         message = _message(found) if found else ""
     except (ValueError, AttributeError):
         message = ""
-    text = message or "it gave no reason"
+    text = message or "the server gave no reason"
     if status == 401:
-        return f"the server wants a key ({text}): give --api-key, or set WEFT_CHAT_API_KEY"
+        return f"the server requires an API key ({text}): give --api-key, or set WEFT_CHAT_API_KEY"
     return f"the server refused the request with {status}: {text}"
 
 
@@ -241,14 +241,16 @@ def _unreachable(url: str, error: Exception) -> ChatError:
     causes = list(_causes(error))
     # httpx wraps all errors alike; the innermost causes are the errors of the system.
     if any(isinstance(one, socket.gaierror) for one in causes):
-        return ChatError(f"the name {host!r} is unknown (DNS): is it spelled right, and is there a network?")
+        return ChatError(f"the host name {host!r} is unknown (DNS): check the spelling and the network")
     certificate = next((one for one in causes if isinstance(one, ssl.SSLCertVerificationError)), None)
     if certificate is not None:
         return ChatError(f"{host} has a TLS certificate that is not trusted: {certificate.verify_message}")
     if any(isinstance(one, ssl.SSLError) for one in causes):
         return ChatError(f"no TLS connection with {url}: a server without TLS needs http://, not https://")
     if isinstance(error, httpx.ConnectTimeout):
-        return ChatError(f"{url} took no connection within {CONNECT_S:g} s (timeout): is a firewall between?")
+        return ChatError(
+            f"{url} accepted no connection within {CONNECT_S:g} s (timeout): does a firewall block it?"
+        )
     if any(isinstance(one, ConnectionRefusedError) for one in causes):
         return NothingThere(f"nothing listens at {url} (connection refused)")
     if isinstance(error, httpx.ConnectError):

@@ -63,4 +63,4 @@ class OwnServer:
                 threading.Thread(target=out.read, daemon=True).start()
                 return found[1]
         self._process.wait()
-        raise ConfigError("the server did not start; what it said is above")
+        raise ConfigError("the server did not start; its output is above")

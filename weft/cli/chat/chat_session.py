@@ -14,10 +14,10 @@ QUOTES = '"""'
 COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system": "/system TEXT sets the system message, /system - removes it, /system shows it",
-    "/image": "/image FILE or URL goes with the next message; /image - leaves all out again",
-    "/video": "/video FILE FILE ... or frames/*.jpg: frames of a video, likewise; /video - leaves all out",
+    "/image": "/image FILE or URL adds an image to the next message; /image - removes all images",
+    "/video": "/video FILE FILE ... or frames/*.jpg adds the frames of a video; /video - removes all videos",
     "/save": "/save FILE writes the conversation as JSON, or as Markdown to *.md",
-    "/model": "/model NAME goes on with another model, /model lists them",
+    "/model": "/model NAME continues with another model, /model lists the models",
     "/help": "show this",
     "/quit": "leave (so does Ctrl-D)",
 }

@@ -215,5 +215,5 @@ def ending(reply: Reply) -> str | None:
     if reply.end is None or reply.end.reason in ("stop", "tool_calls", "function_call"):
         return None
     if reply.end.reason == "length":
-        return "(the reply ends here: --max-tokens or the context is reached)"
+        return "(the reply was cut off: --max-tokens or the end of the context is reached)"
     return f"(the reply ended with {clean(reply.end.reason)!r})"

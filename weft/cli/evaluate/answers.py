@@ -120,7 +120,7 @@ async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str,
         return response.json()
     except ValueError as error:
         raise ConfigError(
-            "--url: the answer is not JSON; is it an OpenAI-compatible server?", param="--url"
+            "--url: the response is not JSON; does --url name an OpenAI-compatible server?", param="--url"
         ) from error
 
 

@@ -117,16 +117,16 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.argument("model_name", metavar="[MODEL]", required=False),
     click.option(
         "--url",
-        help="Measure the server with this base URL, e.g. http://127.0.0.1:8000/v1; "
-        "MODEL is its model's name.",
+        help="Measure the server with this base URL, e.g. http://127.0.0.1:8000/v1. MODEL is then the "
+        "name of the server's model.",
     ),
     click.option(
         "--reference",
         is_flag=True,
-        help="Measure the transformers implementation of MODEL instead of Weft's.",
+        help="Measure the transformers implementation of MODEL.",
     ),
     click.option(
-        "--limit", type=click.IntRange(1, 100_000), default=500, show_default=True, help="Problems to ask."
+        "--limit", type=click.IntRange(1, 100_000), default=500, show_default=True, help="Number of problems."
     ),
     click.option(
         "--json",
@@ -139,12 +139,12 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.IntRange(1, 4096),
         default=32,
         show_default=True,
-        help="Requests (or rows) at once.",
+        help="Number of concurrent requests (or rows of a batch).",
     ),
     click.option(
         "--max-tokens",
         type=click.IntRange(1),
-        help="Tokens of one answer at most; what the context leaves by default.",
+        help="Maximum tokens per answer. Default: the rest of the context.",
     ),
     click.option("--api-key", metavar="KEY", help="API key of the server at --url."),
     options.settings(options.ENGINE, ("chat_template", "log_level")),
@@ -154,11 +154,11 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
 def check(url: str | None, reference: bool, json_file: str | None, api_key: str | None) -> None:
     """Raise ConfigError for options that exclude each other."""
     if url and reference:
-        raise ConfigError("--url and --reference are two different things to measure: give one")
+        raise ConfigError("--url and --reference are two different things to measure: give only one of them")
     if api_key and not url:
-        raise ConfigError("--api-key goes with --url")
+        raise ConfigError("--api-key requires --url")
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in a folder that exists")
+        raise ConfigError("--json must name a file in an existing folder")
 
 
 @evaluate.command("gsm-mini", cls=options.Command, short_help="Arithmetic word problems, exact answers.")
@@ -183,7 +183,7 @@ def gsm_mini(asked: Asked) -> tuple[Report, list[str]]:
     lines = [exact_of(report)]
     if sum(drafts.get("proposed", ())):
         report["drafts"] = drafts
-        lines.append(f"drafts accepted, by place in a step: {acceptance(drafts)}")
+        lines.append(f"drafts accepted, by position in the step: {acceptance(drafts)}")
     return report, lines
 
 

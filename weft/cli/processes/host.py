@@ -56,7 +56,7 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
     place, keys = board_place(parallel)
     host = own_address(*meeting_place(parallel))
     logger.info(
-        "host %d of %d: heads %s and ranks %s for %s",
+        "host %d of %d runs engines %s and ranks %s for host 0 at %s",
         parallel.node_rank,
         parallel.nnodes,
         heads_on(parallel, parallel.node_rank),
@@ -123,12 +123,14 @@ class _Host:
                     return self._leave(msgspec.msgpack.decode(over, type=int))
                 self._follow()
             elif self._silent() > PATIENCE:
-                logger.error("host 0 has been silent for %g s: %s", PATIENCE, self._client.why)
+                logger.error(
+                    "no contact to host 0 for %g s, so this host stops: %s", PATIENCE, self._client.why
+                )
                 return 1
             elif self._heads and self._silent() > self._config.parallel.rank_timeout:
                 # The API server counts the engines as lost and will request new engines.
                 ended = self._end_heads()
-                logger.error("host 0 is silent: heads %s of this host end", ended)
+                logger.error("no contact to host 0: engines %s of this host are stopped", ended)
                 for replica in ended:
                     self._tell_end(replica, -signal.SIGKILL)
             self._remind()
@@ -179,13 +181,13 @@ class _Host:
         if answer is None:
             return
         if answer:
-            raise ConfigError(f"refused by host 0: {answer.decode()}")
+            raise ConfigError(f"host 0 refused this host: {answer.decode()}")
         # Engines are compared with the store's requests only after the report of ended engines.
         for replica, head in list(self._heads.items()):
             if (status := head.poll()) is not None:
                 del self._heads[replica]
                 level = logging.ERROR if status else logging.INFO
-                logger.log(level, "head %d ended with status %d", replica, status)
+                logger.log(level, "engine %d ended with status %d", replica, status)
                 self._tell_end(replica, status)
         self._end_unheard()
         wanted = self._wanted()
@@ -207,7 +209,7 @@ class _Host:
         """Start an engine and begin to wait for its address."""
         self._heads[replica] = self._local.start(replica, self._endpoint, incarnation)
         self._unheard[replica] = time.monotonic()
-        logger.info("head %d is started", replica)
+        logger.info("engine %d is started", replica)
 
     def _end_unheard(self) -> None:
         """End engines without an address in the store after ``LISTEN_S``.
@@ -219,7 +221,7 @@ class _Host:
                 del self._unheard[replica]
             elif time.monotonic() - since > LISTEN_S:
                 del self._unheard[replica]
-                logger.error("head %d did not listen within %g s and is ended", replica, LISTEN_S)
+                logger.error("engine %d did not listen within %g s and is stopped", replica, LISTEN_S)
                 _kill(self._heads.pop(replica))
                 self._tell_end(replica, -signal.SIGKILL)
 

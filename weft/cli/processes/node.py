@@ -44,7 +44,13 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     read_keys(parallel.group_secret)
     own_address(host, port)
-    logger.info("host %d of %d: ranks %s for %s", parallel.node_rank, parallel.nnodes, [*mine], parallel.rdzv)
+    logger.info(
+        "host %d of %d runs ranks %s for host 0 at %s",
+        parallel.node_rank,
+        parallel.nnodes,
+        [*mine],
+        parallel.rdzv,
+    )
     processes = RankProcesses(config, tcp(host, port), log_level)
     ranks = HostRanks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
 
@@ -103,10 +109,12 @@ class HostRanks:
             elif status == NO_HEAD and self._may_wait(rank, time.monotonic()):
                 processes.spawn(rank)
             elif not self._budget.grant(time.monotonic()):
-                logger.error("%d ranks ended in %g minutes", RESTARTS + 1, WINDOW / 60)
+                logger.error(
+                    "%d ranks ended within %g minutes, so this host stops", RESTARTS + 1, WINDOW / 60
+                )
                 return False
             else:
-                logger.error("rank %d ended with status %d and is started again", rank, status)
+                logger.error("rank %d ended with status %d and is restarted", rank, status)
                 processes.spawn(rank)
         for rank in processes.ranks():
             _end_stopped(processes, rank, self._stopped, self._timeout)
@@ -130,7 +138,7 @@ def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float],
     if not _is_stopped(processes.pid(rank)):
         stopped.pop(rank, None)
     elif time.monotonic() - stopped.setdefault(rank, time.monotonic()) > patience:
-        logger.error("rank %d is stopped and is ended", rank)
+        logger.error("rank %d is suspended (SIGSTOP) and is killed", rank)
         processes.send_signal(rank, signal.SIGKILL)
 
 

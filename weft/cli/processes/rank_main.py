@@ -106,8 +106,8 @@ def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int 
         if isinstance(answer, f.RankWelcome):
             return answer
         if isinstance(answer, f.Refused):
-            raise f.FrameError(f"refused by the head: {answer.error.message}")
-    raise NoHead(f"the head did not answer within {WELCOME_S:g} s")
+            raise f.FrameError(f"the engine refused this rank: {answer.error.message}")
+    raise NoHead(f"the engine did not answer within {WELCOME_S:g} s")
 
 
 if __name__ == "__main__":

@@ -61,5 +61,7 @@ def with_keys(config: Config) -> Config:
 def _keys(setting: str, variable: str, text: str) -> Any:
     """Return the keys in a variable. Raise ConfigError for a blank variable."""
     if not text.strip(", \t\r\n"):
-        raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without keys")
+        raise ConfigError(
+            f"{variable} is set but empty: set {variable} to a key, or unset {variable} to serve without keys"
+        )
     return SETTINGS[setting].parse(text, variable)

@@ -133,7 +133,10 @@ class Operations:
         ``switch`` requests the switch of all engines.
         """
         if self._compiles:
-            _log.info("compiling the C++ operations; until then torch's serve, about half as fast")
+            _log.info(
+                "compiling the C++ operations; until then the server uses torch's operations, at about "
+                "half the speed"
+            )
             try:
                 self._build = OperationsBuild(switch)
             except OSError as error:
@@ -144,7 +147,7 @@ class Operations:
 
         Call when all engines have ended or get no more work.
         """
-        _log.info("engines change to the C++ operations")
+        _log.info("engines switch to the C++ operations")
         self._missing = False
 
     def close(self) -> None:

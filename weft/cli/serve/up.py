@@ -14,7 +14,7 @@ from weft.config.sections.all import Config, FrontSection
 
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path())
-@click.option("--check", is_flag=True, help="Only check FILE, and print what it would start.")
+@click.option("--check", is_flag=True, help="Only check FILE, and print the groups that would start.")
 @options.settings(("front",), ("node_rank",), file=False)
 def up(file: str, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
@@ -74,11 +74,7 @@ def _images(group: EngineConfig) -> str:
         return "; encodes images"
     if media is None or not group.transfer.take_embeddings:
         return ""
-    return (
-        "; images from groups that encode, or its own tower"
-        if media.tower
-        else "; images from groups that encode"
-    )
+    return "; images from encode groups, or its own tower" if media.tower else "; images from encode groups"
 
 
 def _count(number: int, what: str) -> str:

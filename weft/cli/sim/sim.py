@@ -47,52 +47,80 @@ class _Sim(options.Command, click.Group):
     default=next(iter(PRESETS)),
     show_default=True,
     metavar="NAME|FILE",
-    help=f"What steps cost: {' or '.join(PRESETS)}, or a file that bench/cost_model.py wrote.",
+    help=f"Cost model of steps: {' or '.join(PRESETS)}, or a file written by bench/cost_model.py.",
 )
-@click.option("--requests", type=click.IntRange(1), default=100, show_default=True, help="Requests.")
-@click.option("--rate", type=_POSITIVE, help="Requests a second, Poisson; by default all come at once.")
-@click.option("--prompt-tokens", default="512", show_default=True, help="Of a request: 512, or 100-2000.")
-@click.option("--output-tokens", default="64", show_default=True, help="Of a request: 64, or 10-200.")
-@click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens common to all.")
-@click.option("--trace-file", help='JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n} instead.')
+@click.option(
+    "--requests", type=click.IntRange(1), default=100, show_default=True, help="Number of requests."
+)
+@click.option(
+    "--rate", type=_POSITIVE, help="Requests per second (Poisson). Default: all requests arrive at once."
+)
+@click.option(
+    "--prompt-tokens",
+    default="512",
+    show_default=True,
+    help="Prompt tokens per request: 512, or a range 100-2000.",
+)
+@click.option(
+    "--output-tokens",
+    default="64",
+    show_default=True,
+    help="Output tokens per request: 64, or a range 10-200.",
+)
+@click.option(
+    "--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens that all requests share."
+)
+@click.option(
+    "--trace-file", help='Requests from a file: JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n}.'
+)
 @click.option(
     "--background",
     "running",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Sequences that decode all along; the table shows how the requests disturb them.",
+    help="Background sequences that decode all the time. The table shows the effect of the requests on them.",
 )
 @click.option(
     "--background-tokens",
     type=click.IntRange(2),
     default=256,
     show_default=True,
-    help="Tokens after which one of those ends and another takes its place.",
+    help="Output tokens per background sequence. Then a new background sequence starts.",
 )
 @click.option(
-    "--kv-tokens", type=click.IntRange(1), help="Positions in the cache; by default enough for all."
+    "--kv-tokens",
+    type=click.IntRange(1),
+    help="Tokens that fit into the KV cache. Default: enough for all requests.",
 )
 @click.option(
     "--noise",
     type=click.FloatRange(0, 2),
     default=0.05,
     show_default=True,
-    help="Spread of step times: sigma of their log.",
+    help="Spread of step times: standard deviation of the logarithm.",
 )
 @click.option(
-    "--host-ms", type=click.FloatRange(0), default=0.0, help="Planning time of a step; two in flight hide it."
+    "--host-ms",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Milliseconds of CPU time to plan a step. --steps-in-flight 2 hides the time.",
 )
 @click.option(
     "--acceptance",
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="With --speculative-method: the chance of a draft to be right where the ones before it were.",
+    help="With --speculative-method: probability that a draft is accepted if all earlier drafts of the "
+    "step were.",
 )
-@click.option("--seconds", type=_POSITIVE, help="Cut the run off after so much virtual time.")
+@click.option("--seconds", type=_POSITIVE, help="Stop the run after this many virtual seconds.")
 @click.option(
-    "--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same run."
+    "--workload-seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of the run. Equal seeds give equal runs.",
 )
 @click.option(
     "--vs",
@@ -120,7 +148,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
     config = _build(given)
     log.configure(config.front.log_level)
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in a folder that exists")
+        raise ConfigError("--json must name a file in an existing folder")
     cost = load(cost_name)
     arrivals = _arrivals(given, cost)
     # Check every run before the first simulation starts.
@@ -146,7 +174,9 @@ def _refuse_options(context: click.Context) -> None:
     for name in context.params:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{flag} is no option of weft sim {context.invoked_subcommand}", context)
+            raise click.UsageError(
+                f"{flag} is not an option of weft sim {context.invoked_subcommand}", context
+            )
 
 
 def _build(given: dict[str, Any]) -> Config:
@@ -174,7 +204,7 @@ def overrides(text: str) -> dict[str, Any]:
         known = [s.key for s in SETTINGS.values() if s.section in ("scheduler", "speculation")]
         if name not in SETTINGS or SETTINGS[name].key not in known:
             near = suggest(name.replace("_", "-"), known)
-            raise ConfigError(f"--vs: {key!r} is no flag of the scheduler.{near}", param="--vs")
+            raise ConfigError(f"--vs: {key!r} is not a flag of the scheduler.{near}", param="--vs")
         result[name] = SETTINGS[name].parse(value)
     return result
 
@@ -215,8 +245,9 @@ def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVCo
     # The scheduler refuses a sequence that can never fit.
     if tokens is not None and tokens < blocks * cache.block_size:
         raise ConfigError(
-            f"--kv-tokens {tokens} does not hold one sequence of {length} tokens, prompt and output: set it "
-            f"to at least {blocks * cache.block_size}, or --max-model-len lower with shorter requests",
+            f"--kv-tokens {tokens} does not hold one sequence of {length} tokens (prompt and output): "
+            f"set --kv-tokens to at least {blocks * cache.block_size}, or lower --max-model-len and use "
+            "shorter requests",
             param="--kv-tokens",
         )
     return kv_config(

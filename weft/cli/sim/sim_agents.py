@@ -21,37 +21,38 @@ from weft.sim.presets import PRESETS, load
     type=click.FloatRange(0, min_open=True),
     default=1000.0,
     show_default=True,
-    help="How many times as fast the machine is as the one of the cost model.",
+    help="Speed of the machine, relative to the machine of the cost model.",
 )
 @click.option("--sessions", type=click.IntRange(1), default=6, show_default=True)
-@click.option("--turns", type=click.IntRange(2), default=43, show_default=True, help="Of a session.")
+@click.option("--turns", type=click.IntRange(2), default=43, show_default=True, help="Turns per session.")
 @click.option(
     "--others",
     type=click.IntRange(0),
     default=1700,
     show_default=True,
-    help="Prompts of 20,000 tokens that belong to no session.",
+    help="Number of prompts of 20,000 tokens outside of sessions.",
 )
 @click.option(
     "--every",
     type=click.FloatRange(0, min_open=True),
     default=2.0,
     show_default=True,
-    help="Seconds between two of those, on average.",
+    help="Mean seconds between two prompts outside of sessions.",
 )
 @click.option(
     "--pause",
     type=click.FloatRange(0),
     default=60.0,
     show_default=True,
-    help="Mean of four of five pauses between turns, in seconds; the others are 2.5 times as long.",
+    help="Mean seconds of four out of five pauses between turns. The mean of the others is 2.5 times "
+    "as long.",
 )
 @click.option(
     "--kv-tokens",
     type=click.IntRange(1),
     default=1_600_000,
     show_default=True,
-    help="Positions in the cache.",
+    help="Tokens that fit into the KV cache.",
 )
 @click.option(
     "--retention",
@@ -60,7 +61,7 @@ from weft.sim.presets import PRESETS, load
     default=(0.0, 300.0),
     multiple=True,
     show_default=True,
-    help="--session-retention; one column of the table for each.",
+    help="Value of --session-retention; may be repeated. The table has one column per value.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 def agents_command(
@@ -108,12 +109,12 @@ def table(reports: list[tuple[float, AgentReport]]) -> str:
     """Return the reports as a table, one column per retention."""
     lines = [
         ["--session-retention", *(f"{each:g}" for each, _ in reports)],
-        ["turns behind the first", *(str(one.turns) for _, one in reports)],
+        ["turns after the first", *(str(one.turns) for _, one in reports)],
         ["prompt tokens of a turn", *(f"{one.prompt_tokens:.0f}" for _, one in reports)],
         ["of them cached", *(f"{one.hit_rate:.1%}" for _, one in reports)],
         ["TTFT p50 / p99, s", *(f"{one.ttft.p50:.2f} / {one.ttft.p99:.2f}" for _, one in reports)],
         ["TTFT of other prompts", *(f"{o.other_ttft.p50:.2f} / {o.other_ttft.p99:.2f}" for _, o in reports)],
-        ["seconds in all", *(f"{one.seconds:.0f}" for _, one in reports)],
+        ["total seconds", *(f"{one.seconds:.0f}" for _, one in reports)],
     ]
     # Titles are aligned left, numbers right.
     wide = max(len(line[0]) for line in lines)

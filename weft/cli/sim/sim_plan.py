@@ -36,16 +36,38 @@ _COUNT = click.IntRange(1)
     default=next(iter(PRESETS)),
     show_default=True,
     metavar="NAME|FILE",
-    help=f"What a step of one group costs: {' or '.join(PRESETS)}, or a file of bench/cost_model.py.",
+    help=f"Cost model of a group's steps: {' or '.join(PRESETS)}, or a file written by bench/cost_model.py.",
 )
-@click.option("--most-groups", type=_COUNT, default=4, show_default=True, help="Groups to try, at most.")
-@click.option("--requests", type=_COUNT, default=300, show_default=True, help="Requests.")
-@click.option("--rate", type=_POSITIVE, default=4.0, show_default=True, help="Requests a second, Poisson.")
-@click.option("--prompt-tokens", default="1000-2000", show_default=True, help="512, or 100-2000.")
-@click.option("--output-tokens", default="64-128", show_default=True, help="64, or 10-200.")
-@click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens common to all.")
-@click.option("--trace-file", help='JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n} instead.')
-@click.option("--ttft-ms", type=_POSITIVE, default=1000.0, show_default=True, help="Limit of the TTFT.")
+@click.option(
+    "--most-groups", type=_COUNT, default=4, show_default=True, help="Maximum number of groups to try."
+)
+@click.option("--requests", type=_COUNT, default=300, show_default=True, help="Number of requests.")
+@click.option("--rate", type=_POSITIVE, default=4.0, show_default=True, help="Requests per second (Poisson).")
+@click.option(
+    "--prompt-tokens",
+    default="1000-2000",
+    show_default=True,
+    help="Prompt tokens per request: 512, or a range 100-2000.",
+)
+@click.option(
+    "--output-tokens",
+    default="64-128",
+    show_default=True,
+    help="Output tokens per request: 64, or a range 10-200.",
+)
+@click.option(
+    "--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens that all requests share."
+)
+@click.option(
+    "--trace-file", help='Requests from a file: JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n}.'
+)
+@click.option(
+    "--ttft-ms",
+    type=_POSITIVE,
+    default=1000.0,
+    show_default=True,
+    help="Limit of the time to the first token.",
+)
 @click.option(
     "--tpot-ms",
     type=_POSITIVE,
@@ -60,61 +82,78 @@ _COUNT = click.IntRange(1)
     show_default=True,
     help="Share of requests that should meet both limits.",
 )
-@click.option("--max-num-seqs", type=_COUNT, default=64, show_default=True, help="Of each group.")
-@click.option("--max-num-batched-tokens", type=_COUNT, help="Of a step; by default what a GPU has.")
-@click.option("--itl-target-ms", type=_POSITIVE, help="Of each group (see weft serve --help).")
-@click.option("--kv-tokens", type=_COUNT, help="Positions in each cache; by default enough for all.")
+@click.option(
+    "--max-num-seqs", type=_COUNT, default=64, show_default=True, help="Maximum running sequences per group."
+)
+@click.option(
+    "--max-num-batched-tokens", type=_COUNT, help="Maximum tokens per step. Default: the default on a GPU."
+)
+@click.option(
+    "--itl-target-ms",
+    type=_POSITIVE,
+    help="Target for the time between two tokens in each group (see weft serve --help).",
+)
+@click.option(
+    "--kv-tokens",
+    type=_COUNT,
+    help="Tokens that fit into the KV cache of a group. Default: enough for all requests.",
+)
 @click.option(
     "--position-bytes",
     default="12K",
     show_default=True,
     metavar="SIZE",
-    help="Of the cache of one position, all layers together.",
+    help="Bytes of KV cache per token, all layers together.",
 )
 @click.option(
     "--bandwidth",
     default="2G",
     show_default=True,
     metavar="SIZE",
-    help="Bytes a second that each group can send.",
+    help="Bytes per second that each group can send.",
 )
-@click.option("--images", type=click.IntRange(0, 256), default=0, show_default=True, help="Of each request.")
+@click.option(
+    "--images", type=click.IntRange(0, 256), default=0, show_default=True, help="Images per request."
+)
 @click.option(
     "--image-tokens",
     type=click.IntRange(1, 1 << 16),
     default=256,
     show_default=True,
-    help="Tokens of an image, beside --prompt-tokens; it has four patches a token.",
+    help="Tokens per image, in addition to --prompt-tokens. Each token stands for four patches.",
 )
 @click.option(
     "--image-repeats",
     type=click.FloatRange(0, 1),
     default=0.0,
     show_default=True,
-    help="Share of images that came before.",
+    help="Share of repeated images.",
 )
 @click.option(
     "--patch-us",
     type=_POSITIVE,
     default=390.0,
     show_default=True,
-    help="Microseconds in which a group encodes a patch; by default a tower of 12 layers of 384 on one core.",
+    help="Microseconds to encode a patch. The default is for a vision tower of 12 layers of width 384 "
+    "on one core.",
 )
 @click.option(
     "--row-bytes",
     default="6K",
     show_default=True,
     metavar="SIZE",
-    help="Of an image's embedding, a token.",
+    help="Bytes of an image's embedding per token.",
 )
 @click.option(
     "--noise",
     type=click.FloatRange(0, 2),
     default=0.05,
     show_default=True,
-    help="Spread of step times: sigma of their log.",
+    help="Spread of step times: standard deviation of the logarithm.",
 )
-@click.option("--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Of the run.")
+@click.option(
+    "--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the run."
+)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all numbers to this file.")
 def plan_command(json_file: str | None, **given: Any) -> int:
     """Find out how many groups of which role a load needs.
@@ -125,7 +164,7 @@ def plan_command(json_file: str | None, **given: Any) -> int:
     of requests within both limits for each deployment.
     """
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in a folder that exists")
+        raise ConfigError("--json must name a file in an existing folder")
     cost = load(given["cost_name"])
     arrivals = _arrivals(given)
     section = _section(given, len(arrivals))
@@ -193,12 +232,15 @@ def advice(outcomes: Sequence[Outcome], goal: float) -> str:
     able = [one for one in outcomes if one.good >= goal]
     if not able:
         best = max(outcomes, key=lambda one: one.good)
-        return f"none reaches {goal:.0%}; {best.groups} comes closest: {best.good:.0%}. Try --most-groups"
+        return (
+            f"no deployment reaches {goal:.0%}; {best.groups} comes closest with {best.good:.0%}. Try a "
+            "larger --most-groups"
+        )
     fewest = min(sum(one.groups) for one in able)
     of_those = [one for one in able if sum(one.groups) == fewest]
     # Ties prefer unified groups, then a lower TPOT.
     best = max(of_those, key=lambda one: (one.good, one.groups.unified, -one.tpot.p99))
-    return f"{goal:.0%} is reached with {best.groups}"
+    return f"the smallest deployment that reaches {goal:.0%}: {best.groups}"
 
 
 def _arrivals(given: dict[str, Any]) -> list[Arrival]:
@@ -241,8 +283,8 @@ def _run(
     # One block more, because a sequence need not end at a block border.
     if tokens and tokens < longest + DEFAULT_BLOCK:
         raise ConfigError(
-            f"--kv-tokens {tokens} does not hold one sequence of {longest} tokens: set it to at least "
-            f"{longest + DEFAULT_BLOCK}",
+            f"--kv-tokens {tokens} does not hold one sequence of {longest} tokens: set --kv-tokens to "
+            f"at least {longest + DEFAULT_BLOCK}",
             param="--kv-tokens",
         )
     deployment = Deployment(

@@ -25,7 +25,8 @@ from weft.config.transfers import check_transfer
     "--self",
     "against_self",
     is_flag=True,
-    help="Compare each prompt alone with batched, chunked, preempted, two steps in flight.",
+    help="Compare each prompt alone with the same prompt batched, chunked, preempted, and with two "
+    "steps in flight.",
 )
 @click.option(
     "--topology",
@@ -36,17 +37,17 @@ from weft.config.transfers import check_transfer
 @click.option(
     "--families",
     is_flag=True,
-    help="With --tp, --dp, --topology or --prefill: a tiny random model of every family, and not MODEL.",
+    help="With --tp, --dp, --topology or --prefill: compare a tiny random model of every family, not MODEL.",
 )
 @click.option(
-    "--prompts", type=click.IntRange(1, 1000), default=8, show_default=True, help="Prompts to compare."
+    "--prompts", type=click.IntRange(1, 1000), default=8, show_default=True, help="Number of prompts."
 )
 @click.option(
     "--tokens",
     type=click.IntRange(1, 100_000),
     default=32,
     show_default=True,
-    help="Tokens to generate for each.",
+    help="Tokens to generate per prompt.",
 )
 @options.settings(options.ENGINE, ("log_level", "prefill", "decode", "encode"))
 def verify(
@@ -78,7 +79,10 @@ def verify(
         log.configure(given.get("log_level") or "info")
         values = options.given_values(given)
         if given.get("config"):
-            raise ConfigError("--config and --topology: write all settings in the topology", param="--config")
+            raise ConfigError(
+                "--config and --topology exclude each other: write all settings in the topology file",
+                param="--config",
+            )
         good = verify_groups(topology_of(topology, values, model_name), reference, families, prompts, tokens)
     else:
         config = options.build(given, model_name)
@@ -125,8 +129,8 @@ def verify_engine(
         )
     if reference is None and not against_self and not layout:
         raise ConfigError(
-            "say what to compare with: --reference PATH, --self, several ranks (--tp 2, --dp 2) or groups "
-            "(--topology FILE, --prefill 1 --decode 1)",
+            "verify needs a comparison: --reference PATH, --self, several ranks (--tp 2, --dp 2) or "
+            "groups (--topology FILE, --prefill 1 --decode 1)",
             param="--reference",
         )
     if layout and (reference is not None or against_self):

@@ -68,7 +68,7 @@ def _item(fit: Fit, pixels: bytes, start: int) -> MediaItem:
 def told(stats: HeadStats, encodes: bool) -> str:
     """Return the image counters of an instance as text. ``encodes``: True for an encode group."""
     moved = stats.embedding_transfers or TransferStats()
-    rooms = f"{moved.done} rooms of embeddings done, {moved.failed} failed"
+    rooms = f"{moved.done} embedding transfers done, {moved.failed} failed"
     if encodes:
         return f"{stats.images_encoded} images encoded, {rooms}, {moved.sent_bytes} bytes sent"
     return f"{rooms}, {moved.received_bytes} bytes received"

@@ -52,12 +52,10 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
         mine = found[number]
         one = expected[number]
         at = next((i for i, (a, b) in enumerate(zip(mine, one, strict=False)) if a != b), len(mine))
-        say(
-            f"prompt {number} differs from token {at} on: {mine[at : at + 4]}, one process {one[at : at + 4]}"
-        )
+        say(f"prompt {number} differs from token {at}: {mine[at : at + 4]}, one process {one[at : at + 4]}")
     missing = _missing(doubles, stats)
     for what in missing:
-        say(f"{what} did NOT ENGAGE, so nothing is proven; give more --prompts or --tokens")
+        say(f"{what} did NOT ENGAGE, so the comparison proves nothing; give more --prompts or --tokens")
     return not wrong and not missing
 
 

@@ -107,7 +107,10 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
         done = f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.preemptions} preemptions"
         say(f"{variant.name}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({done})")
         if not variant.engaged(stats):
-            say(f"{variant.name}: NOT ENGAGED, so nothing is proven; give more --prompts or --tokens")
+            say(
+                f"{variant.name}: NOT ENGAGED, so the comparison proves nothing; give more --prompts or "
+                "--tokens"
+            )
             good = False
         for number in wrong:
             at = first_difference(found[number], expected[number])

@@ -52,10 +52,14 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
     others = [name for name in given if name != "log_level"]
     if others:
         flag = f"--{others[0].replace('_', '-')}"
-        raise ConfigError(f"{flag} and --topology: write it in {Path(file).name}", param=flag)
+        raise ConfigError(
+            f"{flag} and --topology exclude each other: write {flag} in {Path(file).name}", param=flag
+        )
     topology = read_topology(file, given)
     if any(group.config.parallel.nnodes > 1 for group in topology.groups):
-        raise ConfigError(f"{Path(file).name} has several hosts: verify runs on one", param="--topology")
+        raise ConfigError(
+            f"{Path(file).name} has several hosts, and verify runs on one host", param="--topology"
+        )
     return topology if model is None else _changed(topology, model=model)
 
 
@@ -110,7 +114,7 @@ def against_reference(topology: Topology, path: str, count: int, tokens: int, sa
     params = [TokenParams(temperature=0.0, max_tokens=tokens) for _ in prompts]
     asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
     if _encode(groups):
-        say("no prompt has images: with those, groups are compared with the engine alone")
+        say("no prompt has images: prompts with images are compared only with the engine alone")
     found, good = _groups_answer(groups, asked, say)
     reference, equal = Reference(config, path, "float64"), 0
     for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
@@ -211,10 +215,10 @@ def _groups_answer(
     for name, (role, one) in stats.items():
         say(f"{name}: {_done(role, one)}")
     if local:
-        say(f"{local} prompts were computed where they were decoded, as no group that prefills was there")
+        say(f"{local} prompts were computed by decode groups, because no prefill group was available")
     missing = [*_idle(stats, any(one.media for one in asked)), *_speculation(groups, stats)]
     for what in missing:
-        say(f"{what} did NOT ENGAGE, so nothing is proven of it; give more --prompts or --tokens")
+        say(f"{what} did NOT ENGAGE, so the comparison proves nothing; give more --prompts or --tokens")
     return [found[one.sequence] for one in asked], not missing
 
 
@@ -226,7 +230,7 @@ def _done(role: Role, stats: HeadStats) -> str:
     moved = stats.transfers
     if moved is None:
         return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens{images}"
-    rooms = f"{moved.done} rooms done, {moved.failed} failed"
+    rooms = f"{moved.done} KV transfers done, {moved.failed} failed"
     if role == "prefill":
         return f"{stats.prompt_tokens} prompt tokens, {rooms}, {moved.sent_bytes} bytes sent{images}"
     return f"{rooms}, {moved.received_bytes} bytes received, {stats.generation_tokens} output tokens"

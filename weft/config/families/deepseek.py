@@ -155,7 +155,9 @@ def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_
         raise facts.fail("num_experts_per_tok", f"{top_k} is more than the experts of the chosen groups")
     # The score of a group sums its best two experts.
     if how.group_rule == "top2" and experts // how.groups < 2:
-        raise facts.fail("n_group", f"{how.groups} leaves groups of one expert; their score needs two")
+        raise facts.fail(
+            "n_group", f"{how.groups} leaves one expert per group, and the score of a group needs two experts"
+        )
     return MoESpec(
         experts=experts,
         top_k=top_k,

@@ -44,9 +44,9 @@ def _indexed(
     count = spec.layers
     assert mla is not None
     if mla.q_lora is None:
-        raise facts.fail("q_lora_rank", "must be set, since the indexer reads what has that rank")
+        raise facts.fail("q_lora_rank", "must be set: the indexer reads the compressed queries of this rank")
     if any(kind not in _INDEXED for kind in facts.get("layer_types") or []):
-        raise facts.fail("layer_types", f"with other entries than {' or '.join(_INDEXED)} is not supported")
+        raise facts.fail("layer_types", f"with entries other than {' or '.join(_INDEXED)} is not supported")
     if facts.flag("mlp_bias", False):
         raise facts.fail("mlp_bias", "= true is not supported")
     _check_dense(facts, spec)

@@ -94,7 +94,7 @@ def load_spec(
         raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
     if config.get("auto_map") and not trust_remote_code:
         raise ConfigError(
-            "config.json asks for code that comes with the checkpoint (auto_map). Weft does not run it; pass "
+            "config.json names code in the checkpoint (auto_map). Weft does not run the code; pass "
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )

@@ -93,7 +93,9 @@ def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
     read.agree("merge_size", images.merge, 2)
     for name, value in read.colours(_HALVES, _HALVES).items():
         if value != getattr(images, name):
-            raise read.fail(_NAMES.get(name, name), f"is not as for images, {getattr(images, name)}")
+            raise read.fail(
+                _NAMES.get(name, name), f"must be the same as for images: {getattr(images, name)}"
+            )
     bounds = read.bounds({"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
     least, most = read.check_bounds(*bounds, images.temporal * (images.patch * images.merge) ** 2)
     capped = read.facts.get("cap_pixels_per_frame") is True

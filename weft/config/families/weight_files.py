@@ -133,8 +133,9 @@ def refuse_adapter(folder: Path) -> None:
     base = said.get("base_model_name_or_path")
     of = f" for {base}" if isinstance(base, str) and base else ""
     raise ConfigError(
-        f"{folder.name!r} holds an adapter{of} ({_ADAPTER}), not a model, and adapters are not served: merge "
-        "the adapter into its base model (merge_and_unload of the package peft), and serve the result",
+        f"{folder.name!r} is an adapter{of} ({_ADAPTER}), not a model, and Weft serves no adapters: "
+        "merge the adapter into its base model (merge_and_unload of the package peft), and serve the "
+        "result",
         param="--model",
     )
 
@@ -151,27 +152,29 @@ def read_header(path: Path) -> dict[str, Any]:
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             if length > min(size - 8, _MAX_HEADER) or not length:
                 raise _damaged(
-                    path, f"its header takes {length} bytes, and the file has {max(size - 8, 0)} behind it"
+                    path, f"the header claims {length} bytes, and the file has {max(size - 8, 0)} more bytes"
                 )
             found = json.loads(file.read(length))
     except OSError as error:
         raise ConfigError(f"{path.name} cannot be read: {error.strerror}", param="--model") from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is not JSON: {error}") from error
+        raise _damaged(path, f"the header is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise _damaged(path, "its header is not an object")
+        raise _damaged(path, "the header is not a JSON object")
     # The safetensors library runs the same checks, but in a process that starts much later.
     entries = {name: entry for name, entry in found.items() if name != "__metadata__"}
     spans = sorted(_span(path, name, entry) for name, entry in entries.items())
     end = 0
     for begin, stop, name in spans:
         if begin != end:
-            raise _damaged(path, f"tensor {name!r} begins at byte {begin}, the one before it ends at {end}")
+            raise _damaged(
+                path, f"tensor {name!r} begins at byte {begin}, but the previous tensor ends at byte {end}"
+            )
         end = stop
     if end != size - 8 - length:
         raise _damaged(
             path,
-            f"its tensors take {end} bytes, and the file has {size - 8 - length}: is the download complete?",
+            f"the tensors take {end} bytes, and the file has {size - 8 - length}: is the download complete?",
         )
     return entries
 
@@ -182,7 +185,9 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     # Limit the number of dims: the product over very many dims would take too long.
     if shape is None or place is None or len(shape) > _MOST_DIMS or len(place) != 2 or place[0] > place[1]:
-        raise _damaged(path, f"its entry of tensor {name!r} has no shape or no place: {str(entry)[:100]}")
+        raise _damaged(
+            path, f"the header entry of tensor {name!r} has no shape or no offsets: {str(entry)[:100]}"
+        )
     begin, end = place
     bits = _BITS.get(str(entry.get("dtype")))
     if bits is not None and math.prod(shape) * bits != 8 * (end - begin):

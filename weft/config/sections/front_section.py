@@ -21,52 +21,51 @@ class FrontSection(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on. 0: a free port.")] = 8000
     fronts: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Processes that answer HTTP, on one port and with the same engines behind them. "
-            "Of several, one that dies takes its own connections with it and no others.",
+            description="Number of API server processes. All share one port and the same engines. If "
+            "one process dies, only the connections of that process break.",
         ),
     ] = 1
     api_key: Annotated[
         tuple[str, ...],
         Meta(
-            description="Key(s) that clients must send as a bearer token. All users of this machine can see "
-            "command lines: better set the environment variable WEFT_API_KEY, or the key in --config's file."
+            description="Key(s) that clients must send as a bearer token. All users of this machine "
+            "can read command lines: prefer the environment variable WEFT_API_KEY or the --config file."
         ),
     ] = ()
     admin_key: Annotated[
         tuple[str, ...],
         Meta(
-            description="Key(s) for the routes that control the server (abort, drain), which are closed "
-            "without one. Better in the environment variable WEFT_ADMIN_KEY, or in --config's file."
+            description="Key(s) for the admin routes (abort, drain). Without a key the admin routes "
+            "are closed. Prefer the environment variable WEFT_ADMIN_KEY or the --config file."
         ),
     ] = ()
-    open_metrics: Annotated[
-        bool, Meta(description="Answer /metrics without a key, for a Prometheus that has none.")
-    ] = False
+    open_metrics: Annotated[bool, Meta(description="Serve /metrics without a key.")] = False
     root_path: Annotated[
         str | None,
         Meta(
-            description="Path under which a proxy shows this server, e.g. /llm. Requests may bring the path "
-            "or leave it out."
+            description="Path under which a proxy publishes this server, e.g. /llm. Requests with and "
+            "without the path are accepted."
         ),
     ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(
-            description="Web origins (https://example.org) whose pages may use the API from a browser; "
-            "* for all."
+            description="Web origins, e.g. https://example.org, that may use the API from a browser. "
+            "*: all origins."
         ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Names (example.org, without a port) under which clients may ask the server; * for "
-            "all. Without it a server on a loopback address without API keys takes only this machine's own."
+            description="Accepted Host headers, e.g. example.org, without a port. *: all hosts. "
+            "Default: all hosts; only this machine's names if the server listens on a loopback address "
+            "without API keys."
         ),
     ] = ()
     rate_limit_requests: Annotated[
@@ -74,8 +73,8 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1 << 40,
-            description="Requests of one API key a minute; beyond it they get 429. 0: no limit. Each of "
-            "several fronts has its part of it.",
+            description="Maximum requests per minute and API key. Further requests get 429. 0: no "
+            "limit. The limit is divided among the API servers (--fronts).",
         ),
     ] = 0
     rate_limit_tokens: Annotated[
@@ -83,93 +82,99 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1 << 40,
-            description="Tokens of one API key's prompts and outputs a minute, counted as they are used; "
-            "beyond it requests get 429. 0: no limit.",
+            description="Maximum prompt and output tokens per minute and API key, counted when used. "
+            "Further requests get 429. 0: no limit.",
         ),
     ] = 0
     vllm_metrics: Annotated[
         bool,
-        Meta(description="Give all metrics under vllm: too, for dashboards and gateways made for vLLM."),
+        Meta(
+            description="Also export the metrics under vLLM's names (vllm:), for dashboards and gateways "
+            "made for vLLM."
+        ),
     ] = False
     default_chat_template_kwargs: Annotated[
         str | None,
         Meta(
-            description="Variables of the chat template where a request sets none, as a JSON object, e.g. "
-            "'{\"enable_thinking\": false}'."
+            description="Default variables of the chat template as a JSON object, e.g. "
+            "'{\"enable_thinking\": false}'. Requests can override each variable."
         ),
     ] = None
     tool_call_parser: Annotated[
         str,
         Meta(
-            description="Format of tool calls in the model's output; auto: by the model and its template; "
-            "none: they are text."
+            description="Format of tool calls in the model's output. auto: chosen by model and chat "
+            "template. none: tool calls stay text."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
         Meta(
-            description="Format of thoughts in the model's output; auto: by the model and its template; "
-            "none: they are text."
+            description="Format of reasoning in the model's output. auto: chosen by model and chat "
+            "template. none: reasoning stays text."
         ),
     ] = "auto"
     chat_template: Annotated[
-        str | None, Meta(description="File with a chat template to use instead of the model's.")
+        str | None, Meta(description="File with a Jinja chat template that replaces the model's template.")
     ] = None
     scripted: Annotated[
         str | None,
-        Meta(description="File of outputs that are played to requests, without a model (docs/scripted.md)."),
+        Meta(description="File with scripted outputs, for a server without a model (docs/scripted.md)."),
     ] = None
     pooling: Annotated[
         Literal["last", "mean"],
         Meta(
-            description="What /v1/embeddings makes of a prompt's final hidden states: the last one, or the "
-            "mean of all. Vectors have length 1."
+            description="Pooling of final hidden states for /v1/embeddings: the last token, or the "
+            "mean of all tokens. Vectors have length 1."
         ),
     ] = "last"
-    max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
+    max_request_bytes: Annotated[int, Meta(ge=1024, description="Maximum bytes of a request body.")] = 8 << 20
     max_response_bytes: Annotated[
         int,
         Meta(
             ge=1024,
-            description="Logprobs and repeated prompts that one answer may hold; more must be streamed.",
+            description="Maximum bytes of logprobs and echoed prompts in one response without "
+            "streaming. Larger responses must be streamed.",
         ),
     ] = 64 << 20
     responses_store_bytes: Annotated[
         int,
         Meta(
             ge=0,
-            description="Memory for answers of /v1/responses that previous_response_id may name; 0 stores "
-            "none. The oldest go first.",
+            description="Bytes of memory for stored /v1/responses, which previous_response_id can "
+            "name. The oldest responses are dropped first. 0: store none.",
         ),
     ] = 64 << 20
     keep_attribution_lines: Annotated[
         bool,
         Meta(
-            description="Leave lines that clients put before their instructions to be billed by in the "
-            "prompts of /v1/messages: they differ at each call, so prompts share no prefix."
+            description="Keep the attribution lines that some clients put before the instructions in "
+            "/v1/messages. The lines differ in each call, so prompts then share no prefix."
         ),
     ] = False
     build_ops: Annotated[
         bool,
         Meta(
-            description="Compile the C++ operations beside the server where this machine has none (needs g++ "
-            "or clang++). Engines begin on torch's operations, and all change at once when no request runs."
+            description="Compile missing C++ operations while the server runs (requires g++ or "
+            "clang++). Engines start with torch's operations, and change to the C++ operations when no "
+            "request runs."
         ),
     ] = False
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+        float, Meta(ge=0, description="Seconds for running requests to finish after SIGTERM.")
     ] = 30.0
     request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds that one request may take before it gets 504.")
+        float, Meta(gt=0, description="Maximum seconds per request. Slower requests get 504.")
     ] = 3600.0
     engine_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
+        float, Meta(gt=0, description="Seconds without progress until an engine counts as dead.")
     ] = 120.0
     routing_policy: Annotated[
         Literal["prefix", "least-load", "round-robin", "two-choices"],
         Meta(
-            description="Which engine gets a request. prefix: the least loaded, where cached tokens count as "
-            "no load; least-load; round-robin; two-choices: the less loaded of two random ones."
+            description="Choice of the engine for a request. prefix: the least loaded engine, without "
+            "load for cached prompt tokens. least-load: the least loaded engine. round-robin: the next "
+            "engine. two-choices: the less loaded of two random engines."
         ),
     ] = "prefix"
     engine_restarts: Annotated[
@@ -177,8 +182,9 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1000,
-            description="Heads of each group that are started again in 10 minutes when they died; requests "
-            "go on then. One more ends the group. As many fronts, where there are several.",
+            description="Maximum restarts per group within 10 minutes. One more failure stops the "
+            "group. Requests in flight resume after each restart. The same limit holds for API servers "
+            "if there are several.",
         ),
     ] = 5
     spare_processes: Annotated[
@@ -186,8 +192,8 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=64,
-            description="Processes that have imported all that heads and workers need, about 160 MB each, "
-            "and wait to take the place of one that died. 0: such a one starts from nothing.",
+            description="Number of spare processes, which have all imports done and replace a dead "
+            "engine or worker faster. Each spare takes about 160 MB. 0: no spares.",
         ),
     ] = 1
     recovery_timeout: Annotated[
@@ -195,21 +201,25 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=86400,
-            description="Seconds that requests wait for an engine that is started again; then they get 503.",
+            description="Maximum seconds that requests wait for a restarted engine. Then the requests "
+            "get 503.",
         ),
     ] = 120.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Minimum level of log lines.")
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"],
-        Meta(description="Form of log lines. json: an object a line: ts, level, process, logger, message."),
+        Meta(
+            description="Format of log lines. json: one object per line with ts, level, process, logger, "
+            "message."
+        ),
     ] = "text"
     log_requests: Annotated[
         bool,
         Meta(
-            description="Log one line for each request: id, number of the key, model, tokens, times and the "
-            "end. No text of a user is logged."
+            description="Log one line per request: id, number of the API key, model, tokens, times and "
+            "finish reason. Prompts and outputs are not logged."
         ),
     ] = False
 

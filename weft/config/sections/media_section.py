@@ -20,9 +20,9 @@ class MediaSection(Section, frozen=True, kw_only=True):
     allowed_media_domains: Annotated[
         tuple[str, ...],
         Meta(
-            description="Hosts whose http(s) URLs requests may name as images: example.org, *.example.org "
-            "for all below it, * for all; example.org:8443 for a port of its own. None by default: images "
-            "come as data: URLs. Only public addresses are ever connected to."
+            description="Hosts from which image URLs (http or https) are fetched: example.org, "
+            "*.example.org for subdomains, example.org:8443 for another port, * for all. Default: "
+            "none, only data: URLs. Weft connects to public addresses only."
         ),
     ] = ()
     limit_mm_per_prompt: Annotated[
@@ -30,48 +30,50 @@ class MediaSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=256,
-            description="Images of one prompt at most; two frames of a video count as one. 0 refuses them.",
+            description="Maximum images per prompt. Two frames of a video count as one image. 0: "
+            "reject images.",
             extra={"reader": most_images},
         ),
     ] = 16
     mm_cache_bytes: Annotated[
         str | None,
         Meta(
-            description="Embeddings of images that each rank keeps, e.g. 1G: those being read, and earlier "
-            "ones, for prompts with the same image. By default 512M, or what the largest image takes.",
+            description="Size of each rank's cache of image embeddings, e.g. 1G. The cache holds "
+            "embeddings in use, and earlier embeddings for repeated images. Default: 512M, or more if "
+            "the largest image requires more.",
             extra={"size": True},
         ),
     ] = None
     mm_host_cache_bytes: Annotated[
         str | None,
         Meta(
-            description="Host memory of each rank, e.g. 4G, for embeddings that no longer fit into "
-            "--mm-cache-bytes. None by default.",
+            description="Host memory per rank, e.g. 4G, for embeddings evicted from --mm-cache-bytes. "
+            "Default: none.",
             extra={"size": True},
         ),
     ] = None
     max_encode_items: Annotated[
         int,
-        Meta(ge=1, le=4096, description="Images that a step of a group with the role encode takes together."),
+        Meta(ge=1, le=4096, description="Maximum images per step of an encode group."),
     ] = 32
     max_encode_patches: Annotated[
         int,
         Meta(
             ge=1,
             le=1 << 24,
-            description="Patches of images that one step encodes; one image alone may have more.",
+            description="Maximum image patches encoded per step. A larger image gets a step of its own.",
         ),
     ] = 16384
-    max_image_bytes: Annotated[int, Meta(ge=1024, le=1 << 30, description="Largest file of an image.")] = (
-        20 << 20
-    )
+    max_image_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="Maximum bytes of an image file.")
+    ] = 20 << 20
     max_image_pixels: Annotated[
         int,
         Meta(
             ge=1024,
             le=1 << 30,
-            description="Pixels of the largest image, as its header says before it is decoded. The memory "
-            "of a media worker follows from it.",
+            description="Maximum pixels of an image, checked in the header before decoding. The memory "
+            "of a media worker follows from this limit.",
         ),
     ] = 64 << 20
     max_request_pixels: Annotated[
@@ -79,22 +81,23 @@ class MediaSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=1024,
             le=1 << 34,
-            description="Pixels of all images of a prompt together, counted once for each scan of a JPEG.",
+            description="Maximum pixels of all images of a prompt. Each scan of a progressive JPEG "
+            "counts again.",
         ),
     ] = 512 << 20
     media_timeout: Annotated[
         float,
-        Meta(gt=0, le=600, description="Seconds to fetch an image in, and as many to decode it."),
+        Meta(gt=0, le=600, description="Maximum seconds to fetch an image, and again to decode the image."),
     ] = 20.0
     media_workers: Annotated[
-        int, Meta(ge=1, le=256, description="Processes of each front that decode images.")
+        int, Meta(ge=1, le=256, description="Processes per API server that decode images.")
     ] = 2
     media_memory: Annotated[
         int,
         Meta(
             ge=1 << 20,
-            description="Bytes of images that each front holds for requests that are being answered, and "
-            "each group with the role encode for those whose embeddings it sends; beyond it they get 429.",
+            description="Maximum bytes of decoded images that each API server holds for running "
+            "requests, and each encode group for unsent embeddings. Further requests get 429.",
         ),
     ] = 2 << 30
 

@@ -15,7 +15,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ParallelSection(Section, frozen=True, kw_only=True):
-    """How the model lies over ranks."""
+    """Distribution of the model over ranks and hosts."""
 
     @property
     def layout(self) -> Layout:
@@ -38,7 +38,7 @@ class ParallelSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Ranks that share each layer's matrices (one process each).",
+            description="Number of ranks (processes) that divide the matrices of each layer.",
             extra={"alias": "tp"},
         ),
     ] = 1
@@ -47,60 +47,72 @@ class ParallelSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Replicas, each with sequences and KV cache of its own.",
+            description="Number of replicas. Each replica has its own sequences and KV cache.",
             extra={"alias": "dp"},
         ),
     ] = 1
     enable_expert_parallel: Annotated[
         bool,
-        Meta(description="Divide whole experts over all ranks of all replicas.", extra={"alias": "ep"}),
+        Meta(description="Divide the experts among all ranks of all replicas.", extra={"alias": "ep"}),
     ] = False
     moe_dispatch: Annotated[
         Literal["auto", "reduce", "throughput", "low-latency", "gather"],
         Meta(
-            description="How tokens reach experts of other ranks. reduce: every rank has all tokens, outputs "
-            "are summed; throughput: all-to-all of exact sizes; low-latency: all-to-all of fixed sizes; "
-            "gather: all-gather and reduce-scatter; auto: by measured cost."
+            description="Communication between tokens and experts on other ranks. reduce: every rank "
+            "has all tokens, and outputs are summed. throughput: all-to-all of exact sizes. "
+            "low-latency: all-to-all of fixed sizes. gather: all-gather and reduce-scatter. auto: the "
+            "fastest by measured cost."
         ),
     ] = "auto"
     redundant_experts: Annotated[
         int,
-        Meta(ge=0, le=65536, description="Further copies of experts in each layer, for those in demand."),
+        Meta(
+            ge=0,
+            le=65536,
+            description="Number of additional expert copies per layer, for the experts with the highest "
+            "load.",
+        ),
     ] = 0
     eplb_interval: Annotated[
         int,
         Meta(
             ge=0,
             le=1_000_000_000,
-            description="Steps after which experts move to other ranks by what they had to do; 0: never.",
+            description="Number of steps between two rebalances of experts over ranks by load. 0: never.",
         ),
     ] = 0
     overlap: Annotated[
         Literal["off", "prefill", "all", "auto"],
         Meta(
-            description="Split steps in two micro-batches, one's communication under the other's compute: in "
-            "steps with prompts, in all, or where measured costs say that it pays."
+            description="Split steps into two micro-batches, so that one communicates while the other "
+            "computes. prefill: in steps with prompts. all: in all steps. auto: in steps where "
+            "measured costs predict a gain."
         ),
     ] = "auto"
     collectives: Annotated[
         Literal["auto", "nccl", "gloo"],
         Meta(
-            description="What ranks meet over. auto: NCCL on GPUs, else shared memory of one host, else "
-            "gloo; gloo: also for ranks that share a GPU, by way of host memory (slow)."
+            description="Library for collectives. auto: NCCL on GPUs; on CPUs shared memory on one "
+            "host, else gloo. gloo: also for ranks that share a GPU, through host memory (slow)."
         ),
     ] = "auto"
     rank_timeout: Annotated[
-        float, Meta(gt=0, le=3600, description="Seconds after which a silent rank counts as dead.")
+        float, Meta(gt=0, le=3600, description="Seconds without a message until a rank counts as dead.")
     ] = 10.0
-    nnodes: Annotated[int, Meta(ge=1, le=1024, description="Hosts that the ranks are spread over.")] = 1
-    node_rank: Annotated[int, Meta(ge=0, le=1023, description="Number of this host; 0 has the front.")] = 0
+    nnodes: Annotated[int, Meta(ge=1, le=1024, description="Number of hosts that hold the ranks.")] = 1
+    node_rank: Annotated[
+        int, Meta(ge=0, le=1023, description="Number of this host. Host 0 runs the API server.")
+    ] = 0
     only_host: Annotated[
         Annotated[int, Meta(ge=0, le=1023)] | None,
-        Meta(description="Number of the host that has all ranks; by default they are spread over all hosts."),
+        Meta(
+            description="Number of the host that holds all ranks. Default: the ranks are spread over all "
+            "hosts."
+        ),
     ] = None
     rdzv: Annotated[
-        str | None, Meta(description="HOST:PORT of host 0, where ranks of several hosts meet.")
+        str | None, Meta(description="HOST:PORT of host 0, where the ranks of several hosts connect.")
     ] = None
     group_secret: Annotated[
-        str | None, Meta(description="File with a secret that all hosts share; needed with several hosts.")
+        str | None, Meta(description="File with a secret that all hosts share. Required with several hosts.")
     ] = None

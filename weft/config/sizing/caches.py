@@ -145,9 +145,9 @@ def cache_bytes(
     left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
-            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
-            f"the weights take {show_bytes(weights)}, and the largest step and images "
-            f"{show_bytes(budget - weights - left)}: raise it, or lower "
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this "
+            f"GPU; the weights take {show_bytes(weights)}, and the largest step and images "
+            f"{show_bytes(budget - weights - left)}: raise --gpu-memory-utilization, or lower "
             "--max-num-batched-tokens or --max-num-seqs",
             param="--gpu-memory-utilization",
         )
@@ -182,7 +182,7 @@ def check_weights(
     if device == "cpu" and model.quantization != "none" and model.load_format != "dummy":
         whole = msgspec.structs.replace(model, quantization="none")
         weights = planned_weights(spec, dtype, device, whole, parallel)
-        until = " until --quantization has rounded them"
+        until = " until --quantization has quantized them"
     elif device != "cpu" and model.quantization == "none":
         way += " or --quantization int4"
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
@@ -192,8 +192,8 @@ def check_weights(
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     raise ConfigError(
         f"the model's weights need {show_bytes(weights)} of memory{until}, and {where} has "
-        f"{show_bytes(have // ranks)} available{each}: take a checkpoint {way}, "
-        "divide the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
+        f"{show_bytes(have // ranks)} available{each}: use a checkpoint {way}, divide the model among "
+        "more devices or hosts (--tensor-parallel-size), or use a smaller model",
         param="--model",
     )
 
@@ -248,7 +248,7 @@ def choose_max_model_len(
         if model.max_model_len > spec.max_position:
             raise ConfigError(
                 f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} "
-                f"positions: set it to at most {spec.max_position}",
+                f"positions: set --max-model-len to at most {spec.max_position}",
                 param="--max-model-len",
             )
         return model.max_model_len

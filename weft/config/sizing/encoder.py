@@ -18,8 +18,8 @@ def check_encoder(config: Config) -> None:
     """Raise ConfigError for settings without meaning in an encode group."""
     if config.model.language_model_only:
         raise ConfigError(
-            "--role encode and --language-model-only: one loads the vision tower alone, the other all but "
-            "that; leave one of them out",
+            "--role encode loads only the vision tower, and --language-model-only loads everything "
+            "except the vision tower: remove one of the two flags",
             param="--language-model-only",
         )
     parallel = config.parallel
@@ -30,7 +30,7 @@ def check_encoder(config: Config) -> None:
     ):
         if given:
             raise ConfigError(
-                f"--role encode and {flag}: a vision tower has no experts; leave it out", param=flag
+                f"--role encode and {flag}: a vision tower has no experts; remove {flag}", param=flag
             )
 
 
@@ -41,7 +41,7 @@ def encoder_spec(spec: ModelSpec) -> ModelSpec:
     """
     if spec.vision is None:
         raise ConfigError(
-            f"--role encode: {spec.architecture} has no vision tower; use a model that takes images, or "
+            f"--role encode: {spec.architecture} has no vision tower; use a model with image input, or "
             "another role",
             param="--role",
         )
@@ -67,9 +67,9 @@ def encoder_caches(spec: ModelSpec, dtype: str, config: Config, host: HostShare)
     kept = limits.pool_bytes + limits.host_bytes
     if have is not None and weights + step + kept > have:
         raise ConfigError(
-            f"--role encode: the tower takes {show_bytes(weights)}, a step {show_bytes(step)} and embeddings "
-            f"{show_bytes(kept)}; a rank has {show_bytes(have)}: lower --mm-cache-bytes or "
-            "--max-encode-patches",
+            f"--role encode: the vision tower takes {show_bytes(weights)}, a step {show_bytes(step)} "
+            f"and the embedding cache {show_bytes(kept)}; a rank has {show_bytes(have)}: lower "
+            "--mm-cache-bytes or --max-encode-patches",
             param="--mm-cache-bytes",
         )
     return KVConfig(

@@ -41,15 +41,15 @@ def media_limits(
     asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
     if asked is not None and asked < largest:
         raise ConfigError(
-            f"--mm-cache-bytes {section.mm_cache_bytes} does not hold the embedding of the largest image: "
-            f"set it to at least {show_bytes(largest)}, or lower --max-model-len",
+            f"--mm-cache-bytes {section.mm_cache_bytes} does not hold the embedding of the largest "
+            f"image: set --mm-cache-bytes to at least {show_bytes(largest)}, or lower --max-model-len",
             param="--mm-cache-bytes",
         )
     host = None if section.mm_host_cache_bytes is None else parse_size(section.mm_host_cache_bytes)
     if host is not None and host < block:
         raise ConfigError(
-            f"--mm-host-cache-bytes {section.mm_host_cache_bytes} holds no embedding: set it to at least "
-            f"{show_bytes(block)}, or leave it out",
+            f"--mm-host-cache-bytes {section.mm_host_cache_bytes} is too small for any embedding: set "
+            f"--mm-host-cache-bytes to at least {show_bytes(block)}, or remove the flag",
             param="--mm-host-cache-bytes",
         )
     return MediaLimits(

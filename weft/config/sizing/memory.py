@@ -257,8 +257,8 @@ def _too_small(
         seqs = scheduler.max_num_seqs
         states = f", {show_bytes(live)} of it recurrent state of --max-num-seqs {seqs} sequences,"
     return ConfigError(
-        f"one sequence of --max-model-len {max_model_len} needs {show_bytes(needed)} of KV cache{states} and "
-        f"there are {show_bytes(max(num_bytes, 0))}: {', or '.join(ways)}",
+        f"one sequence of --max-model-len {max_model_len} needs {show_bytes(needed)} of KV "
+        f"cache{states} and {show_bytes(max(num_bytes, 0))} are available: {', or '.join(ways)}",
         param="--max-num-seqs" if live and not longest else "--max-model-len",
     )
 

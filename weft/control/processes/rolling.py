@@ -107,7 +107,7 @@ class RollingRestart:
     def begin(self) -> None:
         """Begin to replace all processes, once all running processes answer. No effect during a restart."""
         if not self.active:
-            log.info("a rolling restart was asked for")
+            log.info("a rolling restart was requested")
             self._asked, self._up, self._waits_since = True, set(), math.inf
 
     def begin_switch(self) -> None:
@@ -168,16 +168,18 @@ class RollingRestart:
             # of the unit without a switch, because drained processes get no work. The switch waits for the
             # next idle moment.
             self._switching = False
-            return self._abandon(EngineDead("another process began before the switch"), now)
+            return self._abandon(EngineDead("another process started before the switch"), now)
         entries = [self._table.entries[name] for name in self._unit]
         ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
         # An incarnation more than 1 above the old number means that the replacement died too.
         again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
         if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
-            log.error("the rolling restart ends: %s did not come back", " and ".join(self._unit))
+            log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
             self._asked = self._wants_switch = False
             self._left.clear()
-            return self._abandon(EngineDead("others of its domain did not come back"), now)
+            return self._abandon(
+                EngineDead("another engine of the expert-parallel group did not start again"), now
+            )
         if all(ended):
             if self._up >= self._unit.keys():
                 log.info("%s is restarted", " and ".join(self._unit))
@@ -196,7 +198,7 @@ class RollingRestart:
                 # Work arrived before the API servers knew of the drain, and outlasts the drain. Continue with
                 # the old operations: a longer drain would block all other requests.
                 self._switching = False
-                return self._abandon(EngineDead("requests came before the switch"), now)
+                return self._abandon(EngineDead("requests arrived before the switch"), now)
             return self._quit(present, now) if done or now >= self._deadline else []
         if now < self._deadline:
             return []

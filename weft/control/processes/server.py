@@ -155,7 +155,7 @@ class ClusterServer:
         try:
             heard = channel.hear(link)
         except msgspec.MsgspecError:
-            log.error("front %s said what is no message", name)
+            log.error("API server %s sent an invalid message", name)
             heard = None
         # The process status reports the end of the API server, so the closed channel is no event.
         if heard is None:
@@ -205,7 +205,7 @@ class ClusterServer:
         try:
             self._addresses[name] = self._heads.start(name, incarnation)
         except OSError as error:  # no memory, or no process slots
-            log.error("head %s cannot be started: %s", name, error)
+            log.error("engine %s cannot be started: %s", name, error)
             self._on(s.ProcessEnded("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
@@ -232,7 +232,7 @@ class ClusterServer:
             try:
                 process_registry.write(self._folder, found)
             except OSError as error:  # for example a full disk; the next round tries again
-                log.error("the registry cannot be written: %s", error)
+                log.error("the process registry cannot be written: %s", error)
             else:
                 self._published = found
 

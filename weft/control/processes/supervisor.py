@@ -203,7 +203,7 @@ class Supervisor:
             return []
         # A failure during the first start is not retried. Most such failures are configuration errors.
         if self.phase is ServerPhase.STARTING:
-            log.error("%s %s ended with status %d", event.role, event.name, event.status)
+            log.error("%s %s ended with status %d", t.LABELS[event.role], event.name, event.status)
             return self._exit(event.status if event.status == CONFIG_ERROR else 1)
         # API servers end on request while draining, and on their own once no engine is left. Replace none.
         if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.heads.over):
@@ -214,7 +214,7 @@ class Supervisor:
         log.log(
             logging.INFO if planned else logging.ERROR,
             "%s %s ended with status %d",
-            *(event.role, event.name, event.status),
+            *(t.LABELS[event.role], event.name, event.status),
         )
         return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
 
@@ -322,7 +322,7 @@ class Supervisor:
             for entry in self.fronts.entries.values():
                 entry.heard += late + STALL_S
         if self._now >= self._deadline:
-            log.error("fronts did not end in time")
+            log.error("the API servers did not end in time")
             return self._exit(FORCED if self._forced else 1)
         actions: list[Action] = [*self.heads.tick(self._now)]
         # In the starting phase any planned end of a process would end the server.
@@ -334,8 +334,8 @@ class Supervisor:
         for name, entry in self._running_fronts():
             # An API server sends nothing while loading, and loading takes as long as the engines' loading.
             if entry.ready and self._now - entry.heard > SILENT_S:
-                log.error("front %s has been silent for %g seconds", name, SILENT_S)
-                error = EngineDead("the front was silent")
+                log.error("no message from API server %s for %g seconds, so it is replaced", name, SILENT_S)
+                error = EngineDead("the API server sent no messages")
                 actions += self._lose("front", name, entry.incarnation, error)
         return actions
 

@@ -30,6 +30,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Seconds of the first delay, doubled by each further death, and the maximum delay."""
 
 Role: TypeAlias = Literal["head", "front"]
+LABELS: dict[Role, str] = {"head": "engine", "front": "API server"}
+"""Names of the roles in log lines."""
 
 
 class ProcessState(Enum):
@@ -105,12 +107,12 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
     names = with_domains(named(name, members), members)
     if not name or not names:
         known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"no group is called {name!r}; there are {known}", param="group")
+        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
     gone = set(retired)
     found = [one for one in names if one in gone]
     if not found:
         raise InvalidRequest(
-            f"no head of {name!r} is retired; heads that die are started again without a request",
+            f"no engine of {name!r} is retired; engines that die are restarted automatically",
             param="group",
         )
     return found
@@ -212,14 +214,19 @@ class ProcessTable:
         # A budget of 0 restarts is a choice of the operator, not an error to log.
         if not budget.grant(now):
             if budget.most:
-                log.error("%d %ss died in %g minutes", budget.most + 1, self._kind(entry), WINDOW / 60)
+                log.error(
+                    "%d %s died within %g minutes: no further restart",
+                    budget.most + 1,
+                    self._kind(entry),
+                    WINDOW / 60,
+                )
             return [*actions, *self._retire(entry, error)]
         wait = _wait(entry.deaths)
         if wait:
             entry.state, entry.ready, entry.due = ProcessState.WAITING, False, now + wait
-            log.info("%s %s is started again in %g s (restart %d)", self.role, name, wait, budget.granted)
+            log.info("%s %s is restarted in %g s (restart %d)", LABELS[self.role], name, wait, budget.granted)
             return actions
-        log.info("%s %s is started again (restart %d)", self.role, name, budget.granted)
+        log.info("%s %s is restarted (restart %d)", LABELS[self.role], name, budget.granted)
         return [*actions, self._next(name, entry, now)]
 
     def tick(self, now: float) -> list[Action]:
@@ -264,12 +271,13 @@ class ProcessTable:
                 self._budgets[members[one].group].renew()
                 entries[one].deaths, entries[one].error = 0, None
                 actions.append(self._next(one, entries[one], now))
-                log.info("%s %s was retired, and is started again", self.role, one)
+                log.info("%s %s was retired and is restarted", LABELS[self.role], one)
         return actions
 
     def _kind(self, entry: ProcessEntry) -> str:
-        """Return the role and the group of ``entry`` as log text."""
-        return " ".join(filter(None, (self.role, entry.member.group)))
+        """Return the processes of ``entry``'s budget as log text: ``engines of group decode``."""
+        group = f" of group {entry.member.group}" if entry.member.group else ""
+        return f"{LABELS[self.role]}s{group}"
 
     def end(self, name: str, incarnation: int) -> bool:
         """Mark a process as ended on request. Return False for an earlier incarnation."""

@@ -45,7 +45,7 @@ def is_zero_bias(part: Part, sources: Mapping[str, Source]) -> bool:
     with WeightFile(part.path) as file:
         if file.tensor(part.name).count_nonzero():
             raise ConfigError(
-                f"weight {part.name} is not zero, and config.json says that there is no such bias",
+                f"weight {part.name} is not zero, but config.json declares no such bias",
                 param="--model",
             )
     return True
@@ -107,7 +107,9 @@ class Target:
                 form, (piece,) = read(parts, spec, self.wide)
                 target = parameter.data[taken[0].target]
                 if piece.values.shape != target.shape:
-                    raise Misfit(f"they make {list(piece.values.shape)}, a rank holds {list(target.shape)}")
+                    raise Misfit(
+                        f"the result has shape {list(piece.values.shape)}, a rank needs {list(target.shape)}"
+                    )
                 target.copy_(piece.values)
                 size = target.nbytes
             else:
@@ -119,12 +121,11 @@ class Target:
             # A weight that fills more or less than its place would leave wrong values without an error.
             expected = sum(parameter.data[window.target].nbytes for window in taken)
             if size != expected:
-                raise Misfit(f"they make {size} bytes, config.json says {expected}")
+                raise Misfit(f"the result has {size} bytes, config.json requires {expected}")
         except Lacks as error:
             names = " or ".join(names_of(source.name, error.role))
             raise ConfigError(
-                f"weight {source.name} is quantized and lacks {names}; its other parts are in "
-                f"{source.path.name}",
+                f"quantized weight {source.name} lacks {names}; the other parts are in {source.path.name}",
                 param="--model",
             ) from error
         except Misfit as error:
@@ -277,8 +278,8 @@ class Target:
             self.wide_held += held.widened
         formats = ", ".join(f"{count} {form}" for form, count in self.counts.items())
         _log.info(
-            "quantized weights: %s; %.1f MB in the files, held in %.1f MB, of which %.1f MB are dequantized "
-            "to %s; schemes for activations have no effect",
+            "quantized weights: %s; %.1f MB in the files, %.1f MB in memory, of which %.1f MB are "
+            "dequantized to %s; activation schemes have no effect",
             formats,
             self.published / 1e6,
             self.held / 1e6,
@@ -287,8 +288,8 @@ class Target:
         )
         if self.cut_groups:
             _log.warning(
-                "%d matrices are dequantized, as --tp cuts groups of inputs that have a scale in common; "
-                "a smaller --tp keeps them packed",
+                "%d matrices are dequantized, because --tp cuts groups of inputs that share a scale; a "
+                "smaller --tp keeps the matrices packed",
                 self.cut_groups,
             )
 
@@ -345,8 +346,8 @@ def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values
         place = _place(parameter, window)
         if part is None or place is None:
             _log.warning(
-                "--tp cuts rows of %d inputs so that no groups fit: this rank rounds its part by itself, and "
-                "tokens may differ from those of one rank",
+                "--tp cuts rows of %d inputs inside quantization groups: each rank quantizes its part "
+                "alone, and tokens may differ from those of one rank",
                 codes.inputs,
             )
             return False

@@ -113,7 +113,7 @@ def _with_scale(
     """Read a weight with its own name and a scale."""
     values = parts[PLAIN]
     if values.dtype not in (*float8.DTYPES, *_BYTES):
-        raise Misfit(f"its values have type {values.dtype}")
+        raise Misfit(f"the values have type {values.dtype}")
     if values.dtype == torch.uint8 or (values.dtype == torch.int8 and _exponents(parts)):
         return _fours(parts, dtype, wanted)
     (scale,) = _need(parts, "scale")

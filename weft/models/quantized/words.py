@@ -50,7 +50,7 @@ def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: T
     if zeros is not None and zeros.shape != scales.shape:
         raise Misfit(f"zero points of {list(zeros.shape)} do not fit scales of {list(scales.shape)}")
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
-        raise Misfit(f"there are {len(scales)} groups, and a row names another")
+        raise Misfit(f"there are {len(scales)} groups, but a row refers to another group")
     # One group at a time: temporary memory stays small for any order of rows.
     for group in range(len(scales)):
         rows = (groups == group).nonzero().squeeze(1)
@@ -64,5 +64,5 @@ def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: T
 def even_groups(rows: int, count: int) -> Tensor:
     """Return the group of each of ``rows`` rows in ``count`` even groups. Raises Misfit."""
     if count < 1 or rows % count:
-        raise Misfit(f"{rows} inputs are not {count} even groups")
+        raise Misfit(f"{rows} inputs cannot be divided into {count} equal groups")
     return torch.arange(rows) // (rows // count)

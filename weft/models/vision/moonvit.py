@@ -29,7 +29,7 @@ class MoonTower(Tower):
         grid = super()._grid(image)
         if grid.frames > self._spec.frames:
             raise ValueError(
-                f"{grid.frames} frames in one image; the model takes {self._spec.frames} at most"
+                f"{grid.frames} frames in one image; the model accepts at most {self._spec.frames}"
             )
         return grid
 

@@ -114,6 +114,6 @@ _ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon}
 
 
 def _ignore(made: WeightMap, prefix: str) -> None:
-    _log.info("text alone is served: %s of this checkpoint is not loaded", prefix.rstrip("."))
+    _log.info("only text is served: %s of this checkpoint is not loaded", prefix.rstrip("."))
     root = re.escape(prefix.removeprefix("model."))
     made.ignored.append(re.compile(rf"^(model\.)?{root}"))

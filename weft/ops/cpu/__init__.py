@@ -45,7 +45,7 @@ def load() -> bool:
     try:
         library = build.find()
     except (OSError, RuntimeError) as error:  # no home folder, or an unreadable folder
-        _log.warning("the C++ operations cannot be looked for: %s", error)
+        _log.warning("the C++ operations cannot be located: %s", error)
         return False
     if library is None or disabled == UNBUILT:
         _log.warning(

@@ -89,10 +89,10 @@ class OperationsBuild:
         if self._closed:
             return
         if status:
-            log.warning("the C++ operations are not compiled, and torch's stay in use: %s", last)
+            log.warning("compiling the C++ operations failed, and torch's operations stay in use: %s", last)
             return
         log.info(
-            "the C++ operations are compiled (%.0f s); engines change to them when no request runs",
+            "the C++ operations are compiled (%.0f s); the switch waits until no request runs",
             time.monotonic() - self._began,
         )
         self._ready()

@@ -192,7 +192,8 @@ def build(
         ready = None if force else prebuilt.find(sources)
         if ready is not None:
             say(
-                f"the installed wheel has them for this CPU ({ready.parent.name}); --force compiles them here"
+                f"the installed wheel has the C++ operations for this CPU ({ready.parent.name}); "
+                "--force compiles them anyway"
             )
             return ready
         began = time.monotonic()
@@ -213,7 +214,7 @@ def build_for_wheel(
     ``verbose``, ``say`` and ``show``: see `build`. Objects stay in the cache. Raises BuildError and OSError.
     """
     if platform.machine() != "x86_64":
-        raise BuildError(f"libraries of wheels are for x86-64, and this is {platform.machine()}")
+        raise BuildError(f"wheels are for x86-64, and this machine is {platform.machine()}")
     compiler = find_compiler()
     sources = sources_digest()
     cache = cache_folder()
@@ -298,7 +299,7 @@ def _announcement(sources: Sequence[Path], processes: int, compiler: Compiler) -
     return (
         f"compiling {len(sources)} file{'s' * (len(sources) != 1)} with {processes} "
         f"process{'es' * (processes != 1)} of {compiler.version}, once for this machine; "
-        f"with as many free cores of an EPYC (Zen 5) it takes about {wall:.0f} s"
+        f"on as many free cores of an EPYC (Zen 5) this takes about {wall:.0f} s"
     )
 
 

@@ -93,7 +93,7 @@ def forced_level() -> Level | None:
         return None
     names = {level.name: level for level in LEVELS}
     if name not in names:
-        raise ConfigError(f"WEFT_CPU_LEVEL={name} names no level of CPUs: set one of {', '.join(names)}")
+        raise ConfigError(f"WEFT_CPU_LEVEL={name} is not a CPU level: set one of {', '.join(names)}")
     if not names[name].runs_here:
         missing = ", ".join(sorted(names[name].needs - cpu_features()))
         raise ConfigError(f"WEFT_CPU_LEVEL={name}: this CPU does not have {missing}")

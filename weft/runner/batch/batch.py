@@ -42,8 +42,7 @@ class Verify:
     """Positions of drafts of decode rows, and the samples to compare with. One line per decode row."""
 
     entries: Tensor
-    """int64 [decode rows, most drafts]: index of the sample at draft j's position. Padding holds any valid
-    index."""
+    """int64 [decode rows, most drafts]: index of the sample at draft j's position. Padding: any index."""
     drafts: Tensor
     """int64 [decode rows, most drafts]: id of draft j; -1 as padding."""
 
@@ -79,8 +78,7 @@ class _Staged:
     entries: Tensor | None
     """int64 [decode rows, most drafts], as in ``Verify``; None if no row has drafts."""
     merged: Tensor | None
-    """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None if no row has
-    drafts."""
+    """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None without drafts."""
 
 
 def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
@@ -125,8 +123,7 @@ class BatchBuilder:
         self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
-        """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
-        device."""
+        """Upload the columns of ``plan`` through ``buffer`` and derive the rest on the device."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows.slot]
         step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
