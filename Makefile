@@ -21,7 +21,7 @@ test: setup ops  ## lint, types, import contracts and the default tests
 	$(MAKE) -j 2 unit lint types imports
 
 # What starts no server and no ranks: most of the code, in a fraction of the time.
-QUICK := common types config kv scheduler routing text sampling layers attention moe speculation runner sim docs \
+QUICK := common types config kv scheduler control/fleet text sampling layers attention moe speculation runner sim testing docs \
 	e0/test_grid.py e0/test_states.py front/test_completions.py front/test_chat.py front/test_http.py
 
 quick: lint imports setup ops  ## lint, import contracts and the tests that start few processes, in under 4 minutes
@@ -86,7 +86,7 @@ test-gpu: setup  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 simulate: setup  ## 10,000 simulated schedules of a cluster with faults; ARGS="--schedules 100000 --jobs 2" for more
-	$(BIN)/weft sim explore $(ARGS)
+	$(BIN)/python -m testing.cluster $(ARGS)
 
 bench-peers:  ## make the environments of the engines that Weft is compared with, outside the repository
 	PYTHON=$(PYTHON) bash bench/peers/setup.sh $(ARGS)

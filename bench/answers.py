@@ -19,9 +19,9 @@ from bench import record
 from bench.compare import BUNDLED
 from bench.disaggregation import VARIANTS, serving
 from bench.rounds import say
+from weft.cli.evaluate import answers, image_answers
 from weft.common.cores import usable_cores
 from weft.eval import gsm_mini, ocr_mini
-from weft.launch import answers, image_answers
 
 Ask = Callable[[str], list[str]]
 """The answers of the server at a URL."""

@@ -28,22 +28,22 @@ import numpy as np
 import torch
 
 from bench.machine import commit, describe
+from weft.cli.processes.rank_main import say_hello
 from weft.common.folder import private_folder
 from weft.config.group_settings import shared_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections.all import Config, ModelSection, RunnerSection, SchedulerSection
 from weft.engine.build import build_runner
 from weft.engine.core import EngineCore
-from weft.engine.executor import RankRunner
 from weft.engine.group import GroupExecutor
 from weft.engine.group_links import Links, Share
+from weft.engine.ranks.executor import RankRunner
+from weft.engine.ranks.watch import RankWatch
+from weft.engine.ranks.worker import Worker
 from weft.engine.start import alone
-from weft.engine.watch import RankWatch
-from weft.engine.worker import Worker
 from weft.group.membership import Membership
 from weft.group.sizes import blocks_of
-from weft.launch.rank_main import say_hello
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
 from weft.runner.slot_state import SlotState

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from bench.load import engine, model_flags, request
 from weft.engine.core import EngineCore
-from weft.scheduler.chunk import ChunkPolicy
-from weft.scheduler.fit import CostFitter
-from weft.scheduler.step_cost import CostModel, StepShape, shape_of
+from weft.scheduler.policy.chunk import ChunkPolicy
+from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.step_cost import CostModel, StepShape, shape_of
 from weft.types.plan import StepPlan
 
 Steps = list[tuple[StepShape, float]]

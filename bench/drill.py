@@ -331,7 +331,7 @@ class Drill:
 
 def command_of(victim: Victim, model: str, file: Path) -> list[str]:
     """The server of ``victim``. ``file``: for its topology, where it has one."""
-    program = [sys.executable, "-c", "from weft.launch.main import main; main()"]
+    program = [sys.executable, "-c", "from weft.cli.main import main; main()"]
     front = ["--port", "{port}", "--engine-restarts", "100"]
     engine = ["--dtype float64", "--device cpu", "--threads 1"]
     model = model or ("spool-vision" if victim.images else "")

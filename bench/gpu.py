@@ -32,7 +32,7 @@ from weft.bench.checkpoints import RECIPES, make
 from weft.bench.offline import Ids, headline, measure
 from weft.bench.workloads import WORKLOADS, random_ids
 from weft.common.errors import WeftError
-from weft.config.memory import weight_bytes
+from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
 from weft.engine.core import EngineCore
 from weft.types.messages import Submit, ids_to_bytes

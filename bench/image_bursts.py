@@ -145,7 +145,7 @@ def main() -> None:
     args.widths = [int(one) for one in args.widths.split(",")]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as checkpoint:
         model = longer(args.model, args.positions, Path(checkpoint))
-        command = [sys.executable, "-c", "from weft.launch.main import main; main()", "serve", model]
+        command = [sys.executable, "-c", "from weft.cli.main import main; main()", "serve", model]
         command += ["--port", "{port}", "--device", "cpu", "--dtype", "float32", "--threads", "1"]
         command += ["--max-model-len", str(args.positions), "--kv-cache-memory", "256M", *args.flags.split()]
         command += [

@@ -40,10 +40,10 @@ from bench.load import engine, request
 from weft.bench.checkpoints import RECIPES, config_of
 from weft.bench.plots import plot_depths, require_matplotlib
 from weft.bench.process_memory import own_peak, own_resident, reset_own_peak
-from weft.config.memory import activation_bytes, weight_bytes
+from weft.cli.verify.tiny import CHOSEN, COMPRESSED, SLIDING
+from weft.config.sizing.memory import activation_bytes, weight_bytes
 from weft.config.spec import DTYPE_BYTES
 from weft.engine.core import EngineCore
-from weft.launch.tiny import CHOSEN, COMPRESSED, SLIDING
 from weft.types.plan import StepPlan
 
 CHUNK = 512

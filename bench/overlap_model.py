@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 from weft.config.spec import CacheSpec
 from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
@@ -28,7 +28,7 @@ from weft.overlap.split import split
 from weft.overlap.times import StepTimes
 from weft.parallel.comm import Pending
 from weft.parallel.launcher import Flight
-from weft.scheduler.step_cost import PRIOR
+from weft.scheduler.policy.step_cost import PRIOR
 from weft.sim.device import FakeDevice
 from weft.sim.engine import Simulation
 from weft.sim.workload import Arrival

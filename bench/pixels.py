@@ -25,9 +25,9 @@ import zmq
 
 from bench import record
 from bench.pictures import picture
-from weft.config.media_section import MediaSection
-from weft.engine.pixel_inbox import PixelInbox
-from weft.engine.step_pixels import StepPixels, opened
+from weft.config.sections.media_section import MediaSection
+from weft.engine.ranks.step_pixels import StepPixels, opened
+from weft.engine.server.pixel_inbox import PixelInbox
 from weft.media.headers import read_header
 from weft.media.messages import Target
 from weft.media.pictures import Picture

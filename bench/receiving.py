@@ -35,14 +35,14 @@ from bench import record
 from bench.sending import CHUNK, config_of, random_model
 from weft.common.clock import SystemClock
 from weft.config.resolved import EngineConfig
-from weft.engine.engine_server import run_head
-from weft.engine.group_rooms import GroupRooms
-from weft.engine.listener import Listener
-from weft.engine.rank_rooms import open_rooms
-from weft.engine.room_channel import ZmqRooms
-from weft.engine.rooms import HeadRooms
+from weft.disagg.protocol.group_layout import blocks_of
+from weft.engine.disagg.group_rooms import GroupRooms
+from weft.engine.disagg.rank_rooms import open_rooms
+from weft.engine.disagg.room_channel import ZmqRooms
+from weft.engine.disagg.rooms import HeadRooms
+from weft.engine.server.engine_server import run_head
+from weft.engine.server.listener import Listener
 from weft.runner.exports import Exports
-from weft.transfer.group_layout import blocks_of
 from weft.types import messages as m
 from weft.types import plan as p
 from weft.types import rooms as r

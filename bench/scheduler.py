@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 from weft.config.spec import CacheSpec
 from weft.scheduler import Scheduler
 from weft.types.messages import Submit, TokenEvent, Tokens, decode_to_front, encode, ids_to_bytes

@@ -27,12 +27,12 @@ from weft.bench.checkpoints import make
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.sections import TransferSection
+from weft.config.sections.all import TransferSection
+from weft.disagg.protocol.events import RankReport
+from weft.disagg.protocol.group_layout import blocks_of
 from weft.engine.build import build_runner
-from weft.engine.rank_rooms import open_rooms
+from weft.engine.disagg.rank_rooms import open_rooms
 from weft.runner.runner import Runner
-from weft.transfer.events import RankReport
-from weft.transfer.group_layout import blocks_of
 from weft.types import plan as p
 from weft.types import rooms as r
 from weft.types.rooms import Outcome, RoomKey

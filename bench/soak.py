@@ -261,7 +261,7 @@ def soak(
     images: bool = False,
 ) -> Soak:
     """What came of it. Raises RuntimeError or WeftError where the server failed as a whole."""
-    program = "from weft.launch.main import main; main()"
+    program = "from weft.cli.main import main; main()"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

@@ -21,9 +21,9 @@ import torch
 
 from bench import record
 from weft.attention.base import SegmentInput
-from weft.attention.sparse import Reads, SparseBackend
-from weft.attention.sparse_cpu import CpuSparse
-from weft.attention.sparse_torch import TorchSparse
+from weft.attention.sparse.sparse import Reads, SparseBackend
+from weft.attention.sparse.sparse_cpu import CpuSparse
+from weft.attention.sparse.sparse_torch import TorchSparse
 from weft.ops import cpu
 
 Tensor = torch.Tensor

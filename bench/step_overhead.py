@@ -25,7 +25,7 @@ import torch
 
 import weft.runner.runner as runner_module
 from weft.config.resolve import resolve
-from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections.all import Config, ModelSection, RunnerSection, SchedulerSection
 from weft.engine.core import EngineCore
 from weft.types.messages import Submit, Tokens, encode, ids_to_bytes
 from weft.types.sampling import TokenParams

@@ -27,17 +27,17 @@ import torch
 
 from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
+from weft.disagg.protocol.events import RankReport, RankStopped
+from weft.disagg.protocol.group_layout import blocks_of
+from weft.disagg.protocol.pushes import WRITE_BYTES
+from weft.disagg.transport.copies import HostCopies
+from weft.disagg.transport.copying import copy_spans, digest_spans
+from weft.disagg.transport.memory import Sizes, Staged
+from weft.disagg.transport.shared_memory import SharedMemory
+from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.tcp import TcpTransport
+from weft.disagg.transport.worker import RankTransfer
 from weft.ops import cpu
-from weft.transfer.events import RankReport, RankStopped
-from weft.transfer.group_layout import blocks_of
-from weft.transfer.pushes import WRITE_BYTES
-from weft.transports.copies import HostCopies
-from weft.transports.copying import copy_spans, digest_spans
-from weft.transports.memory import Sizes, Staged
-from weft.transports.shared_memory import SharedMemory
-from weft.transports.shm import ShmTransport
-from weft.transports.tcp import TcpTransport
-from weft.transports.worker import RankTransfer
 from weft.types import rooms as r
 from weft.types.rooms import Outcome, RoomKey
 

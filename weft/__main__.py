@@ -1,6 +1,6 @@
 """``python -m weft``: the same as the command ``weft``."""
 
-from weft.launch.main import main
+from weft.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ import pytest
 from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
-from weft.engine.replicas import summed
+from weft.engine.server.replicas import summed
 from weft.types.measures import SECONDS, Measures
 from weft.types.messages import HeadStats, TransferStats
 

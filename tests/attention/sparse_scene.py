@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from weft.attention.base import SegmentInput
-from weft.attention.sparse import Reads, SparseBackend
-from weft.attention.sparse_torch import TorchSparse
+from weft.attention.sparse.sparse import Reads, SparseBackend
+from weft.attention.sparse.sparse_torch import TorchSparse
 
 Tensor = torch.Tensor
 

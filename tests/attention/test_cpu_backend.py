@@ -14,7 +14,7 @@ from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import SegmentInput
-from weft.attention.cpu_backend import CpuAttention
+from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 

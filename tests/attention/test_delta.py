@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.specs import model_spec
-from weft.attention import delta_torch
 from weft.attention.base import SegmentInput
-from weft.attention.delta_backend import DeltaBackend, DeltaWeights
-from weft.attention.delta_cpu import CpuDelta
-from weft.attention.delta_torch import InvariantDelta, TorchDelta
+from weft.attention.delta import delta_torch
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.delta.delta_cpu import CpuDelta
+from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.families.qwen3_next import state_cache

@@ -11,8 +11,8 @@ import torch
 from tests.attention.test_torch_backend import Scene
 from tests.attention.test_triton_backend import moved
 from tests.support.specs import model_spec
-from weft.attention import flashinfer_backend
-from weft.attention.flashinfer_backend import FlashInferAttention, pages_of
+from weft.attention.gqa import flashinfer_backend
+from weft.attention.gqa.flashinfer_backend import FlashInferAttention, pages_of
 from weft.attention.registry import BACKENDS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec

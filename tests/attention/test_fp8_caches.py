@@ -14,14 +14,14 @@ import torch
 from tests.support import latent
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend, SegmentInput
-from weft.attention.cpu_backend import CpuAttention
-from weft.attention.invariant_backend import InvariantAttention
-from weft.attention.latent import Form, LatentBackend
-from weft.attention.latent_cpu import CpuLatent
-from weft.attention.latent_torch import TorchLatent
+from weft.attention.gqa.cpu_backend import CpuAttention
+from weft.attention.gqa.invariant_backend import InvariantAttention
+from weft.attention.gqa.torch_backend import TorchAttention
+from weft.attention.gqa.triton_backend import TritonAttention
+from weft.attention.mla.latent import Form, LatentBackend
+from weft.attention.mla.latent_cpu import CpuLatent
+from weft.attention.mla.latent_torch import TorchLatent
 from weft.attention.registry import choose
-from weft.attention.torch_backend import TorchAttention
-from weft.attention.triton_backend import TritonAttention
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops import kv_fp8

@@ -11,8 +11,8 @@ from tests.support.latent import NAN, SMALL, WIDE, Scene, Shape, bits
 from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
-from weft.attention.latent import Form
-from weft.attention.latent_cpu import CpuLatent
+from weft.attention.mla.latent import Form
+from weft.attention.mla.latent_cpu import CpuLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import MLASpec
 from weft.ops.cpu import latent as cpu_ops

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.latent import Scene, Shape, bits
 from tests.support.slow import mostly_slow
-from weft.attention.latent_invariant import InvariantLatent
+from weft.attention.mla.latent_invariant import InvariantLatent
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 8e-3}
 ROWS = [(5, 9), (0, 70), (130, 1), (8, 4), (63, 2)]

@@ -7,9 +7,9 @@ import torch
 
 from tests.support.latent import Scene, Shape
 from tests.support.specs import model_spec
-from weft.attention import latent_torch
-from weft.attention.latent import Form
-from weft.attention.latent_torch import TorchLatent
+from weft.attention.mla import latent_torch
+from weft.attention.mla.latent import Form
+from weft.attention.mla.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 
 FORMS: tuple[Form, Form] = ("expanded", "absorbed")

@@ -14,8 +14,9 @@ import torch
 
 from tests.support.latent import NAN, Scene, Shape
 from tests.support.specs import model_spec
-from weft.attention import latent_triton, triton_backend
-from weft.attention.latent_triton import TritonLatent
+from weft.attention.gqa import triton_backend
+from weft.attention.mla import latent_triton
+from weft.attention.mla.latent_triton import TritonLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import MLASpec
 from weft.ops import triton as kernels

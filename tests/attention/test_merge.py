@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weft.attention.merge import merge
+from weft.attention.mla.merge import merge
 
 NAN, INF = float("nan"), float("inf")
 

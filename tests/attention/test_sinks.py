@@ -11,11 +11,11 @@ from tests.attention.test_torch_backend import Scene
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend
-from weft.attention.cpu_backend import CpuAttention
-from weft.attention.flashinfer_backend import FlashInferAttention
-from weft.attention.invariant_backend import InvariantAttention
-from weft.attention.torch_backend import TorchAttention
-from weft.attention.triton_backend import TritonAttention, TritonInvariant
+from weft.attention.gqa.cpu_backend import CpuAttention
+from weft.attention.gqa.flashinfer_backend import FlashInferAttention
+from weft.attention.gqa.invariant_backend import InvariantAttention
+from weft.attention.gqa.torch_backend import TorchAttention
+from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
 from weft.common.errors import ConfigError
 
 Tensor = torch.Tensor
@@ -105,7 +105,7 @@ def test_splits_are_merged_before_the_sink_enters(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs without a GPU")
-    from weft.attention import triton_backend
+    from weft.attention.gqa import triton_backend
 
     monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 32)
     scene = Scene([(120, 1), (3, 1), (64, 1)], dim=16, dtype=torch.float32)

@@ -12,11 +12,11 @@ import torch
 
 from tests.attention.sparse_scene import SMALL, Scene, segment_of
 from tests.support.specs import model_spec
-from weft.attention import sparse_torch
 from weft.attention.base import StepInput
-from weft.attention.compress import Compressor, completed_groups, groups_by_token
 from weft.attention.registry import choose
-from weft.attention.sparse_torch import TorchSparse
+from weft.attention.sparse import sparse_torch
+from weft.attention.sparse.compress import Compressor, completed_groups, groups_by_token
+from weft.attention.sparse.sparse_torch import TorchSparse
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, RopeSpec
 from weft.layers.build import Build

@@ -10,7 +10,7 @@ import torch
 from tests.attention.sparse_scene import Scene, Sizes
 from tests.support.pairwise import sampled
 from tests.support.specs import model_spec
-from weft.attention.sparse_cpu import CpuSparse
+from weft.attention.sparse.sparse_cpu import CpuSparse
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 

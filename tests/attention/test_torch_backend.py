@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.support.specs import model_spec
-from weft.attention import torch_backend
 from weft.attention.base import SegmentInput
+from weft.attention.gqa import torch_backend
+from weft.attention.gqa.torch_backend import TorchAttention
 from weft.attention.registry import BACKENDS, choose
-from weft.attention.torch_backend import TorchAttention
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 

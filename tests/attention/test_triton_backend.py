@@ -16,10 +16,10 @@ import torch
 from tests.attention.test_torch_backend import Scene
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
-from weft.attention import triton_backend
+from weft.attention.gqa import triton_backend
+from weft.attention.gqa.torch_backend import TorchAttention
+from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
 from weft.attention.registry import choose
-from weft.attention.torch_backend import TorchAttention
-from weft.attention.triton_backend import TritonAttention, TritonInvariant
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops import triton as kernels

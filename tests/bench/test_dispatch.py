@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from weft.bench import dispatch as run
-from weft.launch.bench import bench
+from weft.cli.bench.bench import bench
 from weft.moe import exchange_cost
 from weft.types.layout import Layout
 

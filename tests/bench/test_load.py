@@ -20,8 +20,8 @@ from weft.bench.load import Limits
 from weft.bench.schedule import LengthRange, Planned
 from weft.bench.serving import RunSettings
 from weft.bench.workloads import WORKLOADS, prompts
+from weft.cli import main as cli
 from weft.common.errors import ConfigError, WeftError
-from weft.launch import main as cli
 
 
 def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **more: Any) -> RunSettings:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from weft.bench import moe_table as run
-from weft.launch.bench import bench
+from weft.cli.bench.bench import bench
 from weft.ops import moe_table as table
 from weft.ops.moe_table import Measured, Size
 

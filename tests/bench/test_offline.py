@@ -11,10 +11,10 @@ import pytest
 
 from weft.bench import offline
 from weft.bench.workloads import WORKLOADS, prompts
+from weft.cli import main as cli
+from weft.cli.bench import bench_load
 from weft.common.errors import WeftError
-from weft.config.sections import Config, RunnerSection, SchedulerSection
-from weft.launch import bench_load
-from weft.launch import main as cli
+from weft.config.sections.all import Config, RunnerSection, SchedulerSection
 
 SMALL = dataclasses.replace(WORKLOADS["W1"], requests=4, prompt_tokens=6, output_tokens=5)
 
@@ -102,7 +102,7 @@ def test_a_configuration_becomes_the_flags_that_give_it() -> None:
     )
     arguments = bench_load.server_arguments(config)
     assert arguments[0] == "spool-text"
-    from weft.launch import options
+    from weft.cli import options
 
     pairs = dict(zip(arguments[1::2], arguments[2::2], strict=True))
     given = {flag[2:].replace("-", "_"): value for flag, value in pairs.items()}

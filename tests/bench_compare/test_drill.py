@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import drill, rows
-from tests.launch.test_cli import run
+from tests.cli.test_cli import run
 from weft.bench.process import ServerProcess
 
 

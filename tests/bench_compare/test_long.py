@@ -11,9 +11,9 @@ import pytest
 from bench import long, long_work
 from tests.support.slow import mostly_slow
 from weft.bench.process_memory import own_peak
+from weft.cli.verify.tiny import write_family
 from weft.config.families import load_spec
-from weft.config.memory import activation_bytes
-from weft.launch.tiny import write_family
+from weft.config.sizing.memory import activation_bytes
 
 DEPTH = 131_072
 _FEW = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": long.LONGEST}

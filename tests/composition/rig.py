@@ -19,10 +19,10 @@ from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
 from weft.bench.tokenizer import write_tokenizer
 from weft.config.families import load_spec
-from weft.config.media_limits import media_limits
-from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
-from weft.config.sections import CacheSection, MediaSection, SchedulerSection
+from weft.config.sections.all import CacheSection, MediaSection, SchedulerSection
+from weft.config.sizing.media_limits import media_limits
+from weft.config.sizing.memory import bytes_for, state_bytes
 from weft.engine.core import EngineCore
 from weft.types.grammar import Grammar
 from weft.types.plan import MoveMedia

@@ -135,7 +135,7 @@ class GroupTable:
             "* all blocks were free again at both ends.",
             "",
             "Where several ranks compute prompts with images, steps have two micro-batches (overlap).",
-            "`tests/launch/test_encode.py` tests replicas that share experts, with encode groups.",
+            "`tests/cli/test_encode.py` tests replicas that share experts, with encode groups.",
             "",
             "`pytest tests/composition/test_groups.py -m grid --write-composition` writes this part.",
             "",

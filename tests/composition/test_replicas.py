@@ -4,7 +4,7 @@ each sequence alone.
 Each form of attention whose models see images, with routed experts. The cases cover every pair of values of
 every two features; with ``-m slow`` there are as few as have each value once, two of them by default.
 ``docs/composition.md`` is what a run of all of that found. Embeddings that other groups encode come to such
-replicas in ``tests/launch/test_encode.py``.
+replicas in ``tests/cli/test_encode.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.e1.rig import force_preemptions
 from tests.support.domains import Replica, on_layout
 from tests.support.pairwise import covering, few_of, name
 from tests.support.seen import SeeingModels, Seen
-from weft.config.media_limits import media_limits, most_tokens
-from weft.config.sections import MediaSection, SpeculationSection
+from weft.config.sections.all import MediaSection, SpeculationSection
+from weft.config.sizing.media_limits import media_limits, most_tokens
 from weft.engine.core import EngineCore
 from weft.types.layout import Layout
 from weft.types.messages import Submit

@@ -18,9 +18,9 @@ from weft.config import devices
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.flags import from_keywords
 from weft.config.group_settings import compare, shared_settings
-from weft.config.memory import tower_bytes
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
+from weft.config.sizing.memory import tower_bytes
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config.experts import check_experts
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 from weft.config.spec import MoESpec
 
 MOE = MoESpec(experts=4, top_k=2, intermediate=8, renormalize=True, layers=(0,))

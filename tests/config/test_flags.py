@@ -12,8 +12,8 @@ import pytest
 
 from weft.common.errors import ConfigError
 from weft.config import file, flags
-from weft.config.media_section import MediaSection, check_media
-from weft.config.sections import Config
+from weft.config.sections.all import Config
+from weft.config.sections.media_section import MediaSection, check_media
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config import memory
 from weft.config.cache_layout import block_bytes
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
+from weft.config.sizing import memory
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
 
 KIB, MIB = 1 << 10, 1 << 20

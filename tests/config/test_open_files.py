@@ -10,7 +10,7 @@ from tests.faults.rig import config_of
 from weft.common import open_files as limits
 from weft.common.errors import ConfigError
 from weft.config import open_files
-from weft.config.sections import FrontSection
+from weft.config.sections.all import FrontSection
 
 
 @pytest.mark.parametrize(("soft", "hard", "raised"), [(20, 4096, 4096), (20, resource.RLIM_INFINITY, 65536)])

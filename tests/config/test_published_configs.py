@@ -21,8 +21,8 @@ from weft.config import devices
 from weft.config.cache_layout import block_bytes
 from weft.config.families import FAMILIES, load_spec
 from weft.config.flags import from_keywords
-from weft.config.memory import weight_bytes
 from weft.config.resolve import resolve
+from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
 
 Fields = dict[str, Any]

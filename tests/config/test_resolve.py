@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config import caches, devices, memory
+from weft.config import devices
 from weft.config.cache_layout import block_bytes
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
@@ -21,7 +21,8 @@ from weft.config.group_settings import shared_settings
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.sections import ModelSection, SchedulerSection
+from weft.config.sections.all import ModelSection, SchedulerSection
+from weft.config.sizing import caches, memory
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, QuantizedSpec, RopeSpec
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config import memory
 from weft.config.sharding import check, local_spec, share, share_of_kv
+from weft.config.sizing import memory
 from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec, MoESpec, StatePart
 from weft.types.layout import ALONE, Layout
 

@@ -24,7 +24,7 @@ from weft.config.topology import (
     serves,
     short_form,
 )
-from weft.engine.ranks import threads_each
+from weft.engine.ranks.ranks import threads_each
 from weft.parallel.remote import host_settings
 
 

@@ -17,9 +17,9 @@ from weft.config.fingerprint import fingerprint
 from weft.config.flags import from_keywords
 from weft.config.group_settings import compare, shared_settings
 from weft.config.media import MediaFacts
-from weft.config.sections import TransferSection
+from weft.config.sections.all import TransferSection
 from weft.config.spec import VisionSpec
-from weft.engine.rank_rooms import transport_of
+from weft.engine.disagg.rank_rooms import transport_of
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from weft.launch.main import cli
+from weft.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -16,6 +16,7 @@ from weft.common import env
 ROOT = Path(__file__).parents[2]
 MOST_MODULES, MAX_MODULE, MAX_FUNCTION = 400, 800, 60
 """Lines: of 95 of 100 modules, of every module, and of every function."""
+MOST_IN_A_FOLDER = 26
 A_TEST = re.compile(r"^ *(?:async )?def test_|^Test\w* = ", re.MULTILINE)
 
 
@@ -67,7 +68,7 @@ def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def test_modules_and_functions_stay_small(modules: Any) -> None:
     large, lengths = [], []
-    for path, text, _, nodes in modules("weft", "training", "bench"):
+    for path, text, _, nodes in modules("weft", "testing", "training", "bench"):
         lengths.append(text.count("\n"))
         if text.count("\n") > MAX_MODULE:
             large.append(f"{path}: {text.count(chr(10))} lines")
@@ -80,9 +81,20 @@ def test_modules_and_functions_stay_small(modules: Any) -> None:
     assert sorted(lengths)[len(lengths) * 95 // 100] <= MOST_MODULES
 
 
+def test_folders_stay_small() -> None:
+    """Modules directly inside a folder."""
+    counts = {
+        str(folder.relative_to(ROOT)): len(list(folder.glob("*.py")))
+        for top in ("weft", "testing")
+        for folder in (ROOT / top).rglob("*")
+        if folder.is_dir()
+    }
+    assert {folder: count for folder, count in counts.items() if count > MOST_IN_A_FOLDER} == {}
+
+
 def test_the_environment_is_read_in_one_place(modules: Any) -> None:
     places = []
-    for path, _, _, nodes in modules("weft"):
+    for path, _, _, nodes in modules("weft", "testing"):
         for node in nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                 places.append(str(path))
@@ -119,7 +131,7 @@ def test_every_test_file_holds_a_test() -> None:
 
 def test_every_package_says_what_it_is(modules: Any) -> None:
     silent = []
-    for path, _, tree, _ in modules("weft"):
+    for path, _, tree, _ in modules("weft", "testing"):
         if not ast.get_docstring(tree) and path.name != "__main__.py":
             silent.append(str(path))
     assert silent == []

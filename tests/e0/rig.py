@@ -12,11 +12,9 @@ import torch
 
 from weft.attention.registry import choose
 from weft.config.families import load_spec
-from weft.config.media_limits import media_limits
-from weft.config.memory import hit_unit, kind_block
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
-from weft.config.sections import (
+from weft.config.sections.all import (
     CacheSection,
     MediaSection,
     ModelSection,
@@ -24,6 +22,8 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sizing.media_limits import media_limits
+from weft.config.sizing.memory import hit_unit, kind_block
 from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource
@@ -31,7 +31,7 @@ from weft.engine.start import alone
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.parallel.launcher import Launcher
-from weft.runner.graphs import GraphOptions
+from weft.runner.graphs.graphs import GraphOptions
 from weft.runner.runner import Runner
 from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter

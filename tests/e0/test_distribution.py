@@ -12,7 +12,7 @@ import torch
 from tests.e0.margins import _all_logits
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.speculation.base import Drafter, Sampled
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams

@@ -18,7 +18,7 @@ from tests.support.domains import on_layout
 from tests.support.gpt_oss_models import CASES as GPT_OSS
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.slow import mostly_slow
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams

@@ -21,8 +21,8 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, each_value, name
 from tests.support.slow import mostly_slow
-from weft.config.sections import SpeculationSection
-from weft.runner import graphs
+from weft.config.sections.all import SpeculationSection
+from weft.runner.graphs import graphs
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.plan import AllocSlot

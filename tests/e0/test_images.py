@@ -16,9 +16,10 @@ from tests.support.pairwise import sampled
 from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import PLACEHOLDER
-from weft.config.media_limits import media_limits, most_tokens
-from weft.config.sections import MediaSection, SpeculationSection
-from weft.runner import drafting, graphs
+from weft.config.sections.all import MediaSection, SpeculationSection
+from weft.config.sizing.media_limits import media_limits, most_tokens
+from weft.runner import drafting
+from weft.runner.graphs import graphs
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, Encode

@@ -17,7 +17,7 @@ from tests.e0.test_grid import FILLER, PROMPTS
 from tests.e0.test_speculation import SAMPLING, Reference
 from tests.support.domains import on_layout
 from tests.support.pairwise import covering, name, numbers_of
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 

@@ -9,7 +9,8 @@ import pytest
 from tests.e0.rig import make_engine, run, submit
 from tests.e0.test_grid import PROMPTS, SAMPLING
 from tests.support.checkpoints import make_checkpoint
-from weft.scheduler import crowding, queue
+from weft.scheduler import crowding
+from weft.scheduler.policy import queue
 
 PARAMS = SAMPLING["seeded"]
 COUNT = 10

@@ -19,10 +19,11 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, each_value, name
-from weft.config.sections import SpeculationSection
-from weft.runner import drafting, graphs
-from weft.scheduler.draft_policy import DraftPolicy
-from weft.scheduler.fit import CostFitter
+from weft.config.sections.all import SpeculationSection
+from weft.runner import drafting
+from weft.runner.graphs import graphs
+from weft.scheduler.policy.draft_policy import DraftPolicy
+from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.mtp import MtpDrafter
 from weft.types.messages import Submit

@@ -15,7 +15,7 @@ from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.slow import mostly_slow
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.types.plan import LoadState, SaveState
 from weft.types.sampling import TokenParams

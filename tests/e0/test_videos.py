@@ -12,7 +12,7 @@ from tests.e0.test_images import SEEDED, Images
 from tests.support.seen import Seen
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import PLACEHOLDER, VIDEO, Clip
-from weft.config.sections import MediaSection
+from weft.config.sections.all import MediaSection
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=6, logit_bias=((PLACEHOLDER, -100.0), (VIDEO, -100.0)))

@@ -17,7 +17,7 @@ from weft.attention.registry import BACKENDS, choose
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
-from weft.config.sections import (
+from weft.config.sections.all import (
     CacheSection,
     ModelSection,
     RunnerSection,
@@ -35,7 +35,7 @@ from weft.models.loader import load_model
 from weft.ops import cpu
 from weft.ops.cpu import linear as cpu_linear
 from weft.parallel.mesh import Mesh
-from weft.runner.graphs import GraphOptions, obstacle
+from weft.runner.graphs.graphs import GraphOptions, obstacle
 from weft.runner.result import Drawn, HostCopy
 from weft.runner.runner import Runner
 from weft.runner.step_handle import StepHandle

@@ -12,7 +12,7 @@ import torch
 from tests.e1.rig import attention_backends
 from tests.support.slow import mostly_slow
 from weft.attention.base import AttentionBackend, SegmentInput
-from weft.attention.torch_backend import TorchAttention
+from weft.attention.gqa.torch_backend import TorchAttention
 from weft.config.spec import CacheSpec
 
 Tensor = torch.Tensor

@@ -18,8 +18,9 @@ from tests.e1.rig import VOCAB, force_preemptions, make_checkpoint, make_engine
 from tests.e1.test_grid import PROMPTS
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
-from weft.config.sections import SpeculationSection
-from weft.runner import drafting, graphs
+from weft.config.sections.all import SpeculationSection
+from weft.runner import drafting
+from weft.runner.graphs import graphs
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 

@@ -14,26 +14,26 @@ import numpy as np
 import torch
 import zmq
 
+from tests.disagg.transport.rig import LateCopies
 from tests.support.slowness import deadline
-from tests.transports.rig import LateCopies
 from weft.common.clock import SystemClock
 from weft.common.errors import Unavailable
 from weft.config.sharding import balanced_share
-from weft.engine.group_rooms import GroupRooms, RankWord
-from weft.engine.room_channel import ZmqRooms
-from weft.engine.rooms import HeadRooms
+from weft.disagg.protocol.group_layout import blocks_of, embedding_dims
+from weft.disagg.protocol.pushes import Write
+from weft.disagg.protocol.room_table import Patience
+from weft.disagg.transport.memory import Sizes, Staged
+from weft.disagg.transport.reports import RoomReports
+from weft.disagg.transport.shared_memory import SharedMemory
+from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.tcp import TcpTransport
+from weft.disagg.transport.worker import RankTransfer
+from weft.engine.disagg.group_rooms import GroupRooms, RankWord
+from weft.engine.disagg.room_channel import ZmqRooms
+from weft.engine.disagg.rooms import HeadRooms
+from weft.engine.ranks.worker_rooms import WorkerRooms
 from weft.engine.sources import EmbeddingSource
-from weft.engine.worker_rooms import WorkerRooms
-from weft.runner.media_rooms import Departures
-from weft.transfer.group_layout import blocks_of, embedding_dims
-from weft.transfer.pushes import Write
-from weft.transfer.room_table import Patience
-from weft.transports.memory import Sizes, Staged
-from weft.transports.reports import RoomReports
-from weft.transports.shared_memory import SharedMemory
-from weft.transports.shm import ShmTransport
-from weft.transports.tcp import TcpTransport
-from weft.transports.worker import RankTransfer
+from weft.runner.images.media_rooms import Departures
 from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.media import BLOCK_ROWS

@@ -17,7 +17,7 @@ from weft.common.restarts import RestartBudget
 from weft.config.resolved import KVConfig
 from weft.engine.group import GroupExecutor
 from weft.engine.group_links import Links, Share
-from weft.engine.worker import Worker
+from weft.engine.ranks.worker import Worker
 from weft.group.membership import Membership
 from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost

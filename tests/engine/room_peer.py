@@ -9,7 +9,7 @@ import sys
 
 import zmq
 
-from weft.engine.room_channel import ZmqRooms
+from weft.engine.disagg.room_channel import ZmqRooms
 from weft.types import rooms as r
 
 

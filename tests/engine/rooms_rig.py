@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from tests.transfer.memory import KINDS, Group
+from tests.disagg.protocol.memory import KINDS, Group
 from weft.common.clock import VirtualClock
 from weft.common.errors import Unavailable
-from weft.engine.group_rooms import RankWord
-from weft.engine.peers import PeerWatch, Process, own_process
-from weft.engine.room_channel import Arrived
-from weft.engine.rooms import HeadRooms
-from weft.transfer import events as ev
-from weft.transfer.group_layout import blocks_of
-from weft.transfer.room_table import Patience
+from weft.disagg.protocol import events as ev
+from weft.disagg.protocol.group_layout import blocks_of
+from weft.disagg.protocol.room_table import Patience
+from weft.engine.disagg.group_rooms import RankWord
+from weft.engine.disagg.peers import PeerWatch, Process, own_process
+from weft.engine.disagg.room_channel import Arrived
+from weft.engine.disagg.rooms import HeadRooms
 from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.messages import TokenEvent

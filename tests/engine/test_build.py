@@ -10,7 +10,7 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from weft.attention.base import Backends
-from weft.attention.triton_backend import TritonAttention
+from weft.attention.gqa.triton_backend import TritonAttention
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import block_bytes
 from weft.config.flags import from_keywords

@@ -18,7 +18,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
 from weft.common.shared_bytes import SharedBytes
 from weft.engine.core import EngineCore
-from weft.engine.engine_server import EngineServer
+from weft.engine.server.engine_server import EngineServer
 from weft.scheduler import Scheduler
 from weft.types import messages as m
 from weft.types.media import MediaItem
@@ -344,7 +344,7 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
 
 def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "weft.engine.engine_server.HEARTBEAT_S", 3600.0
+        "weft.engine.server.engine_server.HEARTBEAT_S", 3600.0
     )  # none comes but those that are due to events
     core, _ = make_engine(folder, depth=2)
     served = Served(core, f"ipc://{tmp_path}/head")
@@ -396,7 +396,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop sleeps on the source's socket: what arrives is taken at once, though a sleep has no end."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", None)
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", None)
     core, _ = make_engine(folder)
     add = core.scheduler.add
     monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, awaits=True))

@@ -20,17 +20,17 @@ from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.group_settings import compare, shared_settings
 from weft.config.resolved import EngineConfig
+from weft.disagg.protocol.events import RankReport
+from weft.disagg.protocol.group_layout import blocks_of, embedding_dims
+from weft.disagg.transport.reports import RoomReports
+from weft.disagg.transport.shared_memory import SharedMemory
+from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.worker import RankTransfer
 from weft.engine.build import build_runner
-from weft.engine.rank_rooms import embedding_dims_of
+from weft.engine.disagg.rank_rooms import embedding_dims_of
 from weft.engine.start import start_executor
-from weft.runner.media_rooms import Departures
+from weft.runner.images.media_rooms import Departures
 from weft.runner.step_handle import StepHandle
-from weft.transfer.events import RankReport
-from weft.transfer.group_layout import blocks_of, embedding_dims
-from weft.transports.reports import RoomReports
-from weft.transports.shared_memory import SharedMemory
-from weft.transports.shm import ShmTransport
-from weft.transports.worker import RankTransfer
 from weft.types import frames as f
 from weft.types import plan as p
 from weft.types import rooms as r
@@ -247,7 +247,7 @@ def test_the_exchange_is_warmed_up_when_a_group_forms(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all ranks: else the first epoch would not come up."""
-    from weft.runner.media_rooms import Shares
+    from weft.runner.images.media_rooms import Shares
 
     calls: list[int] = []
     gather = Shares.gather

@@ -22,7 +22,7 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
-from weft.runner.graphs import DecodeGraphs, Key
+from weft.runner.graphs.graphs import DecodeGraphs, Key
 from weft.types.messages import Submit
 
 pytestmark = [

@@ -204,7 +204,7 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop sleeps on the compile's descriptor, though its sleep has no end."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", None)
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", None)
     folder = with_tokenizer(tmp_path, "full")
     config = resolve(from_keywords({"model": str(folder), "device": "cpu", "max_model_len": MAX_LEN}))
     slow = Slow(ModelGrammars(config))

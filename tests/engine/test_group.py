@@ -19,8 +19,8 @@ from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
 from weft.engine.group import GroupExecutor
 from weft.engine.group_links import Links, Share
-from weft.engine.watch import HeadWatch, RankWatch
-from weft.engine.worker import GivenUp
+from weft.engine.ranks.watch import HeadWatch, RankWatch
+from weft.engine.ranks.worker import GivenUp
 from weft.group import types as t
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership

@@ -16,13 +16,13 @@ import pytest
 from tests.engine.pair_rig import submit
 from tests.support.pairwise import covering, name
 from tests.support.slow import mostly_slow
+from weft.cli.verify.tiny import write_family
+from weft.cli.verify.verify_run import generate
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.engine.core import EngineCore
-from weft.engine.replicas import Replicas
-from weft.launch.tiny import write_family
-from weft.launch.verify_run import generate
+from weft.engine.server.replicas import Replicas
 from weft.types.messages import HeadStats, Role, Submit
 from weft.types.sampling import TokenParams
 

@@ -13,14 +13,14 @@ from tests.engine.rooms_rig import ERROR, GROUP, PROMPT
 from tests.engine.test_group import load
 from tests.scheduler.fake_runner import kv_config
 from weft.common.errors import EngineDead, ErrorInfo
-from weft.engine.group_rooms import GroupRooms
-from weft.engine.worker import GivenUp
+from weft.disagg.protocol import events as ev
+from weft.disagg.protocol.group_layout import blocks_of
+from weft.disagg.transport.reports import RoomReports
+from weft.engine.disagg.group_rooms import GroupRooms
+from weft.engine.ranks.worker import GivenUp
 from weft.group import types as t
 from weft.parallel.loopback import Loopback
 from weft.runner.exports import RankRooms
-from weft.transfer import events as ev
-from weft.transfer.group_layout import blocks_of
-from weft.transports.reports import RoomReports
 from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.plan import StepPlan

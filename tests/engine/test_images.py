@@ -14,14 +14,14 @@ from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.engine.test_recovery import Lossy
 from tests.support.seen import SeeingModels
 from tests.support.slow import mostly_slow
+from weft.cli.verify.verify_run import generate
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import TransferSection
+from weft.config.sections.all import TransferSection
 from weft.engine.core import EngineCore
-from weft.engine.replicas import Replicas
-from weft.launch.verify_run import generate
+from weft.engine.server.replicas import Replicas
 from weft.types import messages as m
 from weft.types.media import without_pixels
 from weft.types.sampling import TokenParams

@@ -15,14 +15,14 @@ import pytest
 from tests.engine.pair_rig import unified
 from tests.engine.test_images import asked, config_of
 from tests.support.seen import SeeingModels
+from weft.cli.verify.verify_run import generate
 from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import SharedBytes, SharedName, write_shared
-from weft.engine import pixel_inbox
+from weft.control.links import link
 from weft.engine.core import EngineCore
-from weft.engine.pixel_inbox import PixelInbox
-from weft.engine.replicas import Replicas
-from weft.launch.verify_run import generate
-from weft.links import link
+from weft.engine.server import pixel_inbox
+from weft.engine.server.pixel_inbox import PixelInbox
+from weft.engine.server.replicas import Replicas
 from weft.types import frames as f
 from weft.types import messages as m
 from weft.types.attachments import encode_parts

@@ -16,10 +16,10 @@ from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
-from weft.config.sections import TransferSection
-from weft.engine import rank_rooms
+from weft.config.sections.all import TransferSection
+from weft.disagg.transport.memory import Sizes, Staged
 from weft.engine.core import EngineCore
-from weft.transports.memory import Sizes, Staged
+from weft.engine.disagg import rank_rooms
 from weft.types import messages as m
 from weft.types.rooms import OfferRoom, RoomKey, RoomRequest
 from weft.types.sampling import TokenParams

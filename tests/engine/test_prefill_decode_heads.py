@@ -42,7 +42,7 @@ class Heads:
 @pytest.fixture
 def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heads]:
     """They sleep for an hour when there is nothing to do."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", 3_600_000)
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", 3_600_000)
     made = Heads(pair_of(tmp_path, "llama"), tmp_path)
     yield made
     for front in made.fronts:

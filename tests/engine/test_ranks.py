@@ -26,11 +26,12 @@ from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, known_error
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.sections import ParallelSection
-from weft.engine import ranks, start
+from weft.config.sections.all import ParallelSection
+from weft.engine import start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
-from weft.engine.ranks import RankProcesses, threads_each
+from weft.engine.ranks import ranks
+from weft.engine.ranks.ranks import RankProcesses, threads_each
 from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 

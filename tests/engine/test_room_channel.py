@@ -17,10 +17,10 @@ from tests.engine.rooms_rig import FakeRanks, FakeScheduler
 from tests.support.slowness import deadline
 from weft.common.clock import SystemClock
 from weft.common.folder import private_folder
-from weft.engine import peers
-from weft.engine.peers import PeerWatch, Process, own_process
-from weft.engine.room_channel import Arrived, ZmqRooms
-from weft.engine.rooms import HeadRooms
+from weft.engine.disagg import peers
+from weft.engine.disagg.peers import PeerWatch, Process, own_process
+from weft.engine.disagg.room_channel import Arrived, ZmqRooms
+from weft.engine.disagg.rooms import HeadRooms
 from weft.parallel.secret import derive
 from weft.types import rooms as r
 from weft.types.rooms import Peer, RoomKey, RoomTicket
@@ -208,7 +208,7 @@ def test_connections_that_nobody_uses_are_closed(
     head.channel.send(other.peer, b"", asks=True)
     head.channel.tidy()
     assert set(head.channel._others) == {other.peer}
-    monkeypatch.setattr("weft.engine.room_channel.UNUSED_S", -1.0)
+    monkeypatch.setattr("weft.engine.disagg.room_channel.UNUSED_S", -1.0)
     head.channel.tidy()
     assert head.channel._others == {}
     head.channel.send(other.peer, b"", asks=True)  # and made again

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.rooms_rig import ERROR, PROMPT, Pair, Side
 from weft.common.errors import ErrorInfo
-from weft.engine.rooms import MEET_S, HeadRooms
-from weft.transfer import events as ev
-from weft.transfer.volume import room_bytes
+from weft.disagg.protocol import events as ev
+from weft.disagg.protocol.volume import room_bytes
+from weft.engine.disagg.rooms import MEET_S, HeadRooms
 from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.messages import TransferStats

@@ -18,8 +18,8 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.scripted import resolve_scripted
-from weft.engine.script import Entry, read_script
-from weft.engine.scripted import ScriptedEngine
+from weft.engine.scripted.script import Entry, read_script
+from weft.engine.scripted.scripted import ScriptedEngine
 from weft.text.model import TextModel
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -348,5 +348,5 @@ def test_another_tokenizer_brings_its_own_ends_and_any_context(folder: Path, tmp
 
 
 def test_a_scripted_head_imports_no_torch() -> None:
-    program = "import sys, weft.engine.scripted; sys.exit('torch' in sys.modules)"
+    program = "import sys, weft.engine.scripted.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -8,8 +8,8 @@ import zmq
 
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
-from weft.engine.engine_server import tell_why
-from weft.engine.listener import Listener
+from weft.engine.server.engine_server import tell_why
+from weft.engine.server.listener import Listener
 from weft.types import messages as m
 
 

@@ -17,15 +17,15 @@ import torch
 from tests.runner.rooms_rig import KEY, Side, config_of
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
-from weft.engine import rank_rooms
-from weft.engine import worker as module
-from weft.engine.worker import Worker
+from weft.disagg.protocol.events import RankStopped
+from weft.disagg.transport import worker as transfers
+from weft.disagg.transport.reports import RoomReports
+from weft.disagg.transport.worker import RankTransfer
+from weft.engine.disagg import rank_rooms
+from weft.engine.ranks import worker as module
+from weft.engine.ranks.worker import Worker
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
-from weft.transfer.events import RankStopped
-from weft.transports import worker as transfers
-from weft.transports.reports import RoomReports
-from weft.transports.worker import RankTransfer
 from weft.types import frames as f
 from weft.types import plan as p
 from weft.types.rooms import Outcome, RoomKey

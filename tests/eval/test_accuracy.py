@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from weft import LLM, SamplingParams
+from weft.cli.evaluate.answers import chat_of, from_engine, from_reference
+from weft.cli.reference import Reference
 from weft.config.flags import from_keywords
 from weft.eval.gsm_mini import score, test_set
-from weft.launch.answers import chat_of, from_engine, from_reference
-from weft.launch.reference import Reference
 
 MAX_TOKENS = 128
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from weft import LLM, SamplingParams
+from weft.cli.evaluate.answers import chat_of, from_engine
 from weft.config.flags import from_keywords
 from weft.eval.gsm_mini import score, test_set
-from weft.launch.answers import chat_of, from_engine
 
 MAX_TOKENS = 128
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
+from weft.cli.evaluate.answers import from_engine
+from weft.cli.evaluate.image_answers import chats_of, from_reference
 from weft.config.flags import from_keywords
 from weft.eval.ocr_mini import is_right, messages, ocr_test_set
-from weft.launch.answers import from_engine
-from weft.launch.image_answers import chats_of, from_reference
 
 
 def settings(dtype: str, **more: Any) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import msgspec
 
 from tests.faults.rig import chain, config_of, pitfalls
 from weft.api.settings import read_settings
-from weft.cluster import table
+from weft.cli.serve.server import run
 from weft.common import log
-from weft.launch.server import run
+from weft.control.processes import table
 from weft.types.faults import Fault
 
 

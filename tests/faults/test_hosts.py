@@ -17,11 +17,11 @@ from tests.faults.netns import child_of, children_of
 from tests.faults.rig import config_of
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
+from weft.cli.processes.host import LISTEN_S
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
 from weft.config.group_settings import compare, shared_settings
-from weft.config.sections import ParallelSection
-from weft.launch.host import LISTEN_S
+from weft.config.sections.all import ParallelSection
 
 KILL, STOP, CABLE = "it is killed", "is stopped", "the cable is cut"
 ZERO = "head 0 is killed"

@@ -20,11 +20,10 @@ import msgspec
 
 from tests.support import pictures
 from tests.support.text_folders import IMAGE_TEMPLATE, IMAGE_TOKENS, write_tokenizer
-from weft.cluster.owner import HeadOwner
-from weft.cluster.table import Member
+from weft.cli.serve.server import Operations, run_fronts
 from weft.common import log
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.config.sections import (
+from weft.config.sections.all import (
     CacheSection,
     FrontSection,
     MediaSection,
@@ -34,10 +33,11 @@ from weft.config.sections import (
     SchedulerSection,
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec, VisionSpec
-from weft.engine.processes import start_process
+from weft.control.links.link import Address
+from weft.control.processes.owner import HeadOwner
+from weft.control.processes.table import Member
+from weft.engine.ranks.processes import start_process
 from weft.front.server import serve
-from weft.launch.server import Operations, run_fronts
-from weft.links.link import Address
 
 VISION = VisionSpec(
     kind="qwen3_vl",
@@ -93,7 +93,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 
 
 class FakeHeads:
-    """Starts fake heads, as ``weft.engine.heads.HeadProcesses`` starts heads."""
+    """Starts fake heads, as ``weft.engine.server.heads.HeadProcesses`` starts heads."""
 
     def __init__(
         self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()

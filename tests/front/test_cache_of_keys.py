@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.front.access import ApiKeys
+from weft.front.http.access import ApiKeys
 
 BASE = "Tom has 3 pens and Ann has 4 apples. " * 12
 

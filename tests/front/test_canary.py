@@ -88,7 +88,9 @@ def test_a_canary_beside_images(servers: Servers, attack: str) -> None:
 @pytest.mark.requirement("F46")
 def test_large_bodies_are_read_in_another_process(server: Any) -> None:
     def readers() -> int:
-        return sum("weft.front.read_worker" in words for words in commands(server.process.pid).values())
+        return sum(
+            "weft.front.requests.read_worker" in words for words in commands(server.process.pid).values()
+        )
 
     body = {"model": server.model, "prompt": [5] * 20, "max_tokens": 1, "temperature": 0}
     small = server.http.post("/v1/completions", json=body)

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from weft.front import answers
-from weft.front.chat import ChatShape
-from weft.front.conversation import AnswerOptions
+from weft.front.http import answers
+from weft.front.openai.chat import ChatShape
+from weft.front.protocol.conversation import AnswerOptions
 from weft.text.choice import Choice, FinishReason, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import OutputParser

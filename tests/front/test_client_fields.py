@@ -12,13 +12,13 @@ import pytest
 import weft
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest, NotFound
-from weft.front.effort import effort_variables, switch_variables
-from weft.front.messages.read import read_messages
 from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.fields import HINTS
+from weft.front.protocol.messages.read import read_messages
 from weft.front.protocol.parse import parse
-from weft.front.reading import Job, Reader
-from weft.front.responses.read import NONE, read_response
+from weft.front.protocol.responses.read import NONE, read_response
+from weft.front.requests.reading import Job, Reader
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 

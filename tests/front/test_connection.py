@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.support.slowness import deadline
 from weft.front import connection
-from weft.front.connections import MOST, MOST_AHEAD, Connections, most_connections
+from weft.front.http.connections import MOST, MOST_AHEAD, Connections, most_connections
 
 LARGE = 8 << 20
 

@@ -19,8 +19,8 @@ from weft.common import env
 from weft.config import hub
 from weft.config.about import EXAMPLE_IMAGE, about
 from weft.config.flags import from_keywords
-from weft.config.front_section import FrontSection
 from weft.config.resolve import resolve
+from weft.config.sections.front_section import FrontSection
 from weft.front import first_request
 from weft.media.decode import can_decode
 

@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.processes import with_role
 from tests.support.slowness import deadline
-from weft.cluster.owner import HeadOwner
 from weft.common.errors import EngineDead
-from weft.links.link import Address
-from weft.links.links import Links
-from weft.routing.instance_table import Patience
+from weft.control.fleet.instance_table import Patience
+from weft.control.links.link import Address
+from weft.control.links.links import Links
+from weft.control.processes.owner import HeadOwner
 
 
 def text_of(answer: Any) -> str:

@@ -23,11 +23,11 @@ from tests.support.processes import children
 from tests.support.slowness import deadline
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import Overloaded, RequestTimeout
-from weft.front import body
-from weft.front.body import Bodies, read_json
+from weft.front.http import body
+from weft.front.http.body import Bodies, read_json
 
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
+PATIENT = {"weft.front.http.body.STALL_TIMEOUT": 60.0}
 
 
 def connect(server: Any, *, receive_buffer: int | None = None) -> socket.socket:
@@ -111,7 +111,7 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
 @pytest.mark.requirement("F3")
 def test_a_body_must_make_progress(start_fake: Any) -> None:
     stall = deadline(1.0)
-    server = start_fake(constants={"weft.front.body.STALL_TIMEOUT": stall})
+    server = start_fake(constants={"weft.front.http.body.STALL_TIMEOUT": stall})
     with uploads(server, 2, 100, b"{") as (silent, slow):
         for _ in range(5):
             time.sleep(stall / 2)
@@ -125,7 +125,7 @@ def test_a_body_must_make_progress(start_fake: Any) -> None:
 def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
     """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
     limit, memory = 1 << 20, 8 << 20
-    server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.body.MEMORY": memory})
+    server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.http.body.MEMORY": memory})
     fits = memory // (limit * 3 // 4)
     with uploads(server, 40, limit, b" " * (limit * 3 // 4)) as stalled:
         server.wait(lambda: len(ended(stalled)) >= 40 - fits, 20)
@@ -142,7 +142,9 @@ def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
 
 def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
     """Many small uploads that stall end when they are too many, longest without progress first."""
-    server = start_fake(max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.body.MEMORY": 4 << 20})
+    server = start_fake(
+        max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.http.body.MEMORY": 4 << 20}
+    )
     with uploads(server, 30, 100_000, b" " * 50_000) as stalled:
         assert status(stalled[0]) == 408
         for _ in range(20):
@@ -244,7 +246,7 @@ def test_a_body_may_take_longer_the_more_of_it_came(rate: int, monkeypatch: pyte
 
 def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) -> None:
     """When much text work waits, new requests get 429, and what was admitted goes on."""
-    server = start_fake(max_num_seqs=64, constants={"weft.front.context.TEXT_QUEUE": 1})
+    server = start_fake(max_num_seqs=64, constants={"weft.front.requests.context.TEXT_QUEUE": 1})
     asked = {"model": "fake", "prompt": "ab", "seed": script.FLOOD, "max_tokens": 300, "logprobs": 20}
 
     async def stream(client: httpx.AsyncClient) -> str:

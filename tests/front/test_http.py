@@ -20,8 +20,8 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.bench.process import free_port
-from weft.front.access import ApiKeys
-from weft.front.metrics import describe
+from weft.front.http.access import ApiKeys
+from weft.front.monitoring.metrics import describe
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
 
@@ -422,7 +422,7 @@ def test_metrics(fake: Any) -> None:
 
 def test_the_list_of_metrics_is_frozen(fake: Any) -> None:
     listed = (ROOT / "docs" / "metrics.txt").read_text()
-    assert listed == describe(), "run: python -m weft.front.metrics > docs/metrics.txt"
+    assert listed == describe(), "run: python -m weft.front.monitoring.metrics > docs/metrics.txt"
     text = fake.http.get("/metrics").text
     exposed = set(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
     assert exposed == {tuple(line.split()[:2]) for line in listed.splitlines()}

@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.pictures import FACTS, PLACEHOLDER, data_url, image_file, image_part
 from tests.support.servers import Running
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.decode import key_of, pixels_of
 from weft.media.headers import read_header
 from weft.media.pictures import Frame, Pictures

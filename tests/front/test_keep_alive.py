@@ -14,7 +14,7 @@ from tests.support.slowness import deadline
 from weft.bench.records import RequestRecord, read_stream
 
 COMMENT = ": keep-alive"
-OFTEN = {"weft.front.streaming.KEEP_ALIVE": 0.1}
+OFTEN = {"weft.front.http.streaming.KEEP_ALIVE": 0.1}
 """Ten times in each second that the fake head pauses for."""
 
 
@@ -39,7 +39,7 @@ def test_comments_before_and_between_tokens(server: Any, script: Any, sse: Any, 
 
 
 def test_no_comment_while_events_come(start_fake: Any) -> None:
-    server = start_fake(constants={"weft.front.streaming.KEEP_ALIVE": deadline(0.4)})
+    server = start_fake(constants={"weft.front.http.streaming.KEEP_ALIVE": deadline(0.4)})
     with server.stream(max_tokens=400) as answer:
         assert COMMENT not in answer.iter_lines()
 

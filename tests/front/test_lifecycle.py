@@ -19,8 +19,8 @@ import pytest
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, Overloaded, Unavailable
 from weft.config.flags import from_keywords
-from weft.config.front_section import FrontSection
 from weft.config.resolve import resolve
+from weft.config.sections.front_section import FrontSection
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
 

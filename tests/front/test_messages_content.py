@@ -17,11 +17,11 @@ from weft.common.errors import (
     Unauthorized,
     Unavailable,
 )
-from weft.front.answers import to_json
+from weft.front.http.answers import to_json
 from weft.front.messages.content import Blocks
 from weft.front.messages.errors import applies, error_body, translated
+from weft.front.requests.token_counts import cache_creation
 from weft.front.thoughts import unsealed
-from weft.front.token_counts import cache_creation
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 CALL: list[OutputEvent] = [

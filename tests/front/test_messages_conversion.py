@@ -11,12 +11,12 @@ import pytest
 import weft
 from tests.support.tool_template import write_template
 from weft.common.errors import InvalidRequest, NotFound
-from weft.front.conversation import Conversation
-from weft.front.messages.conversion import Facts, conversation
-from weft.front.messages.protocol import CountRequest, MessagesRequest
-from weft.front.messages.read import read_messages
+from weft.front.protocol.conversation import Conversation
+from weft.front.protocol.messages.conversion import Facts, conversation
+from weft.front.protocol.messages.protocol import CountRequest, MessagesRequest
+from weft.front.protocol.messages.read import read_messages
 from weft.front.protocol.parse import parse
-from weft.front.reading import Job, Reader
+from weft.front.requests.reading import Job, Reader
 from weft.front.thoughts import sealed
 from weft.text.messages import ImagePart
 from weft.text.model import TextModel

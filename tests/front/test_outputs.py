@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from weft.front.outputs import ChoiceOutput
+from weft.front.requests.outputs import ChoiceOutput
 from weft.text.choice import TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import PlainParser

@@ -19,13 +19,13 @@ import httpx
 import pytest
 
 from tests.support.slowness import deadline
-from weft.cluster.owner import HeadOwner
 from weft.common import env
 from weft.common.errors import Unavailable, WeftError
-from weft.links.flow import Flow
-from weft.links.link import Address
-from weft.links.links import Links
-from weft.routing.instance_table import Patience
+from weft.control.fleet.instance_table import Patience
+from weft.control.links.flow import Flow
+from weft.control.links.link import Address
+from weft.control.links.links import Links
+from weft.control.processes.owner import HeadOwner
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -384,7 +384,9 @@ def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
 
 
 def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
-    server = start_fake(request_timeout=deadline(2.0), constants={"weft.front.serving.SEND_GRACE": 0.5})
+    server = start_fake(
+        request_timeout=deadline(2.0), constants={"weft.front.requests.serving.SEND_GRACE": 0.5}
+    )
     with begin(server, **LONG):
         server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
         assert server.metric("front_sequences") == 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.front.rate_limit import (
+from weft.front.http.rate_limit import (
     Admitted,
     Asked,
     RateLimits,
@@ -16,7 +16,7 @@ from weft.front.rate_limit import (
     duration,
     headers_of,
 )
-from weft.front.retry_after import LEAST, MOST, WINDOW, RetryAfter
+from weft.front.http.retry_after import LEAST, MOST, WINDOW, RetryAfter
 
 
 def ask(limits: RateLimits, now: float, key: int = 0) -> Admitted | Refused:

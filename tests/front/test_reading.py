@@ -11,9 +11,9 @@ import pytest
 
 import weft
 from weft.common.errors import ContextLength, InvalidRequest
-from weft.front import reading
-from weft.front.read_worker import ReadAnswer, answer_to, decode_answer, payload_of
-from weft.front.reading import Job, Reader
+from weft.front.requests import reading
+from weft.front.requests.read_worker import ReadAnswer, answer_to, decode_answer, payload_of
+from weft.front.requests.reading import Job, Reader
 from weft.text import tokenizer as tokenizers
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from weft.common.errors import NotFound
-from weft.front.answers import to_json
+from weft.front.http.answers import to_json
+from weft.front.protocol.responses.conversion import Facts
+from weft.front.protocol.responses.tools import Named
 from weft.front.responses.content import Items
-from weft.front.responses.conversion import Facts
 from weft.front.responses.store import OVERHEAD, ResponseStore, Stored, history
-from weft.front.responses.tools import Named
 from weft.front.thoughts import unsealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 

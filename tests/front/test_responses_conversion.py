@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest, NotFound, WeftError
-from weft.front.conversation import Conversation
+from weft.front.protocol.conversation import Conversation
 from weft.front.protocol.parse import parse
-from weft.front.responses.conversion import Facts, History, conversation
-from weft.front.responses.protocol import ResponsesRequest
-from weft.front.responses.read import Lookup, line_of, references
-from weft.front.responses.tools import Named
+from weft.front.protocol.responses.conversion import Facts, History, conversation
+from weft.front.protocol.responses.protocol import ResponsesRequest
+from weft.front.protocol.responses.read import Lookup, line_of, references
+from weft.front.protocol.responses.tools import Named
 from weft.front.thoughts import sealed
 from weft.text.messages import ImagePart
 

@@ -9,8 +9,8 @@ import pytest
 
 from weft.common.errors import NotFound
 from weft.front.protocol.parse import parse
-from weft.front.responses.conversion import History, conversation
-from weft.front.responses.protocol import ResponsesRequest
+from weft.front.protocol.responses.conversion import History, conversation
+from weft.front.protocol.responses.protocol import ResponsesRequest
 from weft.front.responses.store import ResponseStore, Stored
 
 

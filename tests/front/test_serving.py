@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from weft.front.answers import Usage, make_usage
-from weft.front.serving import LONG_ANSWER, _events
-from weft.front.streaming import StreamForm
+from weft.front.http.answers import Usage, make_usage
+from weft.front.http.streaming import StreamForm
+from weft.front.requests.serving import LONG_ANSWER, _events
 
 
 class Generation:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.front.sessions import HEADERS, session_of
+from weft.front.requests.sessions import HEADERS, session_of
 
 FLOOD = 60
 """Prompts that together are several times as long as the cache."""

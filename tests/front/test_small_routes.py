@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.slowness import deadline
-from weft.front.tokenizing import MAX_TOKENS
+from weft.front.requests.tokenizing import MAX_TOKENS
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PROMPT = [256, *b"user\nhello", 257, *b"\n", 256, *b"assistant\n"]

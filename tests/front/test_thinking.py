@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.servers import Running
 from tests.support.text_folders import write_tokenizer
-from weft.front.thinking import ThoughtBudget, after, single
+from weft.front.requests.thinking import ThoughtBudget, after, single
 from weft.text.parsing.events import OutputEvent
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes, ids_to_bytes
 from weft.types.sampling import TokenParams

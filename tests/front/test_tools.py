@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.servers import Running
 from tests.support.text_folders import write_tokenizer
-from weft.launch.main import main
+from weft.cli.main import main
 
 TEMPLATE = (
     "{%- if tools -%}{{- '<|im_start|>system\n# Tools\n' -}}"

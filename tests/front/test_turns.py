@@ -10,8 +10,8 @@ import pytest
 import weft
 from tests.support.tool_template import TEMPLATE
 from weft.common.errors import ContextLength, InvalidRequest
+from weft.front.protocol.turns import Turns, effort_shown, renamed, shows_system_inside, shows_users_apart
 from weft.front.thoughts import sealed, unsealed
-from weft.front.turns import Turns, effort_shown, renamed, shows_system_inside, shows_users_apart
 from weft.text.chat import ChatFormat
 from weft.text.tokenizer import Tokenizer
 

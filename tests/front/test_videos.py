@@ -13,7 +13,7 @@ import pytest
 from tests.front.test_images import END, START, WORKER, Files, Start, ask, files, got, log, refused, text
 from tests.support.pictures import FACTS, PLACEHOLDER, data_url, image_file, image_part, video_part
 from tests.support.servers import Running
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.decode import group_pixels, key_of
 from weft.media.headers import read_header
 from weft.media.pictures import Frame, Pictures

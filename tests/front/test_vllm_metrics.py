@@ -10,7 +10,7 @@ import pytest
 from tests.support.servers import Running, Servers
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
-from weft.config.front_section import check_front
+from weft.config.sections.front_section import check_front
 
 #: Series in the panels of the Grafana dashboards that vLLM ships, and their types.
 PLOTTED = {

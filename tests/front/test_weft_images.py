@@ -17,7 +17,7 @@ from tests.support.vision_models import END, PLACEHOLDER, START, VIDEO
 from weft import LLM
 from weft.common.errors import InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.local import LocalPictures, placed
 from weft.text.messages import ImagePart
 from weft.types.sampling import SamplingParams

@@ -307,7 +307,7 @@ def test_what_no_output_satisfies_is_refused(backend: str) -> None:
 
 def test_a_fresh_start_of_the_front_needs_no_torch() -> None:
     code = (
-        "import sys, weft.grammar.service, weft.grammar.build, weft.grammar.registry as registry;"
+        "import sys, weft.grammar.guard.service, weft.grammar.build, weft.grammar.registry as registry;"
         f"registry.make_compiler('auto', {str(folder('bundled'))!r}, 1024, (0, 2));"
         "assert 'torch' not in sys.modules"
     )

@@ -13,10 +13,10 @@ from tests.grammar.rig import folder, schema
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
-from weft.grammar.guarded import MAX_BYTES, Backend, GuardedCompiler
-from weft.grammar.llguidance_backend import LEXER_TOKENS, LlguidanceGrammar, LlguidanceMatcher
+from weft.grammar.backends.llguidance_backend import LEXER_TOKENS, LlguidanceGrammar, LlguidanceMatcher
+from weft.grammar.guard.guarded import MAX_BYTES, Backend, GuardedCompiler
+from weft.grammar.guard.service import GrammarService
 from weft.grammar.registry import make_compiler
-from weft.grammar.service import GrammarService
 from weft.types.grammar import Grammar, Regex
 
 PATTERN = "^(a|b)*a(a|b){%d}c{%d}$"

@@ -14,10 +14,10 @@ from pydantic import BaseModel, Field, Json
 
 from tests.grammar.rig import BACKENDS, Rig
 from weft.common.errors import InvalidRequest
-from weft.grammar.keywords import LLGUIDANCE
-from weft.grammar.loose import loosened
-from weft.grammar.normal import normal, without_nulls
-from weft.grammar.schema import LeftOut, read_schema
+from weft.grammar.json_schema.keywords import LLGUIDANCE
+from weft.grammar.json_schema.loose import loosened
+from weft.grammar.json_schema.normal import normal, without_nulls
+from weft.grammar.json_schema.schema import LeftOut, read_schema
 from weft.types.grammar import JsonSchema
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.grammar.rig import BACKENDS, Rig, schema
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
-from weft.grammar.disjoint import Disjoint
-from weft.grammar.keywords import LLGUIDANCE
-from weft.grammar.patterns import ECMA, whole_pattern
-from weft.grammar.schema import read_schema
+from weft.grammar.json_schema.disjoint import Disjoint
+from weft.grammar.json_schema.keywords import LLGUIDANCE
+from weft.grammar.json_schema.patterns import ECMA, whole_pattern
+from weft.grammar.json_schema.schema import read_schema
 from weft.types.grammar import JsonSchema
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from testing.cluster.explore import silent_log
 from tests.group.world import World
-from weft.sim.explore import silent_log
 
 FAULTS_S = 60.0
 BOUND_S = 400.0
@@ -15,7 +15,7 @@ BOUND_S = 400.0
 
 
 def play(seed: int, tensor: int, replicas: int) -> World:
-    """``weft.sim.group`` checks what must hold all along."""
+    """``testing.cluster.group`` checks what must hold all along."""
     world = World(seed, tensor, replicas, FAULTS_S)
     with silent_log():
         over = world.run(FAULTS_S + BOUND_S)

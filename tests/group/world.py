@@ -1,18 +1,18 @@
 """Groups without engines, on virtual time: the ranks and shells of ``weft.sim``, whose heads step all along.
 
-Everything that may happen is drawn from one seed. What must hold is checked by ``weft.sim.group`` whenever
-anything changes.
+Everything that may happen is drawn from one seed. What must hold is checked by ``testing.cluster.group``
+whenever anything changes.
 """
 
 from __future__ import annotations
 
+from testing.cluster.collectives import Collectives
+from testing.cluster.group import Group
+from testing.cluster.ranks import Pace, RankProcess, Replica, Work, patience_of
 from weft.common.errors import WeftError
 from weft.common.restarts import RestartBudget
 from weft.group.meeting import Meeting
 from weft.group.types import Lease
-from weft.sim.collectives import Collectives
-from weft.sim.group import Group
-from weft.sim.ranks import Pace, RankProcess, Replica, Work, patience_of
 from weft.sim.timeline import Timeline
 
 PACE = Pace(timeout=10.0, hello=20.0, load=40.0, watch=0.5, delay=0.02, slow=10.0)

@@ -20,7 +20,7 @@ from tests.support.pictures import FACTS, image_file
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded
 from weft.common.workers import most_of_client
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media import service, worker
 from weft.media.decode import pixels_of
 from weft.media.errors import BadMedia

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.pictures import FACTS, data_url, image_file
 from weft.common.errors import InvalidRequest
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.headers import ImageHeader, read_header
 from weft.media.pictures import LOW_PIXELS, NeedsFiles, Pictures
 from weft.text.messages import ImagePart

@@ -22,7 +22,7 @@ from tests.support.slowness import deadline
 from weft.common import workers
 from weft.common.errors import InvalidRequest, Overloaded, WeftError
 from weft.common.shared_bytes import SharedBytes, reaches
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media import decode, memory, service
 from weft.media.headers import ImageHeader, read_header
 from weft.media.pictures import Frame, Picture, Pictures, Wanted

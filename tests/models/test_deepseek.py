@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weft.attention.base import Backends
-from weft.attention.latent_torch import TorchLatent
+from weft.attention.mla.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.families.deepseek import with_mtp

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.slow import mostly_slow
 from tests.support.sparse_models import watch_cuts
-from weft.attention import compress, sparse_torch
+from weft.attention.sparse import compress, sparse_torch
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.spec import ModelSpec

@@ -11,7 +11,7 @@ import torch
 from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
-from weft.config.sections import CacheSection
+from weft.config.sections.all import CacheSection
 from weft.models.loader import load_model
 
 CPU = torch.device("cpu")

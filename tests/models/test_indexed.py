@@ -16,7 +16,7 @@ import torch
 
 from tests.support.slow import mostly_slow
 from tests.support.sparse_models import watch_cuts
-from weft.attention import sparse_torch
+from weft.attention.sparse import sparse_torch
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 

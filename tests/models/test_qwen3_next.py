@@ -17,11 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.delta_models import CASES, FULL, LINEAR
-from weft.attention.delta_cpu import CpuDelta
-from weft.attention.delta_torch import TorchDelta
+from weft.attention.delta.delta_cpu import CpuDelta
+from weft.attention.delta.delta_torch import TorchDelta
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
-from weft.config.memory import weight_bytes
+from weft.config.sizing.memory import weight_bytes
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
 from weft.models.weights import Placement

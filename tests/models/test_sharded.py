@@ -32,7 +32,7 @@ from weft.ops.torch_ops import to_int8_codes
 from weft.overlap.drive import drive
 from weft.parallel.comm import reduced
 from weft.parallel.mesh import Mesh
-from weft.runner.graphs import obstacle
+from weft.runner.graphs.graphs import obstacle
 from weft.types.layout import Layout
 
 CPU = torch.device("cpu")

@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import make_checkpoint
 from tests.support.slow import mostly_slow
-from weft.attention import triton_backend
 from weft.attention.base import Backends, LayerCache
-from weft.attention.triton_backend import TritonAttention, TritonInvariant
+from weft.attention.gqa import triton_backend
+from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.models.loader import load_model
 from weft.ops import registry
 from weft.ops import triton as kernels
 from weft.overlap.drive import drive
-from weft.runner.graphs import DecodeGraphs, GraphOptions
+from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.types.plan import Segment, column
 from weft.types.sampling import TokenParams
 

@@ -15,8 +15,8 @@ from tests.support.ranks import on_ranks
 from tests.support.vision_models import CASES, PLACEHOLDER, Clip, Prompt, Seen, make_prompt, types_of
 from weft.attention.base import StepInput
 from weft.config.families import load_spec
-from weft.config.memory import activation_bytes, weight_bytes
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
+from weft.config.sizing.memory import activation_bytes, weight_bytes
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.types.layout import Layout

@@ -102,7 +102,7 @@ def _segment(counts: list[int]) -> Any:
 
 def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
-    from weft.attention.triton_backend import TritonAttention, TritonInvariant
+    from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
 
@@ -121,7 +121,7 @@ def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtyp
 
 def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Latent attention of decodes, of one query and of several, in one piece and in splits."""
-    from weft.attention.triton_backend import make_cut
+    from weft.attention.gqa.triton_backend import make_cut
     from weft.config.spec import CacheSpec
     from weft.ops.triton import forms
     from weft.ops.triton.latent import attend

@@ -20,10 +20,10 @@ from click.testing import CliRunner
 
 from tests.ops.stub_compiler import count, use_stub
 from tests.support.slowness import deadline
+from weft.cli.build_ops import build_ops
+from weft.cli.main import main
 from weft.common import signals
 from weft.common.measurements import cache_folder
-from weft.launch.build_ops import build_ops
-from weft.launch.main import main
 from weft.ops import cpu
 from weft.ops.cpu import build
 
@@ -214,7 +214,7 @@ def test_an_interrupted_build_stops_its_compilers_and_goes_on(
     """Also one that was killed, whose partial files the next one removes."""
     (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/hangs AWAIT {tmp_path}/go\n")
     code = (
-        "import pathlib, sys; from weft.launch.main import main; from weft.ops.cpu import build; "
+        "import pathlib, sys; from weft.cli.main import main; from weft.ops.cpu import build; "
         "build.SOURCES = pathlib.Path(sys.argv[1]); build.SECONDS = {'two.cpp': 2, 'one.cpp': 1}; "
         "main(['build-ops'])"
     )

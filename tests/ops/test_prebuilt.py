@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.ops.stub_compiler import count
+from weft.cli.build_ops import build_ops
 from weft.common.errors import ConfigError
-from weft.launch.build_ops import build_ops
 from weft.ops.cpu import build, prebuilt
 
 NAMES = [level.name for level in prebuilt.LEVELS]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.overlap.test_split import decode, prompt, segment
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 from weft.overlap.overlap_cost import LinkFit
 from weft.overlap.policy import ENTER, FEW, LEAVE, OverlapPolicy, mode_of
 from weft.overlap.split import split

@@ -17,10 +17,10 @@ from tests.overlap.rig import on_engines
 from tests.support.checkpoints import VOCAB
 from tests.support.pairwise import covering, name, numbers_of
 from tests.support.slow import mostly_slow
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.overlap.split import LEAST
 from weft.parallel.group_comm import ONE_SHOT
-from weft.runner.graphs import GraphOptions
+from weft.runner.graphs.graphs import GraphOptions
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams

@@ -15,7 +15,7 @@ from tests.overlap.test_split import decode, prompt, segment
 from tests.support.ranks import on_ranks
 from weft.parallel.comm import Pending
 from weft.parallel.mesh import Mesh
-from weft.runner.staging import StagingRing
+from weft.runner.batch.staging import StagingRing
 from weft.types.exchange import UNAGREED
 from weft.types.layout import Layout
 from weft.types.plan import AllocSlot, AppendBlocks, StepPlan, column

@@ -15,9 +15,9 @@ import zmq
 from tests.faults.rig import config_of
 from tests.support.secret import write_secret
 from tests.support.slowness import deadline
+from weft.cli.processes.host import due
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.resolved import EngineConfig
-from weft.launch.host import due
 from weft.parallel import remote
 from weft.parallel.board import Board, BoardClient
 from weft.parallel.handshakes import NOTHING, SILENT, STRANGER

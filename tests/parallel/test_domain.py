@@ -19,7 +19,7 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.engine.balance import Balance
 from weft.engine.core import EngineCore
 from weft.engine.domain import Domain, vote_of

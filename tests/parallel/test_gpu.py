@@ -181,7 +181,7 @@ def test_compute_goes_on_under_a_collective() -> None:
 def test_two_micro_batches_beside_each_other_are_one_graph() -> None:
     """Fork and join by events alone can be captured; a replay computes anew what its inputs hold by then."""
     from weft.overlap.interleave import interleave
-    from weft.runner.graphs import CudaCapture
+    from weft.runner.graphs.graphs import CudaCapture
 
     launcher = StreamLauncher(FIRST)
     given = [torch.zeros(1 << 16, device=FIRST) for _ in range(2)]

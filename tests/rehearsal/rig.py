@@ -23,8 +23,8 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.runner import runner as runner_module
+from weft.runner.batch.staging import StagingBuffer
 from weft.runner.result import HostCopy
-from weft.runner.staging import StagingBuffer
 from weft.types.messages import Submit
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams

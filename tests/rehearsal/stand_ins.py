@@ -28,8 +28,8 @@ _numbers = itertools.count()
 #: Where a stream is made -> its name. One of a kind, as each rank has one of each.
 ROLES = {
     ("weft/parallel/launcher.py", "launch"): "collectives",
-    ("weft/runner/graphs.py", "__init__"): "capture",
-    ("weft/transports/copies.py", "__init__"): "copies",
+    ("weft/runner/graphs/graphs.py", "__init__"): "capture",
+    ("weft/disagg/transport/copies.py", "__init__"): "copies",
 }
 
 

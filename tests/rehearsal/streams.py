@@ -37,10 +37,10 @@ class Event:
     why: str
 
 
-_STAGING, _RESULT = "weft/runner/staging.py", "weft/runner/result.py"
+_STAGING, _RESULT = "weft/runner/batch/staging.py", "weft/runner/result.py"
 _LAUNCHER = "weft/parallel/launcher.py"
-_GRAPHS, _STAGE = "weft/runner/graphs.py", "weft/parallel/host_stage.py"
-_COPIES = "weft/transports/copies.py"
+_GRAPHS, _STAGE = "weft/runner/graphs/graphs.py", "weft/parallel/host_stage.py"
+_COPIES = "weft/disagg/transport/copies.py"
 
 EVENTS: dict[str, Event] = {
     "staged": Event(

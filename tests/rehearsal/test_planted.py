@@ -20,8 +20,11 @@ from tests.support.slow import mostly_slow
 from weft.attention.base import SegmentInput
 from weft.ops.triton import fused
 from weft.parallel import group_comm, launcher
-from weft.runner import batch, graphs, result, runner, sampler, slot_state, staging
-from weft.runner.batch import BatchBuilder
+from weft.runner import result, runner, slot_state
+from weft.runner.batch import batch, staging
+from weft.runner.batch.batch import BatchBuilder
+from weft.runner.graphs import graphs
+from weft.runner.sampling import sampler
 
 Patch = pytest.MonkeyPatch
 RANKS = {"ranked": True, "tensor_parallel_size": 2}

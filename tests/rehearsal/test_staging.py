@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.disagg.transport import rig
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import EVENTS, MOVES
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
-from tests.transports import rig
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.engine import rank_rooms
-from weft.transports import copying, memory, sockets
-from weft.transports.copies import CudaCopies
-from weft.transports.memory import Sizes
-from weft.transports.worker import RankTransfer
+from weft.disagg.transport import copying, memory, sockets
+from weft.disagg.transport.copies import CudaCopies
+from weft.disagg.transport.memory import Sizes
+from weft.disagg.transport.worker import RankTransfer
+from weft.engine.disagg import rank_rooms
 from weft.types.rooms import Outcome, RoomKey
 from weft.types.sampling import TokenParams
 

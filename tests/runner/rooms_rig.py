@@ -11,15 +11,15 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from weft.cli.verify.tiny import write_family
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.sections import TransferSection
+from weft.config.sections.all import TransferSection
+from weft.disagg.protocol.events import RankReport, RankStopped
+from weft.disagg.protocol.group_layout import blocks_of
 from weft.engine.build import build_runner
-from weft.launch.tiny import write_family
 from weft.runner.runner import Runner
-from weft.transfer.events import RankReport, RankStopped
-from weft.transfer.group_layout import blocks_of
 from weft.types import plan as p
 from weft.types.rooms import Admitted, Blocks, Bound, Outcome, RoomKey
 from weft.types.sampling import TokenParams

@@ -7,12 +7,12 @@ import torch
 
 from tests.runner.test_slot_state import alloc
 from weft.attention.base import Backends
-from weft.attention.torch_backend import TorchAttention
+from weft.attention.gqa.torch_backend import TorchAttention
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
-from weft.runner.batch import Batch, BatchBuilder
+from weft.runner.batch.batch import Batch, BatchBuilder
+from weft.runner.batch.staging import StagingRing
 from weft.runner.slot_state import SlotState
-from weft.runner.staging import StagingRing
 from weft.types.plan import AppendBlocks, Segment, StepPlan, column
 
 CPU = torch.device("cpu")

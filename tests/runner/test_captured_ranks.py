@@ -19,15 +19,16 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
 from weft.ops import cpu
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
-from weft.runner import drafting, graphs
-from weft.runner.programs import CannotCapture
+from weft.runner import drafting
+from weft.runner.graphs import graphs
+from weft.runner.graphs.programs import CannotCapture
 from weft.types.layout import Layout
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams

@@ -15,7 +15,7 @@ from tests.support.ggml_blocks import drawn
 from tests.support.slow import mostly_slow
 from weft.ops import coded, cpu
 from weft.ops.cpu import linear
-from weft.runner.programs import capture_calls
+from weft.runner.graphs.programs import capture_calls
 
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 

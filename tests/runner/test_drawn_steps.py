@@ -10,7 +10,7 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import make_checkpoint, make_engine
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.ops import cpu
 from weft.ops.cpu import sampling
 from weft.types.sampling import TokenParams

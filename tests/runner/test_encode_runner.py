@@ -17,14 +17,14 @@ from tests.support.slowness import deadline
 from tests.support.vision_models import random_image
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.families import load_spec
-from weft.config.media_limits import media_limits
 from weft.config.resolved import KVConfig
-from weft.config.sections import MediaSection
+from weft.config.sections.all import MediaSection
+from weft.config.sizing.media_limits import media_limits
 from weft.models.tower import TowerAlone, load_tower
 from weft.models.vision import Embedding
 from weft.runner.encode_runner import EncodeRunner
 from weft.runner.exports import RankRooms
-from weft.runner.media import pool_shape
+from weft.runner.images.media import pool_shape
 from weft.types.plan import AllocSlot, Encode, MoveMedia, Op, SendMedia, StepPlan
 from weft.types.rooms import Endpoint, RoomKey
 from weft.types.sampling import TokenParams

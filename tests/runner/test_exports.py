@@ -15,15 +15,15 @@ import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of, logprobs
 from tests.support.slow import mostly_slow
+from weft.cli.verify.tiny import write_family
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
+from weft.disagg.protocol.events import RankReport
+from weft.disagg.protocol.group_layout import compatible, tensors_of
 from weft.engine.build import build_runner
-from weft.engine.rank_rooms import check_rooms, dims_of, is_staged
-from weft.launch.tiny import write_family
+from weft.engine.disagg.rank_rooms import check_rooms, dims_of, is_staged
 from weft.runner import exports
-from weft.transfer.events import RankReport
-from weft.transfer.group_layout import compatible, tensors_of
 from weft.types import plan as p
 from weft.types.rooms import Outcome
 

@@ -9,10 +9,10 @@ import torch
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import block_bytes
-from weft.config.memory import pools_for
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.sections import CacheSection, SchedulerSection
+from weft.config.sections.all import CacheSection, SchedulerSection
+from weft.config.sizing.memory import pools_for
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec, StatePart
 from weft.engine.build import DTYPES
 from weft.runner.kv_tensors import by_layer, stacked

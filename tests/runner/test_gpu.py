@@ -17,7 +17,7 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
-from weft.runner.sampler import Sampler, SampleRows
+from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
 
 pytestmark = [

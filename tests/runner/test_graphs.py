@@ -19,12 +19,12 @@ from tests.e0.rig import MAX_LEN, Recorder, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slow import mostly_slow
 from weft.attention.base import Backends
-from weft.attention.torch_backend import TorchAttention
-from weft.attention.triton_backend import TritonAttention
+from weft.attention.gqa.torch_backend import TorchAttention
+from weft.attention.gqa.triton_backend import TritonAttention
 from weft.engine.core import EngineCore
 from weft.parallel.mesh import Mesh
-from weft.runner import graphs
-from weft.runner.graphs import (
+from weft.runner.graphs import graphs
+from weft.runner.graphs.graphs import (
     Capture,
     DecodeGraphs,
     GraphOptions,

@@ -13,7 +13,7 @@ from weft.common.errors import EngineDead
 from weft.parallel.launcher import CommLost, Launcher
 from weft.runner import result
 from weft.runner.result import HostCopy, to_result
-from weft.runner.sampler import SampleOutput
+from weft.runner.sampling.sampler import SampleOutput
 from weft.types.plan import Segment, StepPlan
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.slow import mostly_slow
 from weft import LLM
-from weft.launch.tiny import FAMILIES, write_family
+from weft.cli.verify.tiny import FAMILIES, write_family
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 

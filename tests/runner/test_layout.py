@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.cli.verify.tiny import FAMILIES, write_family
 from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.families import load_spec
-from weft.config.memory import pools_for, state_bytes
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import KVConfig
-from weft.config.sections import CacheSection, SchedulerSection
+from weft.config.sections.all import CacheSection, SchedulerSection
 from weft.config.sharding import local_spec, share_of_kv
+from weft.config.sizing.memory import pools_for, state_bytes
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
-from weft.launch.tiny import FAMILIES, write_family
 from weft.runner.kv_tensors import stacked, zeros
 from weft.runner.states import States
 from weft.types.layout import Layout

@@ -13,7 +13,7 @@ from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import ids
 from weft.overlap.split import split
-from weft.runner.media import MediaStore, Spans, pool_shape
+from weft.runner.images.media import MediaStore, Spans, pool_shape
 from weft.types.media import MediaItem, rope_positions, spans_of
 from weft.types.plan import (
     BindMedia,

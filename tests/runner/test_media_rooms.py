@@ -15,9 +15,9 @@ from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sharding import balanced_share
 from weft.parallel.comm import Comm, Done, LocalComm, Pending
-from weft.runner import media_rooms
-from weft.runner.media import MediaStore
-from weft.runner.media_rooms import Departures, Shares
+from weft.runner.images import media_rooms
+from weft.runner.images.media import MediaStore
+from weft.runner.images.media_rooms import Departures, Shares
 from weft.types.media import BLOCK_ROWS
 from weft.types.plan import SendMedia
 from weft.types.rooms import Blocks, RoomKey

@@ -13,7 +13,7 @@ from tests.e0.rig import run, submit
 from tests.e1.rig import make_checkpoint, make_engine, requests_of_lengths
 from tests.support.slow import mostly_slow
 from weft.ops import cpu
-from weft.runner.programs import CannotCapture, capture_calls
+from weft.runner.graphs.programs import CannotCapture, capture_calls
 from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from weft.common.errors import EngineDead
-from weft.runner.plan_columns import offsets_of, ragged
-from weft.runner.staging import POISON, StagingRing
+from weft.runner.batch.plan_columns import offsets_of, ragged
+from weft.runner.batch.staging import POISON, StagingRing
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.runner.sampler import Sampler, SampleRows
+from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 

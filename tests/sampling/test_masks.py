@@ -18,7 +18,7 @@ from weft.common.errors import EngineDead
 from weft.ops import cpu
 from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
-from weft.runner import sampler as module
+from weft.runner.sampling import sampler as module
 from weft.types.plan import Segment, StepPlan, TokenMasks, column
 from weft.types.sampling import TokenParams
 

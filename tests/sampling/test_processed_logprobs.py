@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.sampling.conftest import kept_tokens, processed
-from weft.runner import sampler as module
-from weft.runner.sampler import Sampler
+from weft.runner.sampling import sampler as module
+from weft.runner.sampling.sampler import Sampler
 from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.common.errors import EngineDead
-from weft.runner import sampler as module
+from weft.runner.sampling import sampler as module
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 

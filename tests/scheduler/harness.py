@@ -21,7 +21,7 @@ from tests.scheduler.fake_runner import (
 )
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.grammar.base import Matcher, fill_one_by_one
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler

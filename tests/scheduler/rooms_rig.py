@@ -20,14 +20,14 @@ from tests.scheduler.fake_runner import VOCAB, FakeRunner, alone, kv_config, pre
 from tests.scheduler.harness import Follower, audit
 from weft.common.errors import Unavailable
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.config.sections.all import SchedulerSection, SpeculationSection, TransferSection
+from weft.disagg.protocol import events as ev
+from weft.disagg.protocol.receiver import ReceivingRooms
+from weft.disagg.protocol.room_table import Patience, Rooms
+from weft.disagg.protocol.sender import SendingRooms, not_needed
+from weft.disagg.protocol.spans import first_position
 from weft.kv.kinds import ids_of
 from weft.scheduler import Scheduler
-from weft.transfer import events as ev
-from weft.transfer.receiver import ReceivingRooms
-from weft.transfer.room_table import Patience, Rooms
-from weft.transfer.sender import SendingRooms, not_needed
-from weft.transfer.spans import first_position
 from weft.types import rooms as r
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes, ids_to_bytes
 from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, SaveState, StepPlan, StepResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.scheduler.acceptance import AT_ONCE, EXPECTED, Acceptance
+from weft.scheduler.policy.acceptance import AT_ONCE, EXPECTED, Acceptance
 from weft.scheduler.slot_columns import SlotColumns
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.scheduler.draft_budget import HALF_LIFE, SETTLED, Account, DraftBudget
+from weft.scheduler.policy.draft_budget import HALF_LIFE, SETTLED, Account, DraftBudget
 from weft.types.plan import Segment, StepPlan, column
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.support.slow import mostly_slow
-from weft.scheduler.draft_budget import GRANT
-from weft.scheduler.draft_policy import DraftPolicy
-from weft.scheduler.fit import CostFitter
+from weft.scheduler.policy.draft_budget import GRANT
+from weft.scheduler.policy.draft_policy import DraftPolicy
+from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.step_cost import NAMES, PRIOR, CostModel, shape_of
 from weft.scheduler.slot_columns import SlotColumns
-from weft.scheduler.step_cost import NAMES, PRIOR, CostModel, shape_of
 from weft.types.plan import Segment, StepPlan, column
 
 MOST = 3

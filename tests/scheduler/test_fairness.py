@@ -16,7 +16,7 @@ from tests.scheduler.test_steps import same
 from tests.support.slow import mostly_slow
 from weft.scheduler import crowding as crowding_module
 from weft.scheduler import state as state_module
-from weft.scheduler.queue import PASSES, FairQueue, SequenceQueue
+from weft.scheduler.policy.queue import PASSES, FairQueue, SequenceQueue
 from weft.scheduler.sequence import MOST_YIELDS, Sequence
 from weft.types.plan import AllocSlot
 

@@ -10,7 +10,7 @@ from tests.scheduler.fake_runner import VOCAB, FakeRunner, kv_config, submit
 from tests.scheduler.image_world import DIMS, MINE, Room, Stream, World, limits
 from tests.scheduler.test_media import ask, image
 from weft.common.errors import InvalidRequest
-from weft.config.sections import SchedulerSection, TransferSection
+from weft.config.sections.all import SchedulerSection, TransferSection
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import Awaiting, AwaitingLeader, Running, Waiting
 from weft.types import rooms as r

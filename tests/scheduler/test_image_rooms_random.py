@@ -16,8 +16,8 @@ from tests.scheduler.image_world import World, limits
 from tests.scheduler.test_media import ask, random_parts
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.kv.embeddings import EmbeddingCache
-from weft.scheduler.image_rooms import ImageRooms
-from weft.scheduler.media import MediaBook
+from weft.scheduler.images.image_rooms import ImageRooms
+from weft.scheduler.images.media import MediaBook
 from weft.types.grammar import Text
 
 

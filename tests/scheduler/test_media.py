@@ -17,7 +17,7 @@ from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import EmbeddingCache
 from weft.kv.hashing import media_keys
 from weft.scheduler import state as state_module
-from weft.scheduler.media import MediaBook
+from weft.scheduler.images.media import MediaBook
 from weft.types.media import MediaItem
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, Encode, MoveMedia, StepPlan

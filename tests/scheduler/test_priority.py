@@ -11,7 +11,7 @@ from tests.scheduler.harness import Rig
 from tests.scheduler.test_fairness import LONG, TURN, admissions, running
 from tests.support.slow import mostly_slow
 from weft.scheduler import crowding as crowding_module
-from weft.scheduler import queue as queue_module
+from weft.scheduler.policy import queue as queue_module
 from weft.scheduler.sequence import MOST_YIELDS
 
 

@@ -11,7 +11,7 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.support.slow import mostly_slow
 from weft.kv.pool import BlockPool
-from weft.scheduler.retention import SHARE, Retention
+from weft.scheduler.policy.retention import SHARE, Retention
 from weft.types.plan import StepPlan
 
 SECONDS = 10.0

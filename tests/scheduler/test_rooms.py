@@ -14,7 +14,7 @@ from tests.scheduler.harness import audit
 from tests.scheduler.rooms_rig import dims_of
 from weft.common.errors import Cancelled, EndedElsewhere, ErrorInfo, InvalidRequest, Unavailable
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.config.sections.all import SchedulerSection, SpeculationSection, TransferSection
 from weft.kv.kinds import ids_of
 from weft.scheduler import Scheduler
 from weft.scheduler.room_book import FENCE_S

@@ -15,8 +15,8 @@ from weft.kv.kinds import WindowKind
 from weft.kv.pool import BlockPool
 from weft.kv.snapshots import StateKind
 from weft.scheduler.room_book import RoomBook
-from weft.scheduler.rooms import SchedulerRooms
 from weft.scheduler.state import SchedulerState
+from weft.scheduler.transfers.rooms import SchedulerRooms
 from weft.types.plan import Op
 from weft.types.rooms import RoomFailed, RoomFreed
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.test_rooms import ERROR, PROMPT, Side, key_of, names
-from weft.config.sections import TransferSection
+from weft.config.sections.all import TransferSection
+from weft.disagg.protocol.arrivals import REMEMBER_S
+from weft.disagg.protocol.room_table import Patience
 from weft.scheduler.room_book import FENCE_S
 from weft.scheduler.sequence import PROTECT_AFTER, Awaiting, Waiting
-from weft.transfer.arrivals import REMEMBER_S
-from weft.transfer.room_table import Patience
 from weft.types import rooms as r
 
 

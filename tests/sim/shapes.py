@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from weft.scheduler.step_cost import NAMES, CostModel, StepShape, pairs
+from weft.scheduler.policy.step_cost import NAMES, CostModel, StepShape, pairs
 
 TRUTH = CostModel.of(
     dict(

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.slow import mostly_slow
-from weft.config.sections import SchedulerSection
-from weft.launch.sim import sim
+from weft.cli.sim.sim import sim
+from weft.config.sections.all import SchedulerSection
 from weft.sim.agents import AgentReport, Agents, AgentSimulation
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS

@@ -12,9 +12,9 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.sim.shapes import TRUTH, shape
 from weft.common.errors import ConfigError
-from weft.scheduler.chunk import FLOOR_TOKENS, ChunkPolicy
-from weft.scheduler.fit import CostFitter
-from weft.scheduler.step_cost import NAMES, CostModel
+from weft.scheduler.policy.chunk import FLOOR_TOKENS, ChunkPolicy
+from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.step_cost import NAMES, CostModel
 
 
 def policy(target: float) -> ChunkPolicy:

@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from tests.sim.shapes import TRUTH, random_shape, shape
 from weft.common.errors import ConfigError
-from weft.scheduler.fit import KINDS, LATEST, CostFitter, solve_non_negative
-from weft.scheduler.step_cost import KNOTS, NAMES, PRIOR, CostModel, StepShape, features, pairs, shape_of
+from weft.scheduler.policy.fit import KINDS, LATEST, CostFitter, solve_non_negative
+from weft.scheduler.policy.step_cost import (
+    KNOTS,
+    NAMES,
+    PRIOR,
+    CostModel,
+    StepShape,
+    features,
+    pairs,
+    shape_of,
+)
 from weft.types.plan import Segment, StepPlan, column
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from tests.support.slow import mostly_slow
+from weft.cli.sim.sim_plan import advice, divisions, table
 from weft.config.budget import with_budget
-from weft.config.sections import SchedulerSection
-from weft.launch.sim_plan import advice, divisions, table
-from weft.routing import encoders
+from weft.config.sections.all import SchedulerSection
+from weft.control.fleet import encoders
 from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config, simulate
 from weft.sim.images import ImageCosts

@@ -10,8 +10,8 @@ from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import make_checkpoint
 from weft.common.clock import VirtualClock
 from weft.runner.step_handle import StepHandle
-from weft.scheduler.chunk import FLOOR_TOKENS, ChunkPolicy
-from weft.scheduler.step_cost import PRIOR
+from weft.scheduler.policy.chunk import FLOOR_TOKENS, ChunkPolicy
+from weft.scheduler.policy.step_cost import PRIOR
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
 

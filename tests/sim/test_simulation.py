@@ -14,9 +14,9 @@ from tests.sim.shapes import TRUTH, shape
 from tests.support.slowness import deadline
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 from weft.scheduler import Scheduler
-from weft.scheduler.step_cost import NAMES, CostModel
+from weft.scheduler.policy.step_cost import NAMES, CostModel
 from weft.sim import Arrival, Report, Simulation, simulate
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
@@ -251,7 +251,7 @@ def test_presets_and_files(tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, weft.sim, weft.launch.sim; sys.exit('torch' in sys.modules)"
+    code = "import sys, weft.sim, weft.cli.sim.sim; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=deadline(60)).returncode == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sim.shapes import shape
 from tests.support.slow import mostly_slow
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
 from weft.sim.presets import load

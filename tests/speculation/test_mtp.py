@@ -19,10 +19,11 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.engine.core import EngineCore
-from weft.runner import drafting, graphs
-from weft.scheduler.draft_policy import DraftPolicy
+from weft.runner import drafting
+from weft.runner.graphs import graphs
+from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.speculation import mtp, pending_hidden
 from weft.speculation.mtp import MtpDrafter
 from weft.types.plan import StepPlan, StepResult

@@ -21,12 +21,12 @@ from weft import LLM
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
 from weft.config.topology import face
+from weft.control.fleet import events as e
+from weft.control.fleet.fleet import Fleet
+from weft.control.fleet.head_protocol import HeadProtocol, Outgoing
+from weft.control.fleet.instance_table import Patience
 from weft.engine.core import EngineCore
-from weft.engine.replicas import summed
-from weft.routing import events as e
-from weft.routing.fleet import Fleet
-from weft.routing.head_protocol import HeadProtocol, Outgoing
-from weft.routing.instance_table import Patience
+from weft.engine.server.replicas import summed
 from weft.types import messages as m
 from weft.types.rooms import Peer
 
@@ -45,7 +45,7 @@ class _Head:
 
 
 class FleetEngine:
-    """The interface of ``EngineCore``, as ``weft.engine.replicas.Replicas`` has it."""
+    """The interface of ``EngineCore``, as ``weft.engine.server.replicas.Replicas`` has it."""
 
     def __init__(self, groups: Sequence[EngineConfig]) -> None:
         self.config = face(tuple(groups))

@@ -2,7 +2,7 @@
 
 ``install`` has ``subprocess.Popen`` start commands ``python -m weft...`` so (and some more: ``asked``). The
 command's process is a child of the caller, with its arguments, environment, folder, descriptors, signals and
-limits, and ends as it would (``tests/launch/test_forked.py``). What differs: more modules are imported than
+limits, and ends as it would (``tests/cli/test_forked.py``). What differs: more modules are imported than
 the command would import, and their memory is shared. Some tests of each command start real processes
 (``real``, the marker ``real_processes``).
 
@@ -41,26 +41,26 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 ROOTS = ("weft", "tests", "bench", "training")
 """Packages whose modules are commands of this repository."""
-MAIN = "from weft.launch.main import main; main()"
+MAIN = "from weft.cli.main import main; main()"
 """The program of tests that start the command line with ``-c``."""
 SCRIPTS = tuple(str(ROOT / name) for name in ("tests/front/fake_server.py", "tests/front/fake_head.py"))
 PRELOADED = (
     "torch.distributed",
-    "weft.cluster.owner",
-    "weft.cluster.server",
+    "weft.control.processes.owner",
+    "weft.control.processes.server",
     "weft.config.resolve",
-    "weft.engine.engine_server",
+    "weft.engine.server.engine_server",
     "weft.engine.rank",
     "weft.engine.start",
     "weft.front.server",
-    "weft.launch.front_main",
-    "weft.launch.head_main",
-    "weft.launch.main",
-    "weft.launch.options",
-    "weft.launch.rank_main",
-    "weft.launch.serve",
-    "weft.launch.server",
-    "weft.launch.up",
+    "weft.cli.processes.front_main",
+    "weft.cli.processes.head_main",
+    "weft.cli.main",
+    "weft.cli.options",
+    "weft.cli.processes.rank_main",
+    "weft.cli.serve.serve",
+    "weft.cli.serve.server",
+    "weft.cli.serve.up",
     "weft.media.worker",
     "weft.overlap",
 )

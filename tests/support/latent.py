@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import SegmentInput
-from weft.attention.latent import Form, LatentBackend, UpMatrices
+from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
 from weft.config.spec import CacheSpec, MLASpec
 from weft.ops import cpu
 from weft.ops.cpu.latent import latent_up

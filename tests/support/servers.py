@@ -145,7 +145,7 @@ class Servers:
 
     def weft(self, *arguments: str, seconds: float = 120.0, **environment: str) -> Running:
         """Starts ``weft serve --port 0`` with ``arguments``."""
-        program = "from weft.launch.main import main; main()"
+        program = "from weft.cli.main import main; main()"
         command = [sys.executable, "-c", program, "serve", "--port", "0", *arguments]
         return self.start(command, seconds, HF_HUB_OFFLINE="1", **environment)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.attention import sparse_torch
+from weft.attention.sparse import sparse_torch
 
 _WINDOW, _CHOSEN, _ALL = (
     "sliding_attention",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from weft.common.errors import EngineDead
+from weft.control.fleet import events as e
+from weft.control.links.placements import Placements
+from weft.engine.disagg.room_notes import BOUND, FIRST_BYTE, LAST_BYTE, OFFERED, RoomNotes, RoomTally
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_notes import BOUND, FIRST_BYTE, LAST_BYTE, OFFERED, RoomNotes, RoomTally
-from weft.front.request_trace import RequestTrace
-from weft.links.placements import Placements
-from weft.routing import events as e
+from weft.front.monitoring.request_trace import RequestTrace
 from weft.tracing.merge import ReadSpan, read_folder
 from weft.tracing.spans import SpanContext, parse_traceparent
 from weft.tracing.writer import SpanWriter

@@ -10,7 +10,7 @@ import zmq
 
 from weft.common.errors import InvalidRequest
 from weft.common.shared_bytes import SharedName
-from weft.engine.listener import Listener
+from weft.engine.server.listener import Listener
 from weft.types import attachments
 from weft.types import messages as m
 from weft.types.attachments import decode_parts, encode_parts

@@ -18,7 +18,7 @@ from weft.api.request import Request, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
 from weft.config.resolve import resolve
-from weft.engine.replicas import start_engine
+from weft.engine.server.replicas import start_engine
 from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams

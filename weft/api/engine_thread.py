@@ -14,7 +14,7 @@ from typing import TypeAlias
 from weft.common.errors import EngineDead, ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.engine.core import EngineCore
-from weft.engine.replicas import Replicas
+from weft.engine.server.replicas import Replicas
 from weft.types.messages import HeadStats, Submit, TokenEvent
 
 log = get_logger(__name__)

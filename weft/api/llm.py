@@ -19,7 +19,7 @@ from weft.common.progress import progress_bar
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
-from weft.engine.replicas import Replicas, start_engine
+from weft.engine.server.replicas import Replicas, start_engine
 from weft.media.local import LocalPictures
 from weft.text.chat import ChatFormat, image_rules
 from weft.text.choice import Choice

@@ -12,7 +12,7 @@ from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
 from weft.config.resolved import MediaLimits
 from weft.media.local import LocalPictures, placed
-from weft.scheduler.media import check_media
+from weft.scheduler.images.media import check_media
 from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.logprobs import PositionLogprobs

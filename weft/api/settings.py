@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.common.log import get_logger
 from weft.config.flags import from_keywords
-from weft.config.sections import Config
+from weft.config.sections.all import Config
 
 SERVER_ONLY = (
     "host",

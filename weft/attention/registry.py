@@ -7,34 +7,34 @@ from typing import Any
 import torch
 
 from weft.attention.base import AttentionBackend, Backend, Backends
-from weft.attention.latent import LatentBackend
-from weft.attention.sparse import SparseBackend
+from weft.attention.mla.latent import LatentBackend
+from weft.attention.sparse.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
-BACKENDS.add("cpu", "weft.attention.cpu_backend:CpuAttention")
-BACKENDS.add("torch", "weft.attention.torch_backend:TorchAttention")
-BACKENDS.add("invariant", "weft.attention.invariant_backend:InvariantAttention")
-BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
-BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
-BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
+BACKENDS.add("cpu", "weft.attention.gqa.cpu_backend:CpuAttention")
+BACKENDS.add("torch", "weft.attention.gqa.torch_backend:TorchAttention")
+BACKENDS.add("invariant", "weft.attention.gqa.invariant_backend:InvariantAttention")
+BACKENDS.add("triton", "weft.attention.gqa.triton_backend:TritonAttention")
+BACKENDS.add("triton-invariant", "weft.attention.gqa.triton_backend:TritonInvariant")
+BACKENDS.add("flashinfer", "weft.attention.gqa.flashinfer_backend:FlashInferAttention")
 
 SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
-SPARSE.add("cpu", "weft.attention.sparse_cpu:CpuSparse")
-SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
+SPARSE.add("cpu", "weft.attention.sparse.sparse_cpu:CpuSparse")
+SPARSE.add("torch", "weft.attention.sparse.sparse_torch:TorchSparse")
 
 LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
-LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
-LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
-LATENT.add("triton", "weft.attention.latent_triton:TritonLatent")
-LATENT.add("invariant", "weft.attention.latent_invariant:InvariantLatent")
+LATENT.add("cpu", "weft.attention.mla.latent_cpu:CpuLatent")
+LATENT.add("torch", "weft.attention.mla.latent_torch:TorchLatent")
+LATENT.add("triton", "weft.attention.mla.latent_triton:TritonLatent")
+LATENT.add("invariant", "weft.attention.mla.latent_invariant:InvariantLatent")
 
 DELTA: Registry[type[Backend]] = Registry("delta net backend")
-DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
-DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
-DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
+DELTA.add("cpu", "weft.attention.delta.delta_cpu:CpuDelta")
+DELTA.add("torch", "weft.attention.delta.delta_torch:TorchDelta")
+DELTA.add("invariant", "weft.attention.delta.delta_torch:InvariantDelta")
 
 #: Backends of each form, by name.
 FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 
 DEFAULT_TOKENS = {"cuda": 2048, "cpu": 512}
 """Default tokens per step. A CPU computes 512 tokens at the throughput of 2048, and decode rows in the step

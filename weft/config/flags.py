@@ -21,7 +21,7 @@ from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.spelling import misspelt
 from weft.config import foreign
-from weft.config.sections import Config
+from weft.config.sections.all import Config
 
 Kind = Literal["bool", "int", "float", "text", "size", "choice"]
 

@@ -12,7 +12,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.hosts import ranks_on
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 
 
 def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ In this module a head is the engine process of a replica: the rank with place 0.
 from __future__ import annotations
 
 from weft.common.errors import ConfigError
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 
 
 def check_hosts(parallel: ParallelSection) -> ParallelSection:

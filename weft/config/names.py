@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
-from weft.config.sections import ModelSection
+from weft.config.sections.all import ModelSection
 
 
 def served_names(model: ModelSection, path: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.common.errors import ConfigError
 from weft.common.open_files import allow_files, most_files
 from weft.config.resolved import EngineConfig
-from weft.config.sections import FrontSection
+from weft.config.sections.all import FrontSection
 
 OF_EACH = 64
 """Files of a process without peers. An idle process has 23 to 36, depending on the role."""

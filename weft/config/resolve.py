@@ -18,19 +18,15 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.budget import check_budget, with_budget
-from weft.config.caches import make_caches
-from weft.config.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
-from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts
-from weft.config.media_section import check_media
 from weft.config.names import accepted_names, served_names
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import (
+from weft.config.sections.all import (
     CacheSection,
     Config,
     FrontSection,
@@ -42,7 +38,11 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sections.front_section import check_front
+from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
+from weft.config.sizing.caches import make_caches
+from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
 from weft.gguf.folder import gguf_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
-from weft.config.sections import (
+from weft.config.sections.all import (
     CacheSection,
     Config,
     GrammarSection,
@@ -189,7 +189,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the group in a server of several groups."""
     host: HostShare = HostShare()
     scripted: str = ""
-    """File of scripted outputs in place of a model; see ``weft.engine.scripted``."""
+    """File of scripted outputs in place of a model; see ``weft.engine.scripted.scripted``."""
 
     @property
     def loaded(self) -> ModelSpec:

@@ -15,7 +15,7 @@ from weft.config.families import load_spec
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import check_checkpoint, check_files
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.config.sections import Config
+from weft.config.sections.all import Config
 
 
 def resolve_scripted(config: Config) -> EngineConfig:

@@ -13,7 +13,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml
 from weft.config.resolved import EngineConfig
-from weft.config.sections import ParallelSection, TransferSection
+from weft.config.sections.all import ParallelSection, TransferSection
 
 log = get_logger(__name__)
 

@@ -32,7 +32,7 @@ from weft.config.flags import SETTINGS, from_values, suggest
 from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import Config, FrontSection, ModelSection, ParallelSection, TransferSection
+from weft.config.sections.all import Config, FrontSection, ModelSection, ParallelSection, TransferSection
 from weft.types.messages import Role
 
 log = get_logger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.common.errors import ConfigError
-from weft.config.sections import ParallelSection, TransferSection
+from weft.config.sections.all import ParallelSection, TransferSection
 
 
 def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> TransferSection:

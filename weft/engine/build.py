@@ -15,17 +15,17 @@ from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.gpus import head_rank, sharers
-from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
-from weft.engine.rank_rooms import check_rooms, open_embeddings, open_rooms
+from weft.config.sizing.memory import activation_bytes, pools_for
+from weft.engine.disagg.rank_rooms import check_rooms, open_embeddings, open_rooms
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
-from weft.runner.graphs import Capture, CudaCapture, GraphOptions, obstacle
-from weft.runner.programs import capture_calls
+from weft.runner.graphs.graphs import Capture, CudaCapture, GraphOptions, obstacle
+from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
 

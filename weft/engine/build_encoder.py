@@ -8,7 +8,7 @@ from weft.common.log import get_logger
 from weft.config.gpus import head_rank
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import ALONE_S, DTYPES, LoadedModel, device_of, load, trace_of
-from weft.engine.rank_rooms import check_rooms, open_embeddings
+from weft.engine.disagg.rank_rooms import check_rooms, open_embeddings
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner

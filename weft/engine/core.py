@@ -34,12 +34,12 @@ from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
+from weft.engine.disagg.rooms import HeadRooms
 from weft.engine.domain import Domain
 from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.room_start import make_embeddings, make_rooms
-from weft.engine.rooms import HeadRooms
 from weft.engine.sources import sources_of
 from weft.engine.stage_times import StageTimes
 from weft.engine.start import start_executor

@@ -20,9 +20,9 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.step_scheduler import StepScheduler
 from weft.grammar.base import CompiledGrammar, GrammarCompiler
-from weft.grammar.guarded import Backend, GuardedCompiler
+from weft.grammar.guard.guarded import Backend, GuardedCompiler
+from weft.grammar.guard.service import GrammarService
 from weft.grammar.registry import make_compiler
-from weft.grammar.service import GrammarService
 from weft.text.model import TextModel
 from weft.types.grammar import Grammar
 from weft.types.messages import Submit, TokenEvent

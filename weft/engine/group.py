@@ -26,13 +26,13 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, known_error
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
+from weft.engine.disagg.group_rooms import GroupRooms
 from weft.engine.domain import Domain
-from weft.engine.executor import RankRunner, checksum, moves
 from weft.engine.group_links import Links, Share
-from weft.engine.group_rooms import GroupRooms
-from weft.engine.ranks import Ranks
-from weft.engine.step_pixels import StepPixels
-from weft.engine.watch import HeadWatch
+from weft.engine.ranks.executor import RankRunner, checksum, moves
+from weft.engine.ranks.ranks import Ranks
+from weft.engine.ranks.step_pixels import StepPixels
+from weft.engine.ranks.watch import HeadWatch
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE
 from weft.group.membership import Membership
@@ -43,7 +43,7 @@ from weft.parallel.control import PeerGone
 from weft.parallel.group_comm import CommLost
 from weft.parallel.store import join_store
 from weft.runner.doorbell import Doorbell
-from weft.runner.graphs import DecodeGraphs
+from weft.runner.graphs.graphs import DecodeGraphs
 from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
 from weft.types import frames as f

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from weft.config.resolved import KVConfig
 from weft.engine.domain import Domain
-from weft.engine.executor import RankRunner
-from weft.engine.ranks import Ranks
+from weft.engine.ranks.executor import RankRunner
+from weft.engine.ranks.ranks import Ranks
 from weft.parallel.control import HeadChannel, NoRanks
 from weft.parallel.leases import Leases
 from weft.parallel.mesh import Mesh

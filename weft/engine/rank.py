@@ -19,11 +19,11 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
 from weft.engine.build_encoder import load_rank
-from weft.engine.executor import RankRunner
-from weft.engine.fault_injection import Faults
+from weft.engine.ranks.executor import RankRunner
+from weft.engine.ranks.fault_injection import Faults
+from weft.engine.ranks.watch import RankWatch
+from weft.engine.ranks.worker import Worker
 from weft.engine.start import mesh_host, take_threads
-from weft.engine.watch import RankWatch
-from weft.engine.worker import Worker
 from weft.group.sizes import blocks_of, sized
 from weft.group.waits import LOAD_S
 from weft.parallel.control import HeadLink, RankChannel

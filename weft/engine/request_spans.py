@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from weft.common.errors import ErrorInfo
-from weft.engine.room_notes import RoomNotes, RoomTally
+from weft.engine.disagg.room_notes import RoomNotes, RoomTally
 from weft.tracing.spans import Span, SpanContext, child_of, parse_traceparent
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import Submit, TokenEvent

@@ -13,11 +13,11 @@ from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
 from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig
+from weft.engine.disagg.group_rooms import GroupRooms
+from weft.engine.disagg.rank_rooms import embeddings_of
+from weft.engine.disagg.room_channel import ZmqRooms
+from weft.engine.disagg.rooms import HeadRooms
 from weft.engine.group import GroupExecutor
-from weft.engine.group_rooms import GroupRooms
-from weft.engine.rank_rooms import embeddings_of
-from weft.engine.room_channel import ZmqRooms
-from weft.engine.rooms import HeadRooms
 from weft.parallel.address import own_address, tcp
 from weft.parallel.secret import read_keys
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.common.errors import EngineDead
-from weft.engine.rooms import HeadRooms, RoomScheduler
+from weft.engine.disagg.rooms import HeadRooms, RoomScheduler
 from weft.runner.doorbell import Doorbell
 from weft.types.messages import TokenEvent
 

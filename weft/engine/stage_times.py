@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from weft.engine.disagg.room_notes import RoomTally
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_notes import RoomTally
 from weft.tracing.writer import SpanWriter
 from weft.types.measures import SECONDS, Measures
 from weft.types.messages import READINESS_SALT, Submit, TokenEvent

@@ -21,12 +21,12 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
 from weft.engine.build_encoder import load_rank
 from weft.engine.domain import Domain
-from weft.engine.executor import RankRunner
-from weft.engine.fault_injection import Faults
 from weft.engine.group import GroupExecutor
 from weft.engine.group_links import Links, Share
-from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
-from weft.engine.supervised_ranks import SupervisedRanks
+from weft.engine.ranks.executor import RankRunner
+from weft.engine.ranks.fault_injection import Faults
+from weft.engine.ranks.ranks import RankProcesses, rank_address, ranks_of, threads_each
+from weft.engine.ranks.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
 from weft.group.waits import HELLO_S

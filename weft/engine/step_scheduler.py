@@ -7,10 +7,10 @@ from typing import Protocol
 
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.encoder.scheduler import EncodeScheduler
-from weft.engine.rooms import RoomScheduler
+from weft.engine.disagg.rooms import RoomScheduler
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.constraints import TokenMatcher
+from weft.scheduler.encode.scheduler import EncodeScheduler
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.scheduler import Scheduler
 from weft.types.messages import HeadStats, Submit, TokenEvent

@@ -15,20 +15,20 @@ from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
-from weft.front import answers, docs_page, openapi, page
-from weft.front.chat import chat
-from weft.front.completions import completions
-from weft.front.context import Front
-from weft.front.embeddings import embeddings
-from weft.front.hosts import Hosts
+from weft.front import page
+from weft.front.http import answers, docs_page, openapi
+from weft.front.http.hosts import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
-from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
+from weft.front.openai.chat import chat
+from weft.front.openai.completions import completions
+from weft.front.openai.embeddings import embeddings
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
+from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
 

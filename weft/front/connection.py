@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
-from weft.front.answers import error_response, to_json
-from weft.front.connections import Connections
+from weft.front.http.answers import error_response, to_json
+from weft.front.http.connections import Connections
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)

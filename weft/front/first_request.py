@@ -11,8 +11,8 @@ from typing import Any
 
 from weft.common import env
 from weft.config.about import EXAMPLE_IMAGE, About, about
-from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
+from weft.config.sections.front_section import FrontSection
 from weft.media.decode import can_decode
 from weft.text.files import read_text_files
 

@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
-from weft.front.access import PROBES, REQUEST_ID, AccessControl, RateLimited
-from weft.front.answers import error_response, to_json
-from weft.front.hosts import Hosts
+from weft.front.http.access import PROBES, REQUEST_ID, AccessControl, RateLimited
+from weft.front.http.answers import error_response, to_json
+from weft.front.http.hosts import Hosts
 from weft.front.messages import errors as messages
-from weft.front.metrics import Metrics
+from weft.front.monitoring.metrics import Metrics
 
 log = get_logger(__name__)
 

@@ -23,18 +23,18 @@ from weft.common.allocator import keep_heap_small
 from weft.common.errors import ConfigError, Unavailable, WeftError
 from weft.common.open_files import allow_files
 from weft.config.resolved import EngineConfig
-from weft.config.sections import FrontSection
+from weft.config.sections.all import FrontSection
+from weft.control.links.owner import Owner
 from weft.front import first_request
 from weft.front.app import build_app
 from weft.front.connection import Connection
-from weft.front.connections import Connections, most_connections
-from weft.front.context import Front
-from weft.front.generation import probe
-from weft.front.hosts import Hosts
+from weft.front.http.connections import Connections, most_connections
+from weft.front.http.hosts import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
+from weft.front.requests.context import Front
+from weft.front.requests.generation import probe
 from weft.front.siblings import Siblings
-from weft.links.owner import Owner
 
 log = weft_log.get_logger(__name__)
 

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from weft.common.errors import InvalidRequest, NotFound
 from weft.common.log import get_logger
-from weft.front import openapi
-from weft.front.access import key_of
-from weft.front.answers import to_json
-from weft.front.body import read_json
-from weft.front.context import Front
+from weft.front.http import openapi
+from weft.front.http.access import key_of
+from weft.front.http.answers import to_json
+from weft.front.http.body import read_json
+from weft.front.http.streaming import JSON, within
 from weft.front.protocol.parse import Body, parse
-from weft.front.streaming import JSON, within
-from weft.front.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from weft.front.requests.context import Front
+from weft.front.requests.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 log = get_logger(__name__)
 

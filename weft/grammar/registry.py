@@ -8,8 +8,8 @@ from weft.common.registry import Registry
 from weft.grammar.base import CompilerFactory, GrammarCompiler
 
 backends: Registry[CompilerFactory] = Registry("grammar backend")
-backends.add("llguidance", "weft.grammar.llguidance_backend:make_llguidance")
-backends.add("xgrammar", "weft.grammar.xgrammar_backend:make_xgrammar")
+backends.add("llguidance", "weft.grammar.backends.llguidance_backend:make_llguidance")
+backends.add("xgrammar", "weft.grammar.backends.xgrammar_backend:make_xgrammar")
 
 DEFAULT = "llguidance"
 """The backend of ``auto``: see docs/adr/0022-grammar-backends.md."""

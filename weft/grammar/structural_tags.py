@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from weft.common.errors import InvalidRequest
-from weft.grammar.lowering import MAX_REPEATS
+from weft.grammar.backends.lowering import MAX_REPEATS
 from weft.types import grammar as g
 
 MAX_FORMATS = 1000

@@ -124,8 +124,8 @@ class CacheKind(Protocol):
         """Create the table ``fetch`` for a token at ``position``, up to ``upto``. Return the new blocks.
 
         Entries before ``start`` come from the cache. Positions ``start`` .. position - 1 come from a group
-        with blocks of ``sent_block`` positions (``weft.transfer.spans.first_position``) and go into the new
-        blocks.
+        with blocks of ``sent_block`` positions (``weft.disagg.protocol.spans.first_position``) and go into
+        the new blocks.
         """
 
     def adopt(self, fetch: int, slot: int) -> list[Op]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weft.config.media import MediaFacts
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.decode import finished, key_of, load, pixels_of
 from weft.media.errors import INVALID, BadMedia
 from weft.media.fetch import Fetcher

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import Fit, MediaFacts
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
 from weft.media.errors import INVALID, TOO_LARGE, BadMedia
 from weft.media.headers import ImageHeader, read_header

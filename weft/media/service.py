@@ -11,7 +11,7 @@ import msgspec
 
 from weft.common.errors import DeadlineExceeded, WeftError
 from weft.common.workers import CpuSpent, WorkerDied, WorkerPool, most_of_client
-from weft.config.media_section import MediaSection
+from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
 from weft.media.errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.memory import Lease, MediaMemory

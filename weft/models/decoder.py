@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.attention.base import Backends, LayerCache, MediaRows, StepInput
-from weft.attention.gqa import AttentionInput
+from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
 from weft.layers.linear import Embedding, Linear, LMHead, NoHead

@@ -20,8 +20,8 @@ import numpy as np
 
 from weft.overlap.split import MicroBatches
 from weft.overlap.times import StepTimes
-from weft.scheduler.fit import CostFitter, solve_non_negative
-from weft.scheduler.step_cost import shape_of
+from weft.scheduler.policy.fit import CostFitter, solve_non_negative
+from weft.scheduler.policy.step_cost import shape_of
 from weft.types.plan import PlannedRows
 
 LATEST = 8

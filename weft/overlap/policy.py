@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 from weft.overlap.overlap_cost import LATEST, OverlapCost, Ratios
 from weft.overlap.split import split, splits
 from weft.overlap.times import StepTimes

@@ -19,7 +19,7 @@ from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
-from weft.config.sections import ParallelSection
+from weft.config.sections.all import ParallelSection
 from weft.parallel.address import listen_at, own_address, tcp
 from weft.parallel.handshakes import Handshakes
 from weft.parallel.secret import CurveKeys, admit_ranks, read_keys

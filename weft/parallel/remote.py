@@ -1,8 +1,8 @@
 """Engine processes on other hosts, as seen from the host with the API server.
 
 This side publishes the wanted incarnation of each engine in the rendezvous store. The hosts start and stop
-processes accordingly: see ``weft.launch.host``. A silent host is waited for; the links of its engines report
-the loss.
+processes accordingly: see ``weft.cli.processes.host``. A silent host is waited for; the links of its engines
+report the loss.
 """
 
 from __future__ import annotations

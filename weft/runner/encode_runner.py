@@ -24,8 +24,8 @@ from weft.config.resolved import KVConfig
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.doorbell import Doorbell
 from weft.runner.exports import RankRooms, Reports, Transfer
-from weft.runner.media import Embedded, MediaStore
-from weft.runner.media_rooms import Departures
+from weft.runner.images.media import Embedded, MediaStore
+from weft.runner.images.media_rooms import Departures
 from weft.runner.step_handle import StepHandle
 from weft.runner.trace import StepTrace
 from weft.types.plan import EMPTY, Encode, MoveMedia, SendMedia, StepPlan, StepResult, TokenMasks, column

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.transfer.events import RankReport, RankStopped
+from weft.disagg.protocol.events import RankReport, RankStopped
 from weft.types.plan import Export, Op, StepPlan
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
 
@@ -34,7 +34,7 @@ LayerDone: TypeAlias = Callable[[int], None]
 
 class Transfer(Protocol):
     """Transfers of a rank, as used by the rank and its engine process. Contract of
-    ``weft.transports.worker.RankTransfer``. Only ``stop_all`` blocks."""
+    ``weft.disagg.transport.worker.RankTransfer``. Only ``stop_all`` blocks."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -60,7 +60,7 @@ class Transfer(Protocol):
 
 
 class Reports(Protocol):
-    """Reports of a rank's transfers. Contract of ``weft.transports.reports.RoomReports``."""
+    """Reports of a rank's transfers. Contract of ``weft.disagg.transport.reports.RoomReports``."""
 
     @property
     def descriptor(self) -> int: ...

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.plan_columns import most_each, offsets_of
+from weft.runner.batch.plan_columns import most_each, offsets_of
 from weft.runner.pooling import Pooled
-from weft.runner.sampler import SampleOutput
-from weft.runner.token_logprobs import LogprobTensors
+from weft.runner.sampling.sampler import SampleOutput
+from weft.runner.sampling.token_logprobs import LogprobTensors
 from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepResult, column
 
 

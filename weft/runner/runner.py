@@ -23,25 +23,25 @@ from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
-from weft.config.sections import SpeculationSection
+from weft.config.sections.all import SpeculationSection
 from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
-from weft.runner.batch import BatchBuilder, StepRows
+from weft.runner.batch.batch import BatchBuilder, StepRows
+from weft.runner.batch.micro_batches import MicroBatchedSteps
+from weft.runner.batch.plan_columns import even, most_each
+from weft.runner.batch.staging import StagingRing
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
-from weft.runner.graphs import DecodeGraphs, GraphOptions
+from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
+from weft.runner.images.media_rooms import media_store
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.media_rooms import media_store
-from weft.runner.micro_batches import MicroBatchedSteps
-from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooler
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
-from weft.runner.sampler import NO_MASKS, Sampler
+from weft.runner.sampling.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
-from weft.runner.staging import StagingRing
 from weft.runner.states import States
 from weft.runner.step_handle import NOT_YET, StepHandle
 from weft.runner.trace import StepTrace

@@ -16,7 +16,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.media import Spans
+from weft.runner.images.media import Spans
 from weft.types.plan import (
     AllocSlot,
     AppendBlocks,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from weft.common.errors import EngineDead
 from weft.overlap.times import StepTimes
+from weft.runner.batch.staging import StagingBuffer
 from weft.runner.device_queue import Settled, Work
 from weft.runner.pooling import Pooled
 from weft.runner.result import Drawn
-from weft.runner.staging import StagingBuffer
 from weft.types.plan import StepPlan
 
 NOT_YET = Settled(None, EngineDead("a step was not launched"))

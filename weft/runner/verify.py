@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.runner.batch import Verify
-from weft.runner.sampler import SampleOutput
+from weft.runner.batch.batch import Verify
+from weft.runner.sampling.sampler import SampleOutput
 
 Tensor = torch.Tensor
 

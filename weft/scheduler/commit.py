@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.scheduler.constraints import keep_drafts
-from weft.scheduler.draft_policy import DraftPolicy
+from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent

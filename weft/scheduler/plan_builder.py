@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.scheduler.policy.step_cost import StepShape, decode_shape
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.slot_columns import SlotColumns
-from weft.scheduler.step_cost import StepShape, decode_shape
 from weft.types.plan import (
     EMPTY,
     EMPTY_SEGMENT,

@@ -1,19 +1,19 @@
 """Choose the rows of a step, in phases. Each phase is a method below.
 
 Decode rows are reserved first. Then prefills in progress continue. Then new sequences are admitted, in the
-order of ``weft.scheduler.queue``.
+order of ``weft.scheduler.policy.queue``.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from weft.config.sections import SchedulerSection, SpeculationSection
-from weft.scheduler.chunk import ChunkPolicy
+from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.scheduler.crowding import crowding
-from weft.scheduler.draft_policy import DraftPolicy
-from weft.scheduler.fit import CostFitter
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
+from weft.scheduler.policy.chunk import ChunkPolicy
+from weft.scheduler.policy.draft_policy import DraftPolicy
+from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.reserve import Reserver
 from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState

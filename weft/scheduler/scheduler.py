@@ -12,7 +12,7 @@ memory.
 
 A sequence with a transfer (``Submit.room``) is prefilled by one group and decoded by another group. Such a
 sequence never returns to the queue. When a group cannot continue the sequence, the group returns the sequence
-to the router with the finish reason "evicted". See ``weft.scheduler.rooms``.
+to the router with the finish reason "evicted". See ``weft.scheduler.transfers.rooms``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.config.sections.all import SchedulerSection, SpeculationSection, TransferSection
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
 from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
 from weft.scheduler.gauges import head_stats
-from weft.scheduler.media_rooms import MediaRooms
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
-from weft.scheduler.rooms import SchedulerRooms
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
+from weft.scheduler.transfers.media_rooms import MediaRooms
+from weft.scheduler.transfers.rooms import SchedulerRooms
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import AllocSlot, Op, StepPlan, StepResult, TokenMasks

@@ -18,11 +18,11 @@ from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.counts import Counts
 from weft.scheduler.holds import Holds
-from weft.scheduler.image_rooms import ImageRooms
-from weft.scheduler.media import MediaBook
+from weft.scheduler.images.image_rooms import ImageRooms
+from weft.scheduler.images.media import MediaBook
 from weft.scheduler.misses import Misses
-from weft.scheduler.queue import FairQueue, SequenceQueue
-from weft.scheduler.retention import Retention
+from weft.scheduler.policy.queue import FairQueue, SequenceQueue
+from weft.scheduler.policy.retention import Retention
 from weft.scheduler.room_book import RoomBook
 from weft.scheduler.sequence import (
     Awaiting,

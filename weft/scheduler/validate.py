@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.config.resolved import MediaLimits
-from weft.scheduler.media import check_media
+from weft.scheduler.images.media import check_media
 from weft.types.messages import Submit
 from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
 

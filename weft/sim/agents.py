@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
+from weft.config.sections.all import SchedulerSection
 from weft.scheduler import Scheduler
-from weft.scheduler.step_cost import CostModel
+from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.engine import VOCABULARY, Simulation
 from weft.sim.metrics import Latency
 from weft.sim.workload import Arrival, in_order

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import msgspec
 
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, TransferSection
-from weft.encoder.scheduler import EncodeScheduler
+from weft.config.sections.all import SchedulerSection, TransferSection
+from weft.control.fleet import events as e
+from weft.control.fleet.fleet import Fleet
+from weft.control.fleet.head_protocol import HeadProtocol
+from weft.control.fleet.instance_table import Patience
 from weft.kv.prefix_log import PrefixLog
-from weft.routing import events as e
-from weft.routing.fleet import Fleet
-from weft.routing.head_protocol import HeadProtocol
-from weft.routing.instance_table import Patience
 from weft.scheduler import Scheduler
-from weft.scheduler.step_cost import CostModel
+from weft.scheduler.encode.scheduler import EncodeScheduler
+from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.device import FakeDevice
 from weft.sim.engine import VOCABULARY, depth_of
 from weft.sim.images import ImageCosts, Images

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from weft.scheduler.step_cost import CostModel, shape_of
+from weft.scheduler.policy.step_cost import CostModel, shape_of
 from weft.sim.images import patches_in
 from weft.types.plan import StepPlan, StepResult, column
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError, Overloaded
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
 from weft.scheduler import Scheduler
-from weft.scheduler.step_cost import CostModel
+from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.device import FakeDevice
 from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
 from weft.sim.workload import Arrival, Prompts, in_order

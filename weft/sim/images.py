@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from weft.config.media_limits import DEFAULT_BYTES
-from weft.config.media_section import MediaSection
 from weft.config.resolved import MediaLimits
+from weft.config.sections.media_section import MediaSection
+from weft.config.sizing.media_limits import DEFAULT_BYTES
 from weft.types import rooms as r
 from weft.types.media import BLOCK_ROWS, MediaItem
 from weft.types.plan import Encode, StepPlan

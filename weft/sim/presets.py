@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weft.common.errors import ConfigError
-from weft.scheduler.step_cost import NAMES, CostModel
+from weft.scheduler.policy.step_cost import NAMES, CostModel
 
 #: Seconds in the order of NAMES; the last features may be missing.
 _MEASURED: dict[str, tuple[str, tuple[float, ...]]] = {

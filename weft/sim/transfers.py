@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from weft.common.errors import ErrorInfo
+from weft.disagg.protocol.sender import not_needed
 from weft.sim.timeline import Timeline
-from weft.transfer.sender import not_needed
 from weft.types import rooms as r
 from weft.types.frames import Cache
 from weft.types.messages import TokenEvent

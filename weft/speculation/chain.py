@@ -148,8 +148,8 @@ class CapturedChains:
 
         slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    All four are copied into fixed buffers, read by the capture. As with steps (weft/runner/graphs.py), the
-    result follows from plans alone; each rank decides alone about replaying.
+    All four are copied into fixed buffers, read by the capture. As with steps (weft/runner/graphs/graphs.py),
+    the result follows from plans alone; each rank decides alone about replaying.
     """
 
     def __init__(self, chain: Chain, capturing: CaptureOptions) -> None:

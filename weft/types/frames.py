@@ -177,7 +177,7 @@ class Failed(_Frame, frozen=True, kw_only=True):
 
 
 class PushRoom(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: the receiver of a transfer is bound. See ``weft.transfer.events.Push``."""
+    """Engine to rank: the receiver of a transfer is bound. See ``weft.disagg.protocol.events.Push``."""
 
     offer: Admitted
     bound: Bound
@@ -188,7 +188,7 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
 
 
 class ExpectRoom(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: bytes of a transfer will arrive. See ``weft.transfer.events.Expect``."""
+    """Engine to rank: bytes of a transfer will arrive. See ``weft.disagg.protocol.events.Expect``."""
 
     offer: Admitted
     bound: Bound

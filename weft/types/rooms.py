@@ -4,14 +4,15 @@
     API server ──► sender    Submit with a transfer: queued
     sender  ── Admitted ──►  receiver        the prompt's lengths, hashes and cache layout
     sender  ◄── Bound | Later | Refused ──   blocks are reserved: where the sender's ranks push to
-    ranks of the sender ═══ bytes, layer by layer ═══► ranks of the receiver       (``weft.transports``)
+    ranks of the sender ═══ bytes, layer by layer ═══► ranks of the receiver       (``weft.disagg.transport``)
     sender  ── Metadata ──►  receiver        first tokens, logprobs, drafts
     sender  ◄── Landed ──    receiver        every rank has every byte, with right digests
     either  ── Fence ──►     the other       the transfer failed or is not needed: stop all access
     the other ── Fenced ──►                  no process here accesses the memory
 
 Messages are frozen structs, one tag each, msgpack on the wire. Unknown fields and tags are rejected, as are
-messages over the size limit of their type. Lost, repeated and late messages are legal: see ``weft.transfer``.
+messages over the size limit of their type. Lost, repeated and late messages are legal: see
+``weft.disagg.protocol``.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.log import get_logger
-from weft.front import openapi
-from weft.front.answers import to_json
-from weft.front.context import Front
-from weft.front.generation import Generation
+from weft.front.http import openapi
+from weft.front.http.answers import to_json
 from weft.front.messages import events as e
-from weft.front.messages.protocol import CountRequest, MessagesRequest
 from weft.front.messages.shape import MessagesShape
-from weft.front.serving import AnswerShape, handle, read_only
+from weft.front.protocol.messages.protocol import CountRequest, MessagesRequest
+from weft.front.requests.context import Front
+from weft.front.requests.generation import Generation
+from weft.front.requests.serving import AnswerShape, handle, read_only
 
 log = get_logger(__name__)
 

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import ErrorInfo
-from weft.front.answers import Usage, to_json
-from weft.front.generation import Generation
+from weft.front.http.answers import Usage, to_json
+from weft.front.http.streaming import StreamForm
 from weft.front.messages import events as e
 from weft.front.messages.content import Blocks
-from weft.front.messages.conversion import Facts
 from weft.front.messages.errors import error_body, translated
-from weft.front.outputs import ChoiceOutput
-from weft.front.streaming import StreamForm
-from weft.front.token_counts import cache_creation, thought_tokens
+from weft.front.protocol.messages.conversion import Facts
+from weft.front.requests.generation import Generation
+from weft.front.requests.outputs import ChoiceOutput
+from weft.front.requests.token_counts import cache_creation, thought_tokens
 from weft.text.choice import TextDelta
 
 FORM = StreamForm(named=True, idle=b'event: ping\ndata: {"type": "ping"}\n\n', end=b"")

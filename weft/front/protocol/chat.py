@@ -10,8 +10,8 @@ from weft.front.protocol.fields import CHAT_NEUTRAL, UNSUPPORTED
 from weft.front.protocol.generate import Generate
 from weft.front.protocol.parse import MAX_NAME, between, missing
 from weft.front.protocol.thoughts import Effort, ReasoningOptions, ThinkingOptions, Thoughts, one_of
+from weft.front.protocol.tool_use import ToolUse
 from weft.front.protocol.tools import FunctionTool, ToolChoice, tool_use
-from weft.front.tool_use import ToolUse
 from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams, StopIn
 
 MAX_METADATA = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from weft.common.errors import InvalidRequest
-from weft.front.conversation import Sharing
+from weft.front.protocol.conversation import Sharing
 from weft.front.protocol.fields import is_one_of
 from weft.front.protocol.generate import sharing_of
 from weft.front.protocol.parse import Body, short

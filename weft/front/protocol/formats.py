@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.front.conversation import Constraint
+from weft.front.protocol.conversation import Constraint
 from weft.front.protocol.parse import Body
 from weft.grammar import build
 from weft.types.grammar import Grammar

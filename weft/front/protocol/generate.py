@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.front.conversation import Constraint, Sharing
+from weft.front.protocol.conversation import Constraint, Sharing
 from weft.front.protocol.fields import HINTS, NEUTRAL, UNSUPPORTED
 from weft.front.protocol.formats import Constrained, constraint_of
 from weft.front.protocol.parse import between, short

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.front.tool_use import ToolUse
+from weft.front.protocol.tool_use import ToolUse
 from weft.text.parsing.parser import Tool
 
 

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from weft.front.protocol.responses.conversion import Facts, new_id
+from weft.front.protocol.responses.tools import Named
 from weft.front.responses import events as e
-from weft.front.responses.conversion import Facts, new_id
-from weft.front.responses.tools import Named
 from weft.front.thoughts import sealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 

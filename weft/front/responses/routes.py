@@ -10,17 +10,17 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.errors import InvalidRequest, NotFound, TooLarge
-from weft.front import openapi
-from weft.front.access import key_of
-from weft.front.answers import to_json
-from weft.front.body import Upload
-from weft.front.context import Front
+from weft.front.http import openapi
+from weft.front.http.access import key_of
+from weft.front.http.answers import to_json
+from weft.front.http.body import Upload
+from weft.front.protocol.responses.protocol import ResponsesRequest, TokensRequest
+from weft.front.protocol.responses.read import NONE, line_of, references, with_history
+from weft.front.requests.context import Front
+from weft.front.requests.serving import handle, read_only
 from weft.front.responses import events as e
-from weft.front.responses.protocol import ResponsesRequest, TokensRequest
-from weft.front.responses.read import NONE, line_of, references, with_history
 from weft.front.responses.shape import ResponsesShape
 from weft.front.responses.store import ResponseStore, history
-from weft.front.serving import handle, read_only
 
 MAX_ITEMS = 100
 _ELSEWHERE = (

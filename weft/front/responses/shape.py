@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import ErrorInfo
-from weft.front.answers import Usage, to_json
-from weft.front.generation import Generation
-from weft.front.logprobs import chat_logprobs
-from weft.front.outputs import ChoiceOutput
+from weft.front.http.answers import Usage, to_json
+from weft.front.http.streaming import StreamForm
+from weft.front.protocol.responses.conversion import kept_items, unpacked
+from weft.front.requests.generation import Generation
+from weft.front.requests.logprobs import chat_logprobs
+from weft.front.requests.outputs import ChoiceOutput
+from weft.front.requests.token_counts import cache_creation, thought_tokens
 from weft.front.responses import events as e
 from weft.front.responses.content import Items
-from weft.front.responses.conversion import kept_items, unpacked
 from weft.front.responses.store import ResponseStore, Stored
-from weft.front.streaming import StreamForm
-from weft.front.token_counts import cache_creation, thought_tokens
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.common.errors import NotFound
 from weft.front.protocol.parse import printable
-from weft.front.responses.conversion import History
+from weft.front.protocol.responses.conversion import History
 
 OVERHEAD = 512
 """Approximate bytes of a response beside its texts."""

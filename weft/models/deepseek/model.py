@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.attention.mla import LatentAttention
+from weft.attention.mla.mla import LatentAttention
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
 from weft.layers.mlp import GatedMLP

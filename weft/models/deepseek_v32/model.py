@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.attention.indexed import IndexedAttention, IndexedInput, reads_of
-from weft.attention.sparse import SparseBackend
+from weft.attention.sparse.indexed import IndexedAttention, IndexedInput, reads_of
+from weft.attention.sparse.sparse import SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
 from weft.models.decoder import Block, Decoder

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.attention.compress import ByToken, Completed, Compressor
-from weft.attention.sparse import Reads, SparseBackend
+from weft.attention.sparse.compress import ByToken, Completed, Compressor
+from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
 from weft.layers.held import take_codes

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.attention.compress import ByToken, Completed, completed_groups, groups_by_token
-from weft.attention.sparse import Reads, SparseBackend
+from weft.attention.sparse.compress import ByToken, Completed, completed_groups, groups_by_token
+from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
 from weft.layers.hyper import HyperConnection, HyperHead

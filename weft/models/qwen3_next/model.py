@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.attention.delta import DeltaNet
-from weft.attention.gqa import Attention
+from weft.attention.delta.delta import DeltaNet
+from weft.attention.gqa.gqa import Attention
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
 from weft.layers.mlp import GatedMLP

@@ -7,7 +7,8 @@
                                                                                      └─► the log says why not
 
 An engine keeps its operations for life, because the bits of torch's and of the C++ operations differ. So
-``ready`` requests a switch from the owner of the engines at an idle moment (``weft.cluster.rolling``).
+``ready`` requests a switch from the owner of the engines at an idle moment
+(``weft.control.processes.rolling``).
 """
 
 from __future__ import annotations

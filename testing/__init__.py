@@ -1,0 +1,1 @@
+"""Tools for tests of the whole system. The wheel does not contain this package."""

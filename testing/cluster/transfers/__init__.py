@@ -1,0 +1,1 @@
+"""Transfers of KV caches and image embeddings in the simulated cluster."""

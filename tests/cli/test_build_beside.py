@@ -1,0 +1,136 @@
+"""``weft serve --build-ops``: the C++ operations are compiled beside a server that serves already."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cli.test_serve import Server, start, until
+from tests.support.processes import with_role
+from tests.support.slowness import deadline
+from weft.common.measurements import cache_folder
+from weft.ops.cpu import build
+
+__all__ = ["start"]
+
+COMPILED, CHANGE = "the C++ operations are compiled", "engines switch to the C++ operations"
+TOKENS = 600
+"""Tokens of the stream: half a second of torch's operations."""
+BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0, "ignore_eos": True}
+
+
+def waiting_compiler(folder: Path) -> Path:
+    """A compiler that answers ``--version`` at once and does its work once ``folder / go`` is there."""
+    path = folder / "waiting-g++"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n'
+        f'while [ ! -e {folder}/go ]; do sleep 0.05; done\nexec g++ "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def unbuilt(extension: None, tmp_path: Path) -> dict[str, str]:
+    """Variables of a machine that has compiled objects and no library, so that a build takes seconds."""
+    if build.find_compiler().path.rpartition("/")[2] != "g++":
+        pytest.skip("the objects of this machine are not those of g++, which the waiting compiler runs")
+    cache = tmp_path / "cache"
+    (cache / "objects").mkdir(parents=True)
+    for made in (cache_folder() / "objects").glob("*.o"):
+        os.link(made, cache / "objects" / made.name)
+    return {"WEFT_OPS_CACHE": str(cache), "CXX": str(waiting_compiler(tmp_path))}
+
+
+def ask(base: str, **more: Any) -> str:
+    answer = httpx.post(f"{base}/v1/completions", json={**BODY, **more}, timeout=deadline(60))
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def stream(base: str, tokens: int, begun: threading.Event) -> str:
+    """The text of a stream of ``tokens``; ``begun`` is set at its first token."""
+    text = ""
+    body = {**BODY, "max_tokens": tokens, "stream": True}
+    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=deadline(120)) as answer:
+        for line in answer.iter_lines():  # as the lines come: ``events`` waits for the last one
+            if line.startswith("data: {"):
+                begun.set()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.real_processes
+@pytest.mark.parametrize("fronts", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
+    unbuilt: dict[str, str], tmp_path: Path, start: Any, fronts: str
+) -> None:
+    """A stream that runs when the compiler ends keeps torch's operations to its end; then engines change."""
+    server: Server = start("spool-text", "--build-ops", "--port", "0", "--fronts", fronts, **unbuilt)
+    base = server.url()
+    short = ask(base, max_tokens=20)
+    assert "compiling the C++ operations" in server.log.read_text()
+    assert not list(Path(unbuilt["WEFT_OPS_CACHE"]).glob("*/libweft_cpu.so"))
+    (head,) = with_role(server.process.pid, "head")
+
+    texts: list[str] = []
+    begun = threading.Event()
+    streaming = threading.Thread(target=lambda: texts.append(stream(base, TOKENS, begun)))
+    streaming.start()
+    assert begun.wait(deadline(60))
+    # The stream is still under way when the compiler ends: the engine stands still, except for a moment
+    # each second. A longer halt would let the server replace the engine.
+    (tmp_path / "go").touch()
+    while COMPILED not in server.log.read_text():
+        os.kill(head, signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(head, signal.SIGCONT)
+        time.sleep(0.01)
+    os.kill(head, signal.SIGSTOP)
+    assert not texts, "the stream ended before the compiler"
+    assert CHANGE not in server.log.read_text()
+    assert with_role(server.process.pid, "head") == [head]
+    os.kill(head, signal.SIGCONT)
+    streaming.join()
+
+    until(server, lambda: CHANGE in server.log.read_text())
+    until(server, lambda: head not in with_role(server.process.pid, "head"))
+    assert len(ask(base, max_tokens=20)) == len(short)
+    assert "linear (torch)" not in server.log.read_text().partition(CHANGE)[2]
+    alone: Server = start("spool-text", "--port", "0", WEFT_DISABLE_CPU_OPS="1")
+    assert texts == [stream(alone.url(), TOKENS, threading.Event())]
+
+
+@pytest.mark.real_processes
+def test_a_build_that_fails_leaves_the_server_as_it_is(tmp_path: Path, start: Any) -> None:
+    variables = {"WEFT_OPS_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
+    server: Server = start("spool-text", "--build-ops", "--port", "0", **variables)
+    base = server.url()
+    until(server, lambda: "torch's operations stay in use" in server.log.read_text())
+    assert "no C++ compiler found (looked for 'no-such-compiler' (CXX))" in server.log.read_text()
+    assert ask(base, max_tokens=5)
+
+
+def test_a_server_keeps_the_operations_that_it_began_with(
+    unbuilt: dict[str, str], tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operations are built while the server runs; an engine that dies comes back with torch's."""
+    server: Server = start("spool-text", "--port", "0", "--spare-processes", "0", **unbuilt)
+    base = server.url()
+    before = ask(base, max_tokens=50)
+    (tmp_path / "go").touch()
+    for name, value in unbuilt.items():
+        monkeypatch.setenv(name, value)
+    build.build()
+    os.kill(server.head(), signal.SIGKILL)
+    assert ask(base, max_tokens=50) == before
+    assert server.log.read_text().count("linear (torch)") == 2

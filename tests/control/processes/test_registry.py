@@ -1,0 +1,108 @@
+"""The registry as a file, and fronts' view of heads by it."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+from tests.support.slowness import deadline
+from weft.common.errors import EngineDead, WeftError
+from weft.control.links.link import Address
+from weft.control.processes import channel
+from weft.control.processes.process_registry import (
+    NAME,
+    ProcessRecord,
+    ProcessRegistry,
+    RegistryOwner,
+    RegistryReader,
+    write,
+)
+from weft.engine.server.heads import group_folder
+
+
+def head(incarnation: int, state: str = "running", endpoint: str | None = "ipc:///x") -> ProcessRecord:
+    error = EngineDead("it died").info() if state == "retired" else None
+    return ProcessRecord(
+        role="head", name="0", incarnation=incarnation, state=state, endpoint=endpoint, pid=1, error=error
+    )
+
+
+def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    reader = RegistryReader(tmp_path)
+    assert reader.read() == ProcessRegistry()
+    first = ProcessRegistry((head(1), ProcessRecord(role="front", name="0", incarnation=3, state="running")))
+    write(tmp_path, first)
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
+    assert reader.read() == first
+    assert reader.read() is reader.read()
+    assert [record.incarnation for record in first.of("front")] == [3]
+    write(tmp_path, ProcessRegistry((head(2),)))
+    assert reader.read().of("head") == [head(2)]
+    (tmp_path / NAME).unlink()  # the server ends
+    assert reader.read().of("head") == [head(2)]
+
+
+def test_what_a_front_sees_of_heads(tmp_path: Path) -> None:
+    lost: list[tuple[str, int]] = []
+    owner = RegistryOwner(
+        RegistryReader(tmp_path), lambda name, incarnation, _: lost.append((name, incarnation))
+    )
+    write(tmp_path, ProcessRegistry((head(1, endpoint=None),)))
+    address = owner.present()["0"]
+    assert isinstance(address, Address)
+    assert callable(address.endpoint)
+    assert address.endpoint() is None
+    write(tmp_path, ProcessRegistry((head(1),)))
+    assert address.endpoint() == "ipc:///x"
+    owner.replace("0", 1, EngineDead("gone"))
+    assert lost == [("0", 1)]
+    write(tmp_path, ProcessRegistry((head(2, "draining"),)))
+    address = owner.present()["0"]
+    assert isinstance(address, Address)
+    assert (address.incarnation, address.draining) == (2, True)
+    write(tmp_path, ProcessRegistry((head(2, "retired"),)))
+    error = owner.present()["0"]
+    assert isinstance(error, WeftError)
+    assert error.message == "it died"
+
+
+def test_two_groups_in_one_folder_share_no_name(tmp_path: Path) -> None:
+    folders = [group_folder(tmp_path) for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in folders)
+
+
+def test_a_front_and_its_supervisor_hear_each_other() -> None:
+    ours, theirs = channel.channel()
+    told: list[str] = []
+
+    async def front() -> None:
+        link = channel.SupervisorLink(theirs, serving=False)
+        link.attach(lambda: told.append("drain"), lambda: told.append("stop"))
+        link.ready()
+        link.report("0", 7, EngineDead("gone"))
+        channel.tell(ours, "drain")
+        channel.tell(ours, "stop")
+        async with asyncio.timeout(deadline(30)):
+            while told != ["drain", "stop"]:
+                await asyncio.sleep(0.01)
+        heard = channel.hear(ours)
+        lost = channel.HeadLost("0", 7, EngineDead("gone").info())
+        assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
+        ours.close()
+        async with asyncio.timeout(deadline(30)):
+            while told != ["drain", "stop", "stop"]:  # the supervisor is gone
+                await asyncio.sleep(0.01)
+
+    asyncio.run(front())
+    theirs.close()
+
+
+def test_a_front_that_is_gone_is_seen() -> None:
+    ours, theirs = channel.channel()
+    assert channel.hear(ours) == []
+    theirs.close()
+    assert channel.hear(ours) is None
+    channel.tell(ours, "drain")
+    ours.close()

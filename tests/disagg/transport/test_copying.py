@@ -1,0 +1,70 @@
+"""Copies and digests do not hold Python's lock; without the extension they are the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from weft.common.errors import EngineDead
+from weft.disagg.transport.copying import copy_spans, digest_spans
+from weft.disagg.transport.shm import ShmTransport
+from weft.ops import cpu
+
+
+@pytest.mark.requirement("E9")
+def test_other_threads_run_during_a_long_copy() -> None:
+    if not cpu.load():
+        pytest.skip("needs the C++ operations (weft build-ops)")
+    size = 256 << 20
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    source.fill_(3)
+    began, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        copy_spans(source, target, np.array([[0, 0, size]]), np.zeros(1, np.uint64))
+        digest_spans(source, np.array([[0, size]]), np.zeros(1, np.uint64))
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    began.wait(10)
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0.0005)
+        turns += 1
+    thread.join(10)
+    assert turns > 10  # two when the copy and the digest each keep the lock
+    assert target[-1] == 3
+
+
+def test_numpy_copies_and_digests_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    source = torch.from_numpy(rng.integers(0, 256, 9000, dtype=np.uint8))
+    spans = np.array([[0, 100, 5000], [6000, 5200, 1], [7000, 6000, 1999]], np.int64)
+    seeds = rng.integers(0, 1 << 62, 3).astype(np.uint64)
+    made = []
+    for extension in (True, False):
+        monkeypatch.setattr(cpu, "load", lambda extension=extension: extension and torch_has_it())
+        target = torch.zeros(9000, dtype=torch.uint8)
+        digests = copy_spans(source, target, spans, seeds)
+        assert (digests == digest_spans(target, spans[:, 1:].copy(), seeds)).all()
+        made.append((digests.tolist(), target.tolist()))
+        with pytest.raises(IndexError):
+            copy_spans(source, target, np.array([[0, 8999, 2]]), seeds[:1])
+    assert made[0] == made[1]
+
+
+def torch_has_it() -> bool:
+    return hasattr(torch.ops.weft_cpu, "copy_spans")
+
+
+def test_more_regions_than_a_message_carries_are_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    transport = ShmTransport(str(tmp_path_factory.mktemp("t")), 0, 1)
+    with pytest.raises(EngineDead, match="at most"):
+        transport.share([None] * 254)  # type: ignore[list-item]
+    transport.close()

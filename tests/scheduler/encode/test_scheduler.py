@@ -1,0 +1,494 @@
+"""Which images a group that encodes takes when, and what becomes of sequences."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from tests.scheduler.encode.world import FAULT, World, ids, limits, play, submit
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.config.sections.all import SchedulerSection
+from weft.types.media import without_pixels
+from weft.types.plan import Encode, MoveMedia, SendMedia, StepPlan
+from weft.types.rooms import OfferRoom, RoomKey
+
+
+def key(sequence: int, number: int = 0) -> RoomKey:
+    return RoomKey(100 * sequence + number, 0, 7)
+
+
+def encoded(plan: StepPlan) -> list[int]:
+    return [op.pixels[0] for op in plan.ops if isinstance(op, Encode)]
+
+
+def sent(plan: StepPlan) -> list[int]:
+    return [op.key.room for op in plan.ops if isinstance(op, SendMedia)]
+
+
+def step(world: World) -> StepPlan:
+    assert world.launch()
+    world.commit()
+    return world.all[-1]
+
+
+class TestOneSequence:
+    def test_rooms_are_offered_at_once(self) -> None:
+        world = World(limits())
+        world.scheduler.add(submit(1, [(5, 3), (6, 2)]), 0.0)
+        assert world.scheduler.room_requests() == [
+            OfferRoom(key=key(1), num_prompt=3, num_cached=0),
+            OfferRoom(key=key(1, 1), num_prompt=2, num_cached=0),
+        ]
+
+    def test_it_has_moved_when_all_of_its_rooms_have_landed(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3), (6, 2)]))
+        for number in (0, 1):
+            world.bind(key(1, number))
+        plan = step(world)
+        assert [type(op) for op in plan.ops] == [Encode, SendMedia, Encode, SendMedia]
+        world.land(key(1, 1))
+        assert world.finishes(1) == []
+        world.land(key(1))
+        assert world.finishes(1) == ["moved"]
+        world.check_idle()
+
+    def test_it_is_encoded_before_its_receiver_is_ready_and_leaves_then(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        assert encoded(step(world)) == [5]
+        assert not world.launch()
+        assert world.scheduler.awaiting
+        world.bind(key(1))
+        plan = step(world)
+        assert [type(op) for op in plan.ops] == [SendMedia]
+        assert world.scheduler.room_blocks(key(1))[0].ids == plan.ops[0].blocks  # type: ignore[union-attr]
+        world.settle()
+        assert world.finishes(1) == ["moved"]
+
+    def test_what_the_receiver_has_is_neither_encoded_nor_sent(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        world.bind(key(1), start=3)
+        assert not world.launch()
+        world.land(key(1))
+        assert world.finishes(1) == ["moved"]
+        assert world.all == []
+        world.check_idle()
+
+    def test_a_room_that_fails_ends_all_of_them(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3), (6, 2)]))
+        world.bind(key(1))
+        step(world)
+        world.fail(key(1))
+        assert [(e.finish, e.error) for e in world.events] == [("evicted", FAULT)]
+        assert world.rooms[key(1, 1)].failing == FAULT
+        world.settle()
+        assert world.finishes(1) == ["evicted"]
+        world.check_idle()
+
+    @pytest.mark.requirement("D9")
+    def test_its_blocks_stay_until_nobody_reads_them(self) -> None:
+        """An embedding that takes the whole pool: the next one waits for the fence."""
+        world = World(limits(blocks=3))
+        world.submit(submit(1, [(5, 12)]))
+        world.bind(key(1))
+        step(world)
+        world.submit(submit(2, [(6, 12)]))
+        world.bind(key(2))
+        assert not world.launch()
+        world.fail(key(1))
+        assert not world.launch()
+        world.free(key(1))
+        assert encoded(step(world)) == [6]
+
+    def test_its_front_ends_it(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3), (6, 2)]))
+        world.bind(key(1))
+        step(world)
+        (event,) = world.finish(1)
+        assert (event.finish, event.error) == ("abort", None)
+        assert {far.failing.code for far in world.rooms.values() if far.failing} == {"cancelled"}
+        assert world.finish(1) == []
+        assert world.finish(99) == []
+        world.settle()
+        assert world.finishes(1) == ["abort"]
+        world.check_idle()
+
+    def test_an_end_that_was_not_told_is_told_once(self) -> None:
+        """Else it would end a later attempt of that id."""
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        world.scheduler.lose()
+        assert [e.finish for e in world.scheduler.finish(1)] == ["evicted"]
+        assert world.scheduler.expire(1.0) == []
+
+
+class TestBatches:
+    @pytest.mark.requirement("D3")
+    def test_by_patches_and_items(self) -> None:
+        world = World(limits(encode_patches=40, encode_items=3))
+        world.submit(submit(1, [(1, 4), (2, 4), (3, 3), (4, 1), (5, 1), (6, 1), (7, 1)]))
+        assert [encoded(step(world)) for _ in range(3)] == [[1, 2], [3, 4, 5], [6, 7]]
+
+    @pytest.mark.requirement("D3")
+    def test_a_large_one_goes_alone(self) -> None:
+        world = World(limits(encode_patches=16))
+        world.submit(submit(1, [(1, 2), (2, 9), (3, 2), (4, 2)]))
+        assert [encoded(step(world)) for _ in range(3)] == [[1], [2], [3, 4]]
+
+    @pytest.mark.requirement("D3")
+    def test_in_order_of_sequences_and_of_their_images(self) -> None:
+        """D3. Whatever the order in which receivers are ready."""
+        world = World(limits(encode_items=2))
+        for number in (1, 2, 3):
+            world.submit(submit(number, [(10 * number, 1), (10 * number + 1, 1)]))
+        world.submit(submit(4, [(40, 1)], priority=-1))
+        assert [encoded(step(world)) for _ in range(4)] == [[40, 10], [11, 20], [21, 30], [31]]
+
+    def test_bound_ones_first(self) -> None:
+        world = World(limits(encode_items=2))
+        for number in (1, 2, 3):
+            world.submit(submit(number, [(number, 1)]))
+        world.bind(key(3))
+        world.bind(key(2))
+        assert encoded(step(world)) == [2, 3]
+        assert encoded(step(world)) == [1]
+
+    @pytest.mark.requirement("D3")
+    def test_an_image_is_encoded_once_for_all_that_want_it(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(5, 3), (5, 3)]))
+        world.submit(submit(2, [(5, 3)]))
+        for room in list(world.rooms):
+            world.bind(room)
+        plan = step(world)
+        assert encoded(plan) == [5]
+        assert sent(plan) == [100, 101, 200]
+        world.settle()
+        stats = world.scheduler.stats()
+        assert (stats.images_encoded, stats.image_hits) == (1, 2)
+        world.check_idle()
+
+    @pytest.mark.requirement("D7")
+    def test_what_is_there_leaves_before_others_are_encoded(self) -> None:
+        """D7: without the tower."""
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        world.settle()
+        world.submit(submit(2, [(6, 3)]))
+        world.submit(submit(3, [(5, 3)]))
+        world.bind(key(2))
+        world.bind(key(3))
+        assert [type(op) for op in step(world).ops] == [SendMedia]
+        assert [type(op) for op in step(world).ops] == [Encode, SendMedia]
+        assert world.scheduler.stats().image_hits == 1
+        world.settle()
+        world.check_idle()
+
+    def test_what_is_there_does_not_keep_others_from_the_tower(self) -> None:
+        """Of a stream of hits every second one waits for it, if anybody does."""
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        world.settle()
+        for number in range(2, 5):
+            world.submit(submit(number, [(4 + number, 3)]))
+            world.bind(key(number))
+        kinds = []
+        for number in range(10, 16):
+            world.submit(submit(number, [(5, 3)]))
+            world.bind(key(number))
+            kinds.append(encoded(step(world)))
+        assert kinds[:2] == [[], [6, 7, 8]]
+        world.settle()
+        world.check_idle()
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_same_whatever_else_is_random(self, seed: int) -> None:
+        """Plans follow from what was heard, and from nothing else."""
+        first, second = World(limits(host=4)), World(limits(host=4))
+        play(first, seed)
+        play(second, seed)
+        assert first.all == second.all
+
+
+class TestRoom:
+    @pytest.mark.requirement("D9")
+    def test_a_full_pool_defers_and_recovers(self) -> None:
+        """D9. Nobody is passed by meanwhile."""
+        world = World(limits(blocks=3))
+        for number, tokens in ((1, 8), (2, 8), (3, 4)):
+            world.submit(submit(number, [(number, tokens)]))
+            world.bind(key(number))
+        assert encoded(step(world)) == [1]
+        assert not world.launch()
+        world.land(key(1))
+        assert encoded(step(world)) == [2, 3]
+        world.settle()
+        assert [world.finishes(n) for n in (1, 2, 3)] == [["moved"]] * 3
+        world.check_idle()
+
+    def test_hits_do_not_starve_who_waits_for_room(self) -> None:
+        """Images that are there come again and again; a large one gets its turn when those before it have
+        landed."""
+        world = World(limits(blocks=4))
+        world.submit(submit(1, [(1, 8)]))
+        world.settle()
+        world.submit(submit(2, [(1, 8)]))
+        world.bind(key(2))
+        step(world)
+        world.submit(submit(3, [(3, 16)]))
+        world.bind(key(3))
+        assert not world.launch()
+        world.submit(submit(4, [(1, 8)]))
+        world.bind(key(4))
+        assert not world.launch()
+        world.land(key(2))
+        assert encoded(step(world)) == [3]
+        world.settle()
+        assert [world.finishes(n) for n in (2, 3, 4)] == [["moved"]] * 3
+
+    def test_what_is_encoded_ahead_takes_nothing_from_others(self) -> None:
+        world = World(limits(blocks=3))
+        world.submit(submit(1, [(1, 8)]))
+        assert encoded(step(world)) == [1]
+        world.submit(submit(2, [(2, 8)]))
+        assert not world.launch()
+        world.bind(key(2))
+        assert encoded(step(world)) == [2]
+        world.land(key(2))
+        world.bind(key(1))
+        assert encoded(step(world)) == [1]
+        world.land(key(1))
+        world.check_idle()
+
+    def test_two_groups_do_not_wait_for_each_others_memory(self) -> None:
+        """A receiver has room for the images of one sequence at a time, and two encoders for one image each:
+        each of them has encoded the other's sequence first."""
+        one, other = World(limits(blocks=2)), World(limits(blocks=2))
+        one.submit(submit(1, [(1, 8)]))
+        other.submit(submit(2, [(2, 8)]))
+        step(one)
+        step(other)
+        one.submit(submit(2, [(3, 8)]))
+        other.submit(submit(1, [(4, 8)]))
+        for sequence in (1, 2):
+            for world in (one, other):
+                world.bind(key(sequence))
+            for world in (one, other):
+                while not world.can_land(key(sequence)):
+                    step(world)
+                world.land(key(sequence))
+        for world in (one, other):
+            assert world.finishes(1) == world.finishes(2) == ["moved"]
+
+    @pytest.mark.requirement("D7")
+    def test_a_second_tier_saves_the_tower(self) -> None:
+        """D7: evicted embeddings go down, a hit brings them up."""
+        world = World(limits(blocks=3, host=6))
+        for number in (1, 2):
+            world.submit(submit(number, [(number, 12)]))
+            world.settle()
+        world.submit(submit(3, [(1, 12)]))
+        world.bind(key(3))
+        plan = step(world)
+        assert [type(op) for op in plan.ops] == [MoveMedia, MoveMedia, SendMedia]
+        assert [op.up for op in plan.ops if isinstance(op, MoveMedia)] == [False, True]
+        world.settle()
+        stats = world.scheduler.stats()
+        assert (stats.images_encoded, stats.image_hits) == (2, 1)
+        world.check_idle()
+
+    @pytest.mark.requirement("D9")
+    def test_an_image_that_never_fits_is_refused_by_name(self) -> None:
+        world = World(limits(blocks=3))
+        with pytest.raises(InvalidRequest, match="--mm-cache-bytes"):
+            world.submit(submit(1, [(1, 13)]))
+        world.check_idle()
+
+
+class TestFailures:
+    @pytest.mark.requirement("D5")
+    def test_an_image_that_cannot_be_encoded_ends_its_sequences_alone(self) -> None:
+        world = World(limits(), bad={5})
+        world.submit(submit(1, [(4, 2), (5, 2)]))
+        world.submit(submit(2, [(4, 2)]))
+        world.submit(submit(3, [(5, 2)]))
+        world.settle()
+        assert [world.finishes(n) for n in (1, 2, 3)] == [["error"], ["moved"], ["evicted"]]
+        assert {e.error.code for e in world.events if e.error} == {"image_failed"}
+        world.submit(submit(4, [(5, 2)]))
+        world.settle()
+        assert world.finishes(4) == ["error"]
+        world.check_idle()
+
+    def test_what_failed_for_somebody_who_left_is_tried_again(self) -> None:
+        """Encoded before its receiver was ready; nobody heard that it failed."""
+        world = World(limits(), bad={5})
+        world.submit(submit(1, [(5, 2)]))
+        assert encoded(step(world)) == [5]
+        world.finish(1)
+        world.bad.clear()
+        world.submit(submit(2, [(5, 2)]))
+        world.settle()
+        assert world.finishes(2) == ["evicted"]
+        world.submit(submit(3, [(5, 2)]))
+        world.settle()
+        assert world.finishes(3) == ["moved"]
+        world.check_idle()
+
+    def test_it_is_tried_again_for_who_comes_later(self) -> None:
+        world = World(limits(), bad={5})
+        world.submit(submit(1, [(5, 2)]))
+        world.settle()
+        world.bad.clear()
+        world.submit(submit(2, [(5, 2)]))
+        world.settle()
+        assert world.finishes(2) == ["moved"]
+
+    def test_lost_ranks_give_everything_back(self) -> None:
+        world = World(limits(), depth=2)
+        for number in range(1, 6):
+            world.submit(submit(number, [(number, 4)]))
+            world.bind(key(number))
+        world.launch()
+        world.scheduler.lose()
+        world.events += world.scheduler.requeue_all()
+        world.plans.clear()
+        world.device.clear()
+        world.ask()
+        assert [world.finishes(n) for n in range(1, 6)] == [["evicted"]] * 5
+        assert {e.error.code for e in world.events if e.error} == {"group_lost"}
+        world.submit(submit(1, [(1, 4)], attempt=1))  # while old rooms are still to be fenced
+        world.settle()
+        assert world.finishes(1) == ["evicted", "moved"]
+        assert [plan.step for plan in world.all] == list(range(len(world.all)))
+        world.check_idle()
+
+    def test_what_comes_while_the_group_is_formed_waits(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(1, 4)]))
+        world.scheduler.lose()
+        world.submit(submit(2, [(2, 4)]))
+        assert world.rooms.keys() == {key(1)}
+        world.events += world.scheduler.requeue_all()
+        world.ask()
+        assert world.rooms.keys() == {key(1), key(2)}
+        world.settle()
+        assert (world.finishes(1), world.finishes(2)) == (["evicted"], ["moved"])
+        world.check_idle()
+
+    @pytest.mark.requirement("D9")
+    @pytest.mark.parametrize("depth", [1, 2])
+    @pytest.mark.parametrize("seed", range(30))
+    def test_random_lives(self, seed: int, depth: int) -> None:
+        """Nothing leaks, nobody waits for ever, and no block is written while somebody reads it."""
+        source = random.Random(seed)
+        world = World(
+            limits(
+                blocks=source.choice([5, 8, 20]),
+                host=source.choice([0, 0, 6]),
+                encode_items=source.choice([1, 3, 8]),
+                encode_patches=source.choice([8, 64]),
+            ),
+            depth=depth,
+            bad=set(source.sample(range(40), 2)) if seed % 3 == 0 else set(),
+        )
+        play(world, seed, faults=seed % 2 == 0)
+        ended = [event.sequence for event in world.events]
+        assert sorted(ended) == list(range(1000 - 25, 1000))
+        if seed % 2 and not world.bad:
+            assert {event.finish for event in world.events} == {"moved"}
+        world.check_idle()
+
+
+class TestSubmits:
+    def test_what_is_none_of_its_business(self) -> None:
+        world = World(limits())
+        good = submit(1, [(1, 2)])
+        (image,) = good.media
+        assert image.room is not None
+        receives = msgspec.structs.replace(image.room, sends=False)
+        forever = msgspec.structs.replace(image.room, seconds=1e9)
+        change = msgspec.structs.replace
+        for wrong, problem in (
+            (change(good, media=()), "needs some"),
+            (change(good, room=image.room), "makes no tokens"),
+            (change(good, pooling="last"), "makes no tokens"),
+            (change(good, media=(change(image, room=None),)), "needs a room"),
+            (change(good, media=(change(image, room=receives),)), "needs a room"),
+            (change(good, media=(change(image, room=forever),)), "seconds"),
+            (change(good, media=without_pixels(good.media)), "pixels of an image"),
+            (change(good, media=(change(image, key=b"x"),)), "16 bytes"),
+            (change(good, media=(change(image, grid=(1, 3, 4)),)), "grid"),
+            (change(good, media=(image, change(image, start=2))), "room is known"),
+        ):
+            with pytest.raises(InvalidRequest, match=problem):
+                world.submit(wrong)
+        world.check_idle()
+        world.submit(good)
+        with pytest.raises(InvalidRequest, match="is live"):
+            world.submit(submit(1, [(1, 2)], attempt=1))
+        with pytest.raises(InvalidRequest, match="room is known"):
+            world.submit(change(good, sequence=2))
+
+    def test_too_many_are_refused(self) -> None:
+        world = World(limits(), section=SchedulerSection(max_queued_requests=2))
+        world.submit(submit(1, [(1, 2)]))
+        world.submit(submit(2, [(2, 2)]))
+        with pytest.raises(Overloaded, match="2 sequences"):
+            world.submit(submit(3, [(3, 2)]))
+        world.settle()
+        world.submit(submit(3, [(3, 2)]))
+
+    def test_so_are_too_many_pixels(self) -> None:
+        world = World(limits())
+        size = len(submit(1, [(1, 2)]).media[0].pixels)
+        world.scheduler._most_pixels = 2 * size
+        world.submit(submit(1, [(1, 8)]))  # alone it may have more
+        with pytest.raises(Overloaded):
+            world.submit(submit(2, [(2, 2)]))
+        world.settle()
+        world.submit(submit(3, [(3, 2)]))
+        world.submit(submit(4, [(4, 2)]))
+        with pytest.raises(Overloaded):
+            world.submit(submit(5, [(5, 2)]))
+
+
+def test_rooms_that_outlive_their_sequence_keep_no_pixels() -> None:
+    """Receivers may take long to say that they read no more; what is counted is what is held."""
+    world = World(limits())
+    for number in (1, 2, 3):
+        world.submit(submit(number, [(1, 2), (2, 2)]))
+        world.bind(key(number))
+        world.launch()
+        world.finish(number)
+        if world.plans:
+            world.commit()
+    book = world.scheduler._book
+    assert len(book._rooms) == 3
+    assert sum(len(room.item.pixels) for room in book._rooms.values()) == book.pixels == 0
+    world.settle()
+    world.check_idle()
+
+
+def test_steps_out_of_turn() -> None:
+    world = World(limits(), depth=2)
+    world.submit(submit(1, [(1, 2)]))
+    builder = world.scheduler.build(0.0)
+    assert builder is not None
+    with pytest.raises(EngineDead, match="never sealed"):
+        world.scheduler.build(0.0)
+    plan = world.scheduler.seal(builder)
+    assert world.scheduler.admitted(plan) == [1]
+    with pytest.raises(EngineDead, match="was built last"):
+        world.scheduler.seal(builder)
+    assert ids(plan.ops[0].blocks) == (1,)  # type: ignore[union-attr]
+    idle = world.scheduler.seal(world.scheduler.idle())
+    assert (idle.ops, idle.step) == ((), plan.step + 1)
+    with pytest.raises(EngineDead, match="in flight already"):
+        world.scheduler.build(0.0)

@@ -1,0 +1,503 @@
+"""A whole cluster on virtual time: invariants over many schedules, and what planted bugs look like there.
+
+``make simulate`` runs 10,000 schedules; here is a part of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from testing.cluster import __main__ as explorer
+from testing.cluster.check import Violation, output, token, token_key
+from testing.cluster.cluster import simulate_cluster
+from testing.cluster.explore import CHUNK, Exploration, explore, run_schedules
+from testing.cluster.faults import KINDS
+from testing.cluster.transfers.wires import SimTransport
+from weft.common.errors import EndedElsewhere
+from weft.control.fleet import events as e
+from weft.control.fleet.fleet import Fleet
+from weft.control.fleet.head_protocol import HeadProtocol
+from weft.control.fleet.instance_table import InstanceTable
+from weft.control.fleet.instances import Instance, InstanceState
+from weft.control.fleet.ledger import LedgerEntry
+from weft.disagg.protocol.room_table import Room, Rooms
+from weft.disagg.protocol.sender import SendingRooms
+from weft.disagg.protocol.spans import Part, SpanPlan
+from weft.engine.disagg.rooms import HeadRooms
+from weft.group.membership import Membership
+from weft.group.roster import Roster
+from weft.group.steps import Steps
+from weft.kv.pool import BlockPool
+from weft.types import messages as m
+from weft.types import rooms as r
+from weft.types.rooms import Peer, RoomKey
+from weft.types.sampling import TokenParams
+
+SCHEDULES = 350
+"""In the default tests."""
+BUDGET = 10_000
+"""By default, of ``python -m testing.cluster``."""
+SEEN = (94630, 3323)
+"""Seeds that showed what is mended: a receiver gave back whose sender had moved, and ended; one refused whose
+sender took one prompt alone."""
+FOUND_WITHIN = 2000
+"""Schedules in which each planted bug is found."""
+FOUND_BY = {
+    "finish_before_all_ranks_reported": 20,
+    "settled_by_one_report": 66,
+    "a_given_up_rank_is_heard": 814,
+    "blocks_on_hold_are_given_away": 61,
+    "resurrected": 25,
+    "one_front_says_shutdown": 124,
+    "a_loss_counted_twice": 13,
+    "a_retry_meets_its_earlier_attempt": 29,
+    "a_new_connection_is_taken_for_the_old_one": 104,
+    "no_hello_over_a_new_connection": 57,
+    "a_head_keeps_what_a_lost_connection_asked": 2841,
+    "an_end_at_the_other_end_is_an_eviction": 78,
+    "a_head_that_drains_is_gone": 811,
+    "a_role_is_given_up_at_once": 293,
+    "who_is_revived_is_not_heard": 73,
+    "free_before_a_writer_ended": 33,
+    "the_peer_is_not_told": 22,
+    "reuse_before_the_fence": 128,
+}
+"""Bug -> the schedule that showed it: run first, then all others."""
+
+
+def log_of(seed: int) -> list[str]:
+    lines: list[str] = []
+    simulate_cluster(seed, lambda now, line: lines.append(f"{now!r} {line}"))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def explored() -> Exploration:
+    return explore(SCHEDULES)
+
+
+@pytest.mark.requirement("F48")
+def test_invariants_hold(explored: Exploration) -> None:
+    assert explored.failures == []
+    assert explored.schedules == SCHEDULES
+
+
+@pytest.mark.requirement("F48")
+def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
+    assert {kind for kind in KINDS if not explored.faults[kind]} == set()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "abandoned",
+        "blocks on hold over a loss",
+        "ended by the text side",
+        "ends that the other instance reported first",
+        "epochs lost",
+        "fail-overs",
+        "failed: overloaded",
+        "fronts failed",
+        "fronts of version 1",
+        "fronts that joined later",
+        "half-open instances",
+        "clusters of two roles",
+        "clusters that encode images apart",
+        "embeddings failed",
+        "embeddings landed",
+        "groups of several ranks",
+        "heads of version 1",
+        "images encoded apart",
+        "images found where they are encoded",
+        "late events",
+        "messages of a link given up",
+        "pauses",
+        "connections made again",
+        "sequences given back",
+        "sequences whose images were late",
+        "transfers done",
+        "transfers failed",
+        "requests done",
+        "resumed",
+        "retired",
+        "revived",
+        "retried elsewhere",
+        "steps lost with their ranks",
+        "upgraded",
+    ],
+)
+def test_schedules_go_through_all_of_it(explored: Exploration, what: str) -> None:
+    assert explored.counts[what] > 0
+
+
+@pytest.mark.requirement("F48")
+def test_a_third_of_the_schedules_have_groups_of_several_ranks(explored: Exploration) -> None:
+    assert explored.counts["groups of several ranks"] > SCHEDULES / 3
+
+
+@pytest.mark.parametrize("seed", SEEN)
+def test_invariants_hold_where_they_once_did_not(seed: int) -> None:
+    simulate_cluster(seed)
+
+
+@pytest.mark.requirement("F48")
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+def test_invariants_hold_over_the_whole_budget() -> None:
+    assert explore(BUDGET, jobs=2).failures == []
+
+
+@pytest.mark.requirement("F48")
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    for seed in range(10):
+        assert log_of(seed) == log_of(seed)
+    assert log_of(1) != log_of(2)
+
+
+def test_a_schedule_is_the_same_in_every_process() -> None:
+    """Whatever the order of sets of strings is there."""
+    code = (
+        "import hashlib, sys; from tests.testing.test_cluster import log_of;"
+        "print(hashlib.sha256(repr([log_of(seed) for seed in range(5)]).encode()).hexdigest())"
+    )
+    outputs = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", code]
+        root = Path(__file__).parents[2]
+        ran = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+        outputs.add(ran.stdout)
+    assert len(outputs) == 1
+
+
+def test_processes_share_the_work() -> None:
+    assert CHUNK < 60
+    one, two = explore(60, seed=7), explore(60, seed=7, jobs=2)
+    assert (one.counts, one.faults, one.events) == (two.counts, two.faults, two.events)
+
+
+def test_the_output_that_is_due() -> None:
+    key = token_key(m.ids_to_bytes([1, 2]), 3, 0)
+    tokens, finish = output(key, 2, TokenParams(max_tokens=5), 24)
+    assert (tokens, finish) == ([token(key, position) for position in range(2, 7)], "length")
+    tokens, finish = output(key, 2, TokenParams(max_tokens=5, stop_ids=(tokens[2],)), 24)
+    assert finish == "stop"
+    assert len(output(key, 20, TokenParams(max_tokens=50), 24)[0]) == 4
+
+
+# -- planted bugs
+
+
+def finish_before_all_ranks_reported(patch: pytest.MonkeyPatch) -> None:
+    """A step counts, and ends sequences, when it has ended on the head's rank."""
+    patch.setattr(Membership, "counts", lambda self, step: self.steps.own >= step)
+
+
+def settled_by_one_report(patch: pytest.MonkeyPatch) -> None:
+    """A step is settled when any other rank has reported it."""
+    take = Steps.take
+
+    def take_for_all(self: Steps, rank: int, step: int, checksum: int, now: float) -> object:
+        if rank != self._rank:
+            for other in self._others:
+                take(self, other, step, checksum, now)
+        return take(self, rank, step, checksum, now)
+
+    patch.setattr(Steps, "take", take_for_all)
+
+
+def a_given_up_rank_is_heard(patch: pytest.MonkeyPatch) -> None:
+    """What a process says is taken for the rank's, also when another one has taken its place."""
+    patch.setattr(Roster, "of", lambda self, peer, rank: self.members.get(rank))
+
+
+def blocks_on_hold_are_given_away(patch: pytest.MonkeyPatch) -> None:
+    """After a loss of the group all blocks are free, whoever else may write to them."""
+
+    reset = BlockPool.reset
+
+    def forget_holds(self: BlockPool) -> None:
+        reset(self)
+        self._references = [0] * (self.num_blocks + 1)
+        self._free = list(range(self.num_blocks, 0, -1))
+
+    patch.setattr(BlockPool, "reset", forget_holds)
+
+
+def fleet_variant(patch: pytest.MonkeyPatch, change: Callable[[Fleet, e.Event], e.Event]) -> None:
+    """A fleet to which events happen as ``change`` makes of them."""
+    on = Fleet.on
+    patch.setattr(Fleet, "on", lambda self, event, now: on(self, change(self, event), now))
+
+
+def resurrected(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is heard of a head that failed brings it back."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if (
+            isinstance(event, e.Received)
+            and fleet.table.instances[event.instance].state is InstanceState.DOWN
+        ):
+            fleet.table.instances[event.instance].state = InstanceState.UP
+        return event
+
+    fleet_variant(patch, change)
+
+
+def one_front_says_shutdown(patch: pytest.MonkeyPatch) -> None:
+    """A front that ends shuts down the heads that others use."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        return e.Closing(shutdown=True) if isinstance(event, e.Closing) else event
+
+    fleet_variant(patch, change)
+
+
+def a_loss_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """The end of a process and the break of its connection are two losses."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if isinstance(event, e.Lost):
+            instance = fleet.table.instances[event.instance]
+            if instance.state is InstanceState.DOWN and instance.link == event.link:
+                instance.state = InstanceState.STARTING
+        return event
+
+    fleet_variant(patch, change)
+
+
+def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
+    """Events are taken for the present attempt's, whichever they are of."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+            return event
+        told = []
+        for token_event in event.message.events:
+            entry = fleet.entries.get(token_event.sequence)
+            attempt = token_event.attempt if entry is None else entry.attempt
+            told.append(msgspec.structs.replace(token_event, attempt=attempt))
+        return event._replace(message=msgspec.structs.replace(event.message, events=tuple(told)))
+
+    fleet_variant(patch, change)
+
+
+def a_new_connection_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
+    """A front says hello again, and waits for tokens that were lost with the connection before."""
+
+    def greet_alone(self: Fleet, instance: Instance) -> None:
+        self.table.listen(instance, self._now)
+        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+
+    patch.setattr(Fleet, "_greet", greet_alone)
+
+
+def no_hello_over_a_new_connection(patch: pytest.MonkeyPatch) -> None:
+    """A front sends its sequences again to a head that does not know the connection."""
+    greet = Fleet._greet
+
+    def silent(self: Fleet, instance: Instance) -> None:
+        greet(self, instance)
+        if instance.alive:
+            self._actions[:] = [action for action in self._actions if not _is_hello(action)]
+
+    patch.setattr(Fleet, "_greet", silent)
+
+
+def _is_hello(action: e.Action) -> bool:
+    return isinstance(action, e.Send) and isinstance(action.message, m.Hello)
+
+
+def a_head_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None:
+    """A Hello of the same front over another connection ends nothing."""
+    patch.setattr(HeadProtocol, "_named", lambda self, connection, name: False)
+
+
+def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
+    """A sequence is sent again when the instance that was to decode lets it go, though its end is reported by
+    the one that computed its prompt."""
+    give_back = Fleet._give_back
+
+    def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
+        give_back(self, instance, entry, "" if why == EndedElsewhere.code else why)
+
+    patch.setattr(Fleet, "_give_back", change)
+
+
+def a_head_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """The time that requests wait counts from the beginning of a planned restart."""
+    serving = InstanceTable._serving
+    patch.setattr(InstanceTable, "_serving", lambda self, draining=False: serving(self))
+
+
+def a_role_is_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Requests wait as briefly for a group that will be started again as for one that will not."""
+    patch.setattr(InstanceTable, "awaited", False)
+
+
+def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
+    """A group that was retired once stays retired, whatever its owner starts."""
+    expect = InstanceTable.expect
+
+    def change(self: InstanceTable, instance: Instance, *rest: Any) -> None:
+        retired = instance.state is InstanceState.RETIRED
+        expect(self, instance, *rest)
+        if retired:
+            instance.state = InstanceState.RETIRED
+
+    patch.setattr(InstanceTable, "expect", change)
+
+
+def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
+    """A room's memory is given back though ranks of its group have not said that they stopped."""
+    settle = Rooms._settle
+
+    def at_once(self: Rooms, room: Room, now: float) -> object:
+        room.running.clear()
+        return settle(self, room, now)
+
+    patch.setattr(Rooms, "_settle", at_once)
+
+
+def the_peer_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    """The Fence of a room that fails is forgotten."""
+    send = HeadRooms._send
+
+    def all_but_fences(self: HeadRooms, peer: Peer, message: r.RoomMessage) -> None:
+        if not isinstance(message, r.Fence):
+            send(self, peer, message)
+
+    patch.setattr(HeadRooms, "_send", all_but_fences)
+
+
+def reuse_before_the_fence(patch: pytest.MonkeyPatch) -> None:
+    """A sender waits for nobody who reads its memory."""
+    patch.setattr(SendingRooms, "_needs_peer", lambda self, room: False)
+
+
+def a_span_off_by_one_block(patch: pytest.MonkeyPatch) -> None:
+    """The last run of a sequence is read one block before where it lies."""
+    entries = SpanPlan.entries
+
+    def shifted(self: SpanPlan, kind: int, numbers: list[int], begin: int, end: int) -> list[Part]:
+        block = self._tensors[0][kind][0].block_stride
+        parts = entries(self, kind, numbers, begin, end)
+        for part in parts:
+            if len(part.spans) and part.spans[-1, 0] >= block:
+                part.spans[-1, 0] -= block
+        return parts
+
+    patch.setattr(SpanPlan, "entries", shifted)
+
+
+def a_digest_of_the_wrong_attempt(patch: pytest.MonkeyPatch) -> None:
+    """A sender makes digests as if every attempt were the first one."""
+    digest = SimTransport.digest
+
+    def of_the_first(self: SimTransport, key: RoomKey, peer: str, parts: list[Part]) -> object:
+        return digest(self, key._replace(attempt=0), peer, parts)
+
+    patch.setattr(SimTransport, "digest", of_the_first)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.requirement("F48")
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (finish_before_all_ranks_reported, "counted before all ranks reported"),
+        (settled_by_one_report, "counted before all ranks reported"),
+        (a_given_up_rank_is_heard, "heard rank .*, which it had given up"),
+        (blocks_on_hold_are_given_away, "which are on hold|released more often than it was held"),
+        (resurrected, "given up|link"),
+        (one_front_says_shutdown, "was shut down while"),
+        (a_loss_counted_twice, "given up twice|counted"),
+        (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
+        (a_new_connection_is_taken_for_the_old_one, "not at an end|is at"),
+        (no_hello_over_a_new_connection, "not at an end|nothing had happened to it"),
+        (a_head_keeps_what_a_lost_connection_asked, "another API server uses"),
+        (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
+        (a_head_that_drains_is_gone, "after .* seconds"),
+        (a_role_is_given_up_at_once, "after .* seconds"),
+        (who_is_revived_is_not_heard, "revived"),
+        (free_before_a_writer_ended, "a write of .* lands in blocks"),
+        (the_peer_is_not_told, "not at an end|nobody had changed"),
+        (reuse_before_the_fence, "which has ended there|nobody had changed"),
+        (a_span_off_by_one_block, "reads what is not its sequence's own|nobody had changed"),
+        (a_digest_of_the_wrong_attempt, "digests of .* were wrong, and nobody had changed"),
+    ],
+)
+def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_within(plant, says, FOUND_BY.get(plant.__name__, 0), monkeypatch)
+
+
+def found_within(plant: Plant, says: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedule ``first`` shows the bug, or another one within the budget; without it nothing is wrong."""
+    plant(monkeypatch)
+    chunks = [range(first, first + 1), *(range(at, at + 10) for at in range(0, FOUND_WITHIN, 10))]
+    failures = next((found.failures for found in map(run_schedules, chunks) if found.failures), [])
+    assert failures, f"not found within {FOUND_WITHIN} schedules"
+    seed, what = failures[0]
+    print(f"{plant.__name__}: found by schedule {seed + 1} of {BUDGET}: {what}")
+    assert re.search(says, what)
+    with pytest.raises(Violation):
+        simulate_cluster(seed)
+    monkeypatch.undo()
+    simulate_cluster(seed)
+
+
+# -- the commands
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        explorer.main(list(arguments))
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_explore_prints_what_schedules_went_through(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "--schedules", "30", "--seed", "100")
+    assert (status, err) == (0, "")
+    assert out.startswith("30 schedules, ")
+    assert all(f"    {kind} " in out for kind in KINDS)
+    assert out.endswith("all invariants held\n")
+
+
+@pytest.mark.requirement("F48")
+def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_front_says_shutdown(monkeypatch)
+    status, out, _ = ran(capsys, "--schedules", "150")
+    assert status == 1
+    command = next(line for line in out.splitlines() if "python -m testing.cluster replay" in line)
+    status, out, _ = ran(capsys, "replay", command.split()[-1])
+    assert status == 1
+    assert "fault ..   front closed" in out
+    assert "was shut down while" in out.splitlines()[-1]
+
+
+def test_replay_shows_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = ran(capsys, "replay", "3")
+    assert status == 0
+    assert "front0 -> head0#0  Hello(" in out
+    assert "client => front" in out
+    assert out.splitlines()[-1].startswith("all invariants held over ")
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "--requests", "3")
+    assert (status, out) == (2, "")
+    assert "--requests" in err.splitlines()[-1]

@@ -1,0 +1,153 @@
+"""Groups that encode images in a simulated cluster: what planted bugs of their rooms look like there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from testing.cluster.cluster import Cluster, simulate_cluster
+from testing.cluster.transfers import image_world
+from tests.testing.test_cluster import found_within, log_of
+from weft.kv.embeddings import Embedded, EmbeddingCache
+from weft.scheduler.encode.scheduler import EncodeScheduler
+from weft.scheduler.images.image_rooms import ImageRooms, SequenceImages
+from weft.scheduler.images.media import MediaBook
+from weft.scheduler.sequence import Sequence
+from weft.types.messages import TokenEvent
+from weft.types.plan import StepPlan, StepResult
+
+FOUND_BY = {
+    "an_embedding_is_let_go_when_it_may_leave": 0,
+    "blocks_are_given_back_with_the_sequence": 33,
+    "each_image_gets_blocks_when_there_are_some": 247,
+    "a_step_takes_what_is_promised": 29,
+    "what_is_coming_is_there": 33,
+    "embeddings_survive_a_loss": 213,
+}
+"""Bug -> the schedule that showed it: run first, then all others."""
+
+
+def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = [seed for seed in range(20) if not Cluster(seed).rooms.images.there]
+    before = [log_of(seed) for seed in seeds]
+    monkeypatch.setattr(image_world, "ALONE", 0.0)
+    monkeypatch.setattr(image_world, "BESIDE_PAIRS", 0.0)
+    assert 0 < len(seeds) < 20
+    assert [log_of(seed) for seed in seeds] == before
+
+
+@pytest.mark.parametrize("seed", [32331, 41556, 51677])
+def test_a_room_that_ends_with_a_sequence_that_is_given_back_lets_others_try_again(seed: int) -> None:
+    """The making of a step gives a sequence back, and others wait for blocks that rooms hold: they are not
+    stuck when the room of that one ends and they are asked once more."""
+    simulate_cluster(seed)
+
+
+# -- planted bugs
+
+
+def an_embedding_is_let_go_when_it_may_leave(patch: pytest.MonkeyPatch) -> None:
+    """A sender keeps an embedding until it may leave, not until it has landed."""
+    commit = EncodeScheduler.commit
+
+    def lets_go(self: EncodeScheduler, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        sent = self._in_flight[0][1]
+        events = commit(self, plan, result, now)
+        for room in sent:
+            held, room.held = room.held, None
+            if held is not None:
+                self.cache.unpin(held)
+        return events
+
+    patch.setattr(EncodeScheduler, "commit", lets_go)
+
+
+def blocks_are_given_back_with_the_sequence(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that a room may write are free when its sequence ends, not when the room does."""
+    ended = ImageRooms.ended
+
+    def frees(self: ImageRooms, sequence: Sequence, finish: str, error: Any = None) -> None:
+        images = self._images.get(sequence.id)
+        rooms = [] if images is None else list(images.rooms.values())
+        ended(self, sequence, finish, error)
+        for room in rooms:
+            self.freed(room)
+
+    patch.setattr(ImageRooms, "ended", frees)
+
+
+def each_image_gets_blocks_when_there_are_some(patch: pytest.MonkeyPatch) -> None:
+    """Images of a sequence get their blocks one by one: two sequences may wait for each other's."""
+    reserve = ImageRooms._reserve
+
+    def one_by_one(self: ImageRooms, images: SequenceImages) -> bool:
+        whole = dict(images.counts)
+        try:
+            for key, count in whole.items():
+                images.counts = {key: count}
+                if not reserve(self, images):
+                    return False
+        finally:
+            images.counts = whole
+        return True
+
+    patch.setattr(ImageRooms, "_reserve", one_by_one)
+
+
+def a_step_takes_what_is_promised(patch: pytest.MonkeyPatch) -> None:
+    """What is still to come counts as unused where room is made."""
+    victims = EmbeddingCache.victims
+
+    def with_promised(self: EmbeddingCache) -> list[Embedded]:
+        coming = [held for held in self._held.values() if held.pins and not held.ready]
+        for held in coming:
+            held.pins -= 1
+        return [*coming, *victims(self)]
+
+    patch.setattr(EmbeddingCache, "victims", with_promised)
+
+
+def what_is_coming_is_there(patch: pytest.MonkeyPatch) -> None:
+    """A prompt goes on when the first of its images has landed."""
+    done = ImageRooms.done
+
+    def first(self: ImageRooms, room: Any) -> None:
+        done(self, room)
+        images = room.images
+        if images.rooms and self._images.get(images.sequence.id) is images:
+            self.landed.append(images.sequence)
+
+    patch.setattr(ImageRooms, "done", first)
+    patch.setattr(MediaBook, "lost", lambda self, sequence, start: False)
+
+
+def embeddings_survive_a_loss(patch: pytest.MonkeyPatch) -> None:
+    """When ranks were lost, what they held is taken for held by the new ones."""
+
+    def forget_less(self: EmbeddingCache) -> None:
+        self._ops.clear()
+        for held in self._held.values():
+            held.step = -1
+
+    patch.setattr(EmbeddingCache, "clear", forget_less)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.requirement("D12", "D16", "F48")
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (an_embedding_is_let_go_when_it_may_leave, "is not its image's|nobody had changed"),
+        (blocks_are_given_back_with_the_sequence, "a write of .* lands in blocks|which are promised"),
+        (each_image_gets_blocks_when_there_are_some, "has not all of its blocks|late without a fault"),
+        (a_step_takes_what_is_promised, "which are promised|unpinned that has no pin"),
+        (what_is_coming_is_there, "nothing is planned|is not its image's"),
+        (embeddings_survive_a_loss, "is not its image's"),
+    ],
+)
+def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_within(plant, says, FOUND_BY[plant.__name__], monkeypatch)

@@ -1,0 +1,101 @@
+"""Gated delta net: a recurrent layer in place of attention. Projections run on merged rows, the core per
+segment.
+
+Source: Yang et al. 2024, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.attention.base import LayerCache
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.gqa.gqa import AttentionInput
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, Packs
+from weft.layers.linear import Linear, RowLinear
+from weft.layers.shard import joined
+
+Tensor = torch.Tensor
+
+
+class DeltaNet(Packs):
+    """Layer of a gated delta net. Returns a partial sum, to be reduced over the ranks.
+
+    qkvz        [q heads | k heads | v heads | z heads, hidden]; value head i reads key head
+                i * k_heads // v_heads
+    gates       [b | a, hidden], one b and one a per value head
+    conv        [q, k and v channels, 1, taps], the tap of the oldest input first; None after ``pack``
+    log_rate, step_bias    [v_heads]: g = -exp(log_rate) * softplus(a + step_bias)
+    norm        [v_dim]
+    out         [hidden, v heads]
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__()
+        delta = spec.delta
+        assert delta is not None
+        assert layer in delta.layers
+        heads = build.part(delta.v_heads)
+        key = build.part(delta.k_heads).times(delta.k_dim)
+        value = heads.times(delta.v_dim)
+        self._kind = spec.cache_of(layer)
+        self._value = value.count
+        self._eps = spec.norm_eps
+        self.qkvz = Linear(spec.hidden, joined(key, key, value, value), build)
+        self.gates = Linear(spec.hidden, joined(heads, heads), build)
+        channels = joined(key, key, value)
+        self.conv: nn.Parameter | None = build.weight(
+            channels.count, 1, delta.conv, shard=channels, wide=True
+        )
+        self.log_rate = build.weight(heads.count, shard=heads, wide=True)
+        self.step_bias = build.weight(heads.count, shard=heads, wide=True)
+        self.norm = build.weight(delta.v_dim, wide=True)
+        self.out = RowLinear(value, spec.hidden, build)
+        self._weights: DeltaWeights | None = None
+
+    def pack(self) -> None:
+        assert self.conv is not None
+        self._weights = DeltaWeights(
+            taps=self.conv.data[:, 0].T.contiguous(),
+            rate=self.log_rate.data.exp(),
+            bias=self.step_bias.data,
+            norm=self.norm.data,
+            eps=self._eps,
+        )
+        self.conv = None
+
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
+    ) -> Tensor:
+        """Return [T or L, hidden] for x [T, hidden]. Advances the recurrent states of the layer in
+        ``caches``.
+
+        logits_indices: rows to return (None: all).
+        """
+        backend = shared.backends["delta"]
+        assert isinstance(backend, DeltaBackend)
+        assert self._weights is not None, "not packed"
+        step = shared.step
+        qkvz = self.qkvz(x)
+        gates = self.gates(x)
+        out = qkvz.new_empty(x.shape[0], self._value)
+        # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
+        # state per token.
+        for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            backend.run(
+                qkvz[rows],
+                gates[rows],
+                out[rows],
+                caches[self._kind],
+                segment,
+                self._weights,
+                each=each,
+                prepared=prepared[self._kind],
+            )
+        result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
+        return result

@@ -1,0 +1,1 @@
+"""Attention with grouped queries: the layer and the backends."""

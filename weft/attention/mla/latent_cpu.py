@@ -1,0 +1,89 @@
+"""Latent attention of the CPU extension (csrc/latent.cpp), in bf16 and float32, both forms.
+
+One call per segment, including the products with the key and value matrices; nothing is prepared. Within a
+form, the bits of a row depend only on its own query and entries.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import SegmentInput
+from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops.cpu.latent import PackedUp
+from weft.ops.cpu.served import check_built, check_served
+
+Tensor = torch.Tensor
+
+MAX_DIM = 1024
+"""Maximum elements of an entry, and of a head's key."""
+
+
+class CpuLatent(LatentBackend):
+    """Supports bf16 and float32, any block size and window, and sizes that are multiples of 16.
+
+    Stateless, so threads may share an instance. bf16: products are exact and sums float32. Absorbed queries,
+    latent results, expanded keys and values, weights and outputs are rounded to bf16 once each.
+    """
+
+    invariant = True
+    capturable = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        mla = spec.mla
+        assert mla is not None
+        check_served("attention backend 'cpu'", dtype, device)
+        for what, size in (("kv_lora", mla.kv_lora), ("rope", mla.rope), ("nope", mla.nope), ("v", mla.v)):
+            if size % 16:
+                raise ConfigError(
+                    f"attention backend 'cpu' has no latent attention with {what} of {size}: it needs "
+                    "multiples of 16",
+                    param="--attention-backend",
+                )
+        if max(cache.width, mla.nope + mla.rope, mla.v) > MAX_DIM:
+            raise ConfigError(
+                f"attention backend 'cpu' has no entries or heads of more than {MAX_DIM} elements",
+                param="--attention-backend",
+            )
+        check_built("attention backend 'cpu'")
+
+    def attend(
+        self,
+        q: Tensor,
+        angles: tuple[Tensor, Tensor],
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        mla: MLASpec,
+        up: UpMatrices,
+        form: Form,
+        prepared: object = None,
+    ) -> None:
+        packed = up.packed
+        assert isinstance(packed, PackedUp)
+        op = torch.ops.weft_cpu
+        absorbed = form == "absorbed"
+        entries, scales, keys = cache if spec.fp8 else (cache[0], None, None)
+        (op.latent_absorbed if absorbed else op.latent_expanded).default(
+            q,
+            *angles,
+            mla.interleaved,
+            out,
+            entries,
+            segment.q_offsets,
+            segment.starts,
+            segment.tables[kind],
+            packed.absorb if absorbed else packed.keys,
+            packed.values,
+            mla.kv_lora,
+            spec.window,
+            mla.scale,
+            scales=scales,
+            rotated=keys,
+        )

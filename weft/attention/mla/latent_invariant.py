@@ -1,0 +1,120 @@
+"""Latent attention with torch operations and independent rows, for any CPU dtype.
+
+For ``--deterministic``. Always uses the absorbed form, whatever form is requested. Core attention is the code
+of invariant_backend.py, over one plane of entries that are keys and values. Products with the key and value
+matrices use ``ops.fixed_shapes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from weft.attention.base import SegmentInput, refuse_fp8
+from weft.attention.gqa.invariant_backend import TILE, Memory, TileGroup, cut, pair_shapes, tiles
+from weft.attention.gqa.torch_backend import BITS
+from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops.fixed_shapes import ProductShapes, linear
+from weft.ops.latent_ops import rotate_pairs
+from weft.ops.torch_ops import wide
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
+
+    groups: tuple[TileGroup, ...] | None = None
+
+
+class InvariantLatent(LatentBackend):
+    """Invariant backend on torch. Stateless, so threads may share an instance."""
+
+    invariant = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in BITS:
+            raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
+        if device.type != "cpu":
+            raise ConfigError(
+                f"attention backend 'invariant' does not run on {device.type}", param="--device"
+            )
+        refuse_fp8("invariant", cache)
+        assert spec.mla is not None
+        pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # try the shapes before any request
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> _Prepared:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        angles: tuple[Tensor, Tensor],
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        mla: MLASpec,
+        up: UpMatrices,
+        form: Form,
+        prepared: object = None,
+    ) -> None:
+        if not segment.tokens:
+            return
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        (entries,) = cache
+        shapes = pair_shapes(spec.width, mla.kv_lora, wide(q.dtype))
+        if prepared.groups is None:
+            memory = Memory(1, spec.width, entries.shape[1], entries.dtype)
+            prepared.groups = tuple(cut(segment, kind, spec, memory, q.shape[1], shapes[0].rows))
+        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
+        absorbed = torch.cat((_by_heads(nope, up.keys.transpose(1, 2)), turned), dim=-1)
+        latent = torch.empty_like(absorbed[..., : mla.kv_lora])
+        flat = entries.view(-1, gcd(entries.shape[1], TILE) * spec.width)
+        for group in prepared.groups:
+            _attend(absorbed, latent, flat, group, mla, shapes)
+        out.copy_(_by_heads(latent, up.values))
+
+
+def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
+    """Multiply each head with its matrix: x [T, heads, K], matrices [heads, N, K] -> [T, heads, N]."""
+    return torch.stack([linear(x[:, head], one) for head, one in enumerate(matrices)], dim=1)
+
+
+def _attend(
+    q: Tensor,
+    out: Tensor,
+    entries: Tensor,
+    group: TileGroup,
+    mla: MLASpec,
+    shapes: tuple[ProductShapes, ProductShapes],
+) -> None:
+    """Attend q [T, heads, width] to the entries of ``group``; write out [T, heads, kv_lora]."""
+    (pieces, n), heads, width = group.queries.shape, q.shape[1], q.shape[2]
+    found = entries.index_select(0, group.entries).view(1, pieces, 1, -1, width)
+    found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included
+    keys = found.to(wide(q.dtype)).view(pieces, 1, -1, TILE, width)
+    # [P, 1, heads * n, width]: all heads read the same entries, so heads become rows
+    folded = q[group.queries].to(keys.dtype).transpose(1, 2).reshape(pieces, 1, heads * n, width)
+    size = next((rows for rows in reversed(shapes[0].rows) if rows >= heads * n), shapes[0].rows[0])
+    made = folded.new_empty(pieces, 1, heads * n, mla.kv_lora)
+    for begin in range(0, heads * n, size):
+        part = slice(begin, min(begin + size, heads * n))
+        hidden = group.hidden.expand(-1, -1, -1, heads, -1, -1).flatten(3, 4)[:, :, :, part]
+        values = keys[..., : mla.kv_lora]
+        made[:, :, part] = tiles(folded[:, :, part], keys, values, hidden, mla.scale, size, shapes, None)
+    made = made.view(pieces, heads, n, -1).transpose(1, 2).reshape(pieces * n, heads, -1)
+    out[group.places] = made[group.real].to(out.dtype)

@@ -1,0 +1,132 @@
+"""Latent attention on CUDA devices: absorbed form by a Triton kernel, expanded form by torch.
+
+In the absorbed form rows have few queries. One tile contains the queries of a row with some of its heads.
+Keys are in splits, so that few rows fill the device. With one tile per row nothing is copied from the host,
+so a decode segment can be captured in a CUDA graph. Triton is imported at the first segment.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import SegmentInput, refuse_fp8
+from weft.attention.gqa.triton_backend import MOST_SPLITS, SHORT_SPLIT, Cut, longest, make_cut
+from weft.attention.mla.latent import Form, UpMatrices
+from weft.attention.mla.latent_torch import TorchLatent
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops import triton as kernels
+from weft.ops.latent_ops import rotate_pairs
+from weft.ops.triton import forms
+
+Tensor = torch.Tensor
+
+GROUP = 16
+"""Maximum heads per tile."""
+MAX_LORA, MAX_ROPE = 512, 128
+
+
+class _Prepared:
+    """Cut of a segment, computed at the first layer with the absorbed form and reused by the other layers."""
+
+    def __init__(self) -> None:
+        self.cut: Cut | None = None
+
+
+class TritonLatent(TorchLatent):
+    """Latent attention with a Triton kernel for the absorbed form. Stateless, so threads may share an
+    instance.
+
+    Tile shapes depend on the batch, so the backend is not invariant.
+    """
+
+    capturable = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if device.type != "cuda" and not kernels.interpreting():
+            raise ConfigError(f"attention backend 'triton' does not run on {device.type}", param="--device")
+        if not kernels.available():
+            raise ConfigError(
+                "attention backend 'triton' needs Triton: pip install 'weft[cuda]'",
+                param="--attention-backend",
+            )
+        if dtype not in kernels.DTYPES:
+            raise ConfigError(f"attention backend 'triton' has no {dtype}", param="--dtype")
+        refuse_fp8("triton", cache)
+        assert spec.mla is not None
+        if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:
+            raise ConfigError(
+                f"attention backend 'triton' has no latent attention of more than {MAX_LORA} + {MAX_ROPE} "
+                f"elements an entry, and this has {spec.mla.kv_lora} + {spec.mla.rope}",
+                param="--attention-backend",
+            )
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> object:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        angles: tuple[Tensor, Tensor],
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        mla: MLASpec,
+        up: UpMatrices,
+        form: Form,
+        prepared: object = None,
+    ) -> None:
+        if form == "expanded":
+            super().attend(q, angles, out, cache, segment, kind, spec, mla, up, form)
+            return
+        if not segment.tokens:
+            return
+        from weft.ops.triton.latent import attend
+
+        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
+        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
+        latent = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
+        heads = q.shape[1]
+        group = max(size for size in range(1, GROUP + 1) if heads % size == 0)
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        if prepared.cut is None:
+            prepared.cut = _cut(segment, heads, group, spec, mla, q.dtype)
+        cut = prepared.cut
+        for part in cut.parts:
+            attend(
+                absorbed,
+                latent,
+                cache[0],
+                segment.q_offsets,
+                segment.starts,
+                segment.tables[kind],
+                part.tiles,
+                form=cut.form,
+                group=group,
+                window=spec.window,
+                scale=mla.scale,
+                split=cut.split,
+                splits=cut.splits,
+                tokens=(part.begin, part.end),
+            )
+        out.copy_(torch.einsum("thl,hvl->thv", latent, up.values))
+
+
+def _cut(
+    segment: SegmentInput, heads: int, group: int, spec: CacheSpec, mla: MLASpec, dtype: torch.dtype
+) -> Cut:
+    most = longest(segment)
+    split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
+    # The latent cache as grouped-query attention: every group of heads counts as a KV head of kv_lora dims.
+    parts = CacheSpec(kind="full", layers=spec.layers, kv_heads=heads // group, head_dim=mla.kv_lora)
+    form = forms.latent(int(segment.host_counts.max()) * group, dtype)
+    return make_cut(segment, heads, parts, form, split if most > split else 0)

@@ -1,0 +1,155 @@
+"""Latent attention: the cache stores the latents that keys and values are computed from.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and cache writes run on merged rows.
+Core attention, including the rotation of queries, runs per segment.
+
+    x -> down -> [q part | latent | key]      one matrix
+    q part: norm, ``q_up`` -> queries         if queries have a low rank; else the q part is the queries
+    latent: norm; key: rotated -> cache entry of the token
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.attention.base import LayerCache
+from weft.attention.gqa.gqa import AttentionInput
+from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.config.spec import MLASpec, ModelSpec
+from weft.layers.build import Build, Layer, Packs
+from weft.layers.linear import Linear, RowLinear
+from weft.layers.norm import RMSNorm
+from weft.layers.shard import Shard, joined, whole
+
+Tensor = torch.Tensor
+
+
+class UpLayer(Packs):
+    """Matrices that turn latents into keys and values, as published: per head, first nope rows, then v
+    rows."""
+
+    matrices: UpMatrices
+    """Set by ``pack``."""
+
+    def __init__(self, heads: Shard, mla: MLASpec, build: Build) -> None:
+        super().__init__()
+        rows = heads.times(mla.nope + mla.v)
+        self.weight = build.weight(rows.count, mla.kv_lora, shard=rows)
+        self._heads = heads.count
+        self._sizes = (mla.nope, mla.v)
+        self._pack = build.op("latent_up").run
+
+    def pack(self) -> None:
+        keys, values = self.weight.data.view(self._heads, sum(self._sizes), -1).split(self._sizes, dim=1)
+        self.matrices = UpMatrices(keys=keys, values=values, packed=self._pack(keys, values))
+
+
+class _Down(Linear):
+    """Input matrix. If the first outputs are the queries themselves (no low rank), the queries have no
+    bias."""
+
+    def __init__(self, hidden: int, first: Shard, mla: MLASpec, build: Build) -> None:
+        entries = whole(mla.kv_lora + mla.rope)
+        super().__init__(hidden, joined(first, entries), build)
+        self._outputs = first.count + entries.count
+        if mla.bias:
+            self.bias = build.weight(entries.count if mla.q_lora is None else self._outputs)
+
+    def pack(self) -> None:
+        super().pack()
+        if self.bias is not None:
+            # Pad the bias with zeros for the queries, so that the product sees one bias for all outputs.
+            missing = self._outputs - len(self.bias)
+            self.bias = nn.Parameter(F.pad(self.bias.data, (missing, 0)), requires_grad=False)
+
+
+class LatentAttention(Layer):
+    """Latent attention with rotary positions. Returns a partial sum, to be reduced over the ranks.
+
+    Every rank caches all entries and computes its own heads.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__()
+        mla = spec.mla
+        assert mla is not None
+        heads = build.part(spec.heads)
+        self._heads = heads.count
+        self._mla = mla
+        self._kind = spec.cache_of(layer)
+        self._cache_spec = spec.caches[self._kind]
+        queries = heads.times(mla.nope + mla.rope)
+        first = queries if mla.q_lora is None else whole(mla.q_lora)
+        self.down = _Down(spec.hidden, first, mla, build)
+        self.q_norm = self.q_up = None
+        if mla.q_lora is not None:
+            self.q_norm = RMSNorm(mla.q_lora, mla.norm_eps, build)
+            self.q_up = Linear(mla.q_lora, queries, build)
+        self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
+        self.kv_up = UpLayer(heads, mla, build)
+        self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)
+        fp8 = self._cache_spec.fp8
+        self._rotate_and_cache = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
+        self._forms = self._choose_forms(build)
+
+    @staticmethod
+    def _choose_forms(build: Build) -> tuple[Form, Form]:
+        """Return the form of the prefill segment and the form of the decode segment."""
+        return cast(tuple[Form, Form], build.op("latent_forms").run())
+
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
+    ) -> Tensor:
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        logits_indices: rows to return (None: all).
+        """
+        step = shared.step
+        cache = caches[self._kind]
+        mla = self._mla
+        backend = shared.backends["latent"]
+        assert isinstance(backend, LatentBackend)
+        cos, sin = shared.angles
+        q = self._rotate_and_cache(
+            self.down(x),
+            None if self.q_norm is None else self.q_norm.weight,
+            self.kv_norm.weight,
+            mla.norm_eps,
+            cos,
+            sin,
+            mla.interleaved,
+            *cache,
+            step.writes[self._kind],
+        )
+        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
+            return self.out(x.new_empty(0, self._heads * mla.v))
+        if self.q_up is not None:
+            q = self.q_up(q)
+        # [T, heads, nope + rope]
+        q = q.unflatten(1, (self._heads, -1))
+        out = x.new_empty(len(x), self._heads, mla.v)
+        for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            alone = segment.tokens == len(x)
+            backend.attend(
+                q if alone else q[rows],
+                shared.angles if alone else (cos[rows], sin[rows]),
+                out if alone else out[rows],
+                cache,
+                segment,
+                self._kind,
+                self._cache_spec,
+                mla,
+                self.kv_up.matrices,
+                form,
+                prepared[self._kind],
+            )
+        out = out.view(len(x), self._heads * mla.v)
+        return self.out(out if logits_indices is None else out[logits_indices])

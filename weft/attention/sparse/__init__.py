@@ -1,0 +1,1 @@
+"""Attention to chosen positions and to compressed caches: layers and backends."""

@@ -1,0 +1,177 @@
+"""Latent attention to positions chosen by an indexer, always in the absorbed form.
+
+For sparse attention an entry is a group of one position. All heads share ``[latent | rotated key]`` as key,
+and the latent as value. The indexer's key follows in the same entry. Source: DeepSeek-V3.2 (2025), section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.mla.latent import Form
+from weft.attention.mla.mla import LatentAttention
+from weft.attention.sparse.sparse import Reads, SparseBackend
+from weft.config.spec import IndexSpec, ModelSpec
+from weft.layers.build import Build, Layer
+from weft.layers.linear import Linear
+from weft.ops.latent_ops import rotate_pairs
+
+Tensor = torch.Tensor
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedInput:
+    """Attention input shared by all layers of a step."""
+
+    step: StepInput
+    angles: tuple[Tensor, Tensor]
+    backends: Backends
+    plans: dict[int, tuple[object, object]]
+    """Plans of the backend, per KV cache group and segment."""
+    chosen: list[Tensor | None]
+    """Choice of the last layer with an indexer, per segment. Layers with an indexer overwrite the choice."""
+
+
+class Indexer(Layer):
+    """Indexer: queries from the low-rank queries, keys and weights from the hidden states."""
+
+    def __init__(self, hidden: int, q_lora: int, spec: IndexSpec, build: Build) -> None:
+        super().__init__()
+        self.q_up = Linear(q_lora, spec.heads * spec.dim, build)
+        self.down = Linear(hidden, spec.dim + spec.heads, build)
+        self.key_norm = build.weight(spec.dim)
+        self.key_bias = build.weight(spec.dim)
+        self._spec = spec
+        self._wide = build.wide
+
+    def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the index of a step from x [T, hidden] and low [T, q_lora].
+
+        Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
+        """
+        spec = self._spec
+        key, weights = self.down(x).split((spec.dim, spec.heads), dim=1)
+        exact = [tensor.to(self._wide) for tensor in (key, self.key_norm, self.key_bias)]
+        key = F.layer_norm(exact[0], (spec.dim,), exact[1], exact[2], _EPS).to(x.dtype)
+        q = self.q_up(low).unflatten(1, (spec.heads, spec.dim))
+        return self._rotated(q, angles), weights.to(self._wide), self._rotated(key, angles)
+
+    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        rope = 2 * angles[0].shape[1]
+        turned = rotate_pairs(x[..., :rope], *angles, self._spec.interleaved)
+        return torch.cat((turned, x[..., rope:]), dim=-1)
+
+
+class IndexedAttention(LatentAttention):
+    """Latent attention to chosen positions. Returns a partial sum, to be reduced over the ranks."""
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__(spec, layer, build)
+        assert spec.index is not None
+        assert spec.mla is not None
+        assert spec.mla.q_lora is not None
+        self._reads = reads_of(build.local(spec), self._kind)
+        self._product = build.op("head_product").run
+        self.indexer = None
+        if layer in spec.index.layers:
+            self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
+
+    @staticmethod
+    def _choose_forms(build: Build) -> tuple[Form, Form]:
+        """Return the absorbed form: chosen entries are never expanded to keys and values."""
+        return ("absorbed", "absorbed")
+
+    def forward(
+        self,
+        x: Tensor,
+        shared: IndexedInput,  # type: ignore[override]
+        caches: LayerCache,
+        logits_indices: Tensor | None = None,
+    ) -> Tensor:
+        """Return [T or L, hidden] for x [T, hidden]. Writes the entries of the step into ``caches`` before
+        reading.
+
+        Layers with an indexer also set ``shared.chosen``. logits_indices: rows to return (None: all).
+        """
+        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        assert self.q_norm is not None
+        assert self.q_up is not None
+        assert mla.q_lora is not None
+        low, latent, key = self.down(x).split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
+        low = self.q_norm(low.contiguous())
+        entry = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
+        index: tuple[Tensor, Tensor] | None = None
+        if self.indexer is not None:
+            index_q, weights, index_key = self.indexer(x, low, shared.angles)
+            entry.append(index_key)
+            index = index_q, weights
+        # [T, kv_lora + rope (+ index dim)]: latent, rotated key, key of the indexer
+        cache.view(-1, cache.shape[2]).index_copy_(
+            0, step.writes[self._kind], torch.cat(entry, dim=1).to(cache.dtype)
+        )
+        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
+            return self.out(x.new_empty(0, self._heads * mla.v))
+        nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
+        up = self.kv_up.matrices
+        absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
+        q = torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1)
+        latents = self._attend(q, index, shared, caches)
+        if logits_indices is not None:
+            latents = latents[logits_indices]
+        return self.out(self._product(latents, up.values, values).flatten(1))
+
+    def _attend(
+        self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
+    ) -> Tensor:
+        """Attend q [T, heads, kv_lora + rope] to the chosen entries; return sums of latents [T, heads,
+        kv_lora]."""
+        backend = shared.backends["sparse"]
+        assert isinstance(backend, SparseBackend)
+        out = q.new_empty(*q.shape[:2], self._mla.kv_lora)
+        parts = zip(shared.step.segments, shared.plans[self._kind], strict=True)
+        for number, (segment, plan) in enumerate(parts):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            # A layer without an indexer reuses the choice of the last layer with an indexer.
+            if index is not None:
+                shared.chosen[number] = backend.select(
+                    index[0][rows], index[1][rows], caches, segment, self._reads, plan
+                )
+            backend.attend(
+                q[rows],
+                out[rows],
+                caches,
+                segment,
+                self._reads,
+                plan,
+                shared.chosen[number],
+                None,
+                self._mla.scale,
+            )
+        return out
+
+
+def reads_of(spec: ModelSpec, kind: int) -> Reads:
+    """Return the reads of the layers of a KV cache group: single positions, as groups of one position."""
+    mla = spec.mla
+    index = spec.index
+    assert mla is not None
+    assert index is not None
+    return Reads(
+        entries=None,
+        groups=kind,
+        ratio=1,
+        top=index.top,
+        heads=spec.heads,
+        dim=mla.kv_lora + mla.rope,
+        index_heads=index.heads,
+    )

@@ -1,0 +1,1 @@
+"""``weft bench``: measurements of a server or an engine."""

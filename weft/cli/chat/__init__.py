@@ -1,0 +1,1 @@
+"""``weft chat``: client, conversation, drawing and keys."""

@@ -1,0 +1,1 @@
+"""``weft eval``: answers of a model or server to the tasks of ``weft.eval``."""

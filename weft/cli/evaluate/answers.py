@@ -1,0 +1,172 @@
+"""Greedy answers to chat questions from a server, from an engine in this process, or from transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import httpx
+
+from weft.common.errors import ConfigError, WeftError
+from weft.common.progress import progress_bar
+from weft.config.sections.all import Config
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+Chat: TypeAlias = list[dict[str, Any]]
+"""Messages of one conversation."""
+
+
+def from_server(
+    url: str,
+    model: str | None,
+    chats: Sequence[Chat],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+    title: str = "gsm-mini",
+) -> tuple[str, list[str]]:
+    """Return (model name, one text per chat) from an OpenAI-compatible server.
+
+    ``url``: base URL, with or without ``/v1``. Raise ConfigError if the server cannot be reached, and
+    WeftError if the server returns an error.
+    """
+    return asyncio.run(_ask_server(base_of(url), model, chats, concurrency, max_tokens, key, title))
+
+
+def base_of(url: str) -> str:
+    """Return the base URL with ``/v1``. Raise ConfigError for an invalid URL."""
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000/v1")
+    return base if base.endswith("/v1") else base + "/v1"
+
+
+async def _ask_server(
+    base: str,
+    model: str | None,
+    chats: Sequence[Chat],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+    title: str,
+) -> tuple[str, list[str]]:
+    """Ask all chats, ``concurrency`` at a time, and return (model name, texts)."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
+        if model is None:
+            model = await served_model(client, base)
+        with progress_bar(total=len(chats), title=title, unit="problem") as bar:
+
+            async def one(chat: Chat) -> str:
+                body: dict[str, Any] = {"model": model, "temperature": 0, "messages": chat}
+                if max_tokens is not None:
+                    body["max_tokens"] = max_tokens
+                answer = await call(client, "POST", f"{base}/chat/completions", body)
+                bar.update()
+                return str(answer["choices"][0]["message"]["content"] or "")
+
+            return model, await in_turns(one, chats, concurrency)
+
+
+async def in_turns(
+    ask: Callable[[Question], Awaitable[Answer]], each: Sequence[Question], most: int
+) -> list[Answer]:
+    """Return the results of ``ask`` for ``each``, in order, with at most ``most`` calls at a time.
+
+    On the first failure, cancel the running calls, start no further calls and raise the error.
+    """
+    left = iter(enumerate(each))
+    made: dict[int, Answer] = {}
+
+    async def work() -> None:
+        # All workers share one iterator, so each takes the next open question.
+        for number, question in left:
+            made[number] = await ask(question)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(most, len(each))):
+                group.create_task(work())
+    except BaseExceptionGroup as failed:
+        # A task group wraps all failures; callers expect the first error itself.
+        raise failed.exceptions[0] from None
+    return [made[number] for number in range(len(each))]
+
+
+async def served_model(client: httpx.AsyncClient, base: str) -> str:
+    """Return the first model that the server lists."""
+    return str((await call(client, "GET", f"{base}/models"))["data"][0]["id"])
+
+
+async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    """Return the server's JSON answer.
+
+    Raise ConfigError without a valid answer, WeftError for an error status.
+    """
+    try:
+        response = await client.request(method, url, json=body)
+    except httpx.HTTPError as error:
+        raise ConfigError(
+            f"--url: no answer from the server ({type(error).__name__})", param="--url"
+        ) from error
+    if response.status_code != 200:
+        raise WeftError(f"the server answered {response.status_code}: {response.text[:300]}")
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ConfigError(
+            "--url: the response is not JSON; does --url name an OpenAI-compatible server?", param="--url"
+        ) from error
+
+
+def chat_of(question: str) -> Chat:
+    """Return a conversation with one question."""
+    return [{"role": "user", "content": question}]
+
+
+def from_engine(
+    config: Config,
+    chats: Sequence[Chat],
+    concurrency: int,
+    max_tokens: int | None,
+    drafts: dict[str, list[int]] | None = None,
+) -> tuple[str, list[str]]:
+    """Return (model name, one text per chat) from an engine in this process.
+
+    If given, ``drafts`` receives the numbers of "proposed" and "accepted" drafts, by position in a step.
+    """
+    from weft import LLM, SamplingParams
+    from weft.cli.options import keywords
+
+    settings = {**keywords(config), "max_num_seqs": min(concurrency, config.scheduler.max_num_seqs)}
+    llm = LLM(**settings)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        outputs = llm.chat(list(chats), params, use_tqdm=True)
+        if drafts is not None:
+            stats = llm.stats()
+            drafts.update(proposed=list(stats.drafts), accepted=list(stats.drafts_accepted))
+        return config.model.model, [output.outputs[0].text for output in outputs]
+    finally:
+        llm.shutdown()
+
+
+def from_reference(
+    config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
+) -> tuple[str, list[str]]:
+    """Return (model name, one text per question) from ``transformers`` in this process."""
+    from weft.cli.reference import Reference
+
+    reference = Reference(config)
+    texts: list[str] = []
+    with progress_bar(total=len(questions), title="gsm-mini", unit="problem") as bar:
+        for begin in range(0, len(questions), concurrency):
+            part = reference.chat(questions[begin : begin + concurrency], max_tokens)
+            texts += part
+            bar.update(len(part))
+    return f"{config.model.model} (transformers)", texts

@@ -1,0 +1,88 @@
+"""``weft``: the command line. Each command is imported on use, and imports torch only when needed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from weft import __version__
+from weft.common import env
+from weft.common.errors import EngineDead, WeftError
+from weft.config.flags import suggest
+
+#: Command name -> module and function.
+_COMMANDS = {
+    "serve": "weft.cli.serve.serve:serve",
+    "up": "weft.cli.serve.up:up",
+    "chat": "weft.cli.chat.chat:chat",
+    "generate": "weft.cli.generate:generate",
+    "eval": "weft.cli.evaluate.evaluate:evaluate",
+    "verify": "weft.cli.verify.verify:verify",
+    "models": "weft.cli.models:models",
+    "sim": "weft.cli.sim.sim:sim",
+    "bench": "weft.cli.bench.bench:bench",
+    "revive": "weft.cli.revive:revive",
+    "trace": "weft.cli.trace:trace",
+    "build-ops": "weft.cli.build_ops:build_ops",
+}
+
+#: Exception of newer click versions for a group without a command. The message is the help text.
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
+
+class _Weft(click.Group):
+    """Group that imports commands on use, and suggests similar names for unknown commands."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"no such command {name!r}.{suggest(name, _COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Weft, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="weft")
+def cli() -> None:
+    """Serve and run large language models."""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command line (by default that of this process) and end the process.
+
+    The status is the command's status, 1 after a failure of the engine, or 2 after a usage or configuration
+    error. Each error is one line on standard error.
+    """
+    env.spin_briefly()
+    try:
+        status = cli.main(arguments, prog_name="weft", standalone_mode=False)
+    except WeftError as error:
+        click.echo(f"weft: {error.message}", err=True)
+        status = 1 if isinstance(error, EngineDead) else 2
+    except click.ClickException as error:
+        sign = "" if isinstance(error, _HELP) else "weft: "
+        click.echo(f"{sign}{error.format_message()}", err=True)
+        status = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("weft: interrupted", err=True)
+        status = 130
+    except BrokenPipeError:
+        # The reader of the output has ended, e.g. `head`. Redirect the rest, or the flush at exit would fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status if isinstance(status, int) else 0)

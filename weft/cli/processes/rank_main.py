@@ -1,0 +1,114 @@
+"""Entry point of a worker rank: ``python -m weft.cli.processes.rank_main PARENT ADDRESS RANK LOG_LEVEL``.
+
+The EngineConfig arrives on standard input, as msgpack. The rank says hello before the import of torch, so
+that a wrong rank is refused at once. The status is 2 if the rank was refused or cannot load, and ``NO_HEAD``
+if no engine answers. A head is the engine process of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from weft import __version__
+from weft.cli.processes import child
+from weft.common import log
+from weft.common.errors import WeftError
+from weft.common.title import set_title
+from weft.config.group_settings import shared_settings
+from weft.config.names import instance_name, process_name
+from weft.config.resolved import EngineConfig
+from weft.parallel.control import HeadLink, RankChannel, ZmqRank
+from weft.parallel.secret import read_keys
+from weft.types import frames as f
+
+WELCOME_S = 120.0
+"""Seconds to wait for the welcome of an engine, at the start and after each loss of an engine."""
+NO_HEAD = 4
+"""Exit status of a rank without an answer from any engine. The rank is not faulty."""
+AGAIN_S = 1.0
+"""Seconds between two hellos. An engine may die after a hello and before its answer."""
+
+
+class NoHead(f.FrameError):
+    """No engine answered in time."""
+
+
+def run(arguments: list[str]) -> int:
+    """Serve as a rank until the engine ends the rank. Return the exit status."""
+    parent, *rest = arguments
+    child.begin(int(parent))
+    return work(rest)
+
+
+def work(arguments: list[str]) -> int:
+    """Do the work of ``run`` in a prepared process. ``arguments``: those of ``run`` without PARENT."""
+    address, rank, level = arguments
+    config = child.read_setup(EngineConfig)
+    head = instance_name(config, config.replica)
+    set_title(f"worker {rank} of head {head}", config.served_names[0])
+    log.configure(level, process_name(config, int(rank)))
+    try:
+        serve(config, address, int(rank))
+    except NoHead as error:
+        print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
+        return NO_HEAD
+    except WeftError as error:
+        print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def serve(config: EngineConfig, address: str, rank: int) -> None:
+    """Join the group of the engine at ``address`` and run as a rank. Raise ConfigError or EngineDead."""
+    secret = config.parallel.group_secret if address.startswith("tcp://") else None
+    keys = read_keys(secret) if secret is not None else None
+
+    def join(epoch: int) -> HeadLink:
+        channel = ZmqRank(address, rank, keys)  # a new channel has no messages of an earlier engine
+        try:
+            welcome = say_hello(channel, config, rank, epoch)
+        except BaseException:
+            channel.close(deliver=False)
+            raise
+        heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
+        return HeadLink(channel, heartbeats, welcome.incarnation)
+
+    link = join(-1)
+    from weft.engine.rank import run_rank
+
+    run_rank(config, rank, link, join)
+
+
+def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
+    """Return the engine's welcome. ``epoch``: the rank's last epoch, -1 for none.
+
+    Raise EngineDead if the engine refuses, or if no engine answers in time.
+    """
+    hello = f.RankHello(
+        version=f.VERSION,
+        release=__version__,
+        rank=rank,
+        pid=os.getpid(),
+        epoch=epoch,
+        settings=shared_settings(config),
+    )
+    until = time.monotonic() + WELCOME_S
+    while (left := until - time.monotonic()) > 0:
+        # An answer may already wait from the last round: do not send another hello then.
+        if (data := channel.receive(0)) is None:
+            channel.send(f.encode(hello))
+            data = channel.receive(min(left, AGAIN_S))
+        if data is None:
+            continue
+        answer = f.decode_to_rank(data)
+        if isinstance(answer, f.RankWelcome):
+            return answer
+        if isinstance(answer, f.Refused):
+            raise f.FrameError(f"the engine refused this rank: {answer.error.message}")
+    raise NoHead(f"the engine did not answer within {WELCOME_S:g} s")
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""``weft serve`` and ``weft up``: from configurations to a running server."""

@@ -1,0 +1,226 @@
+"""A server: API servers and engine processes of all groups, connected by sockets in a private folder.
+
+A single API server runs in this process and owns the engines. Several API servers are child processes, like
+the engines, and this process is the supervisor: see ``weft.control.processes``.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.cli.processes import child
+from weft.common import log, signals
+from weft.common.folder import private_folder
+from weft.common.log import get_logger
+from weft.common.title import set_title
+from weft.config.open_files import ask_for_files
+from weft.config.resolved import EngineConfig
+from weft.config.sections.all import FrontSection
+from weft.config.topology import face, serves
+from weft.ops import cpu
+from weft.ops.cpu.beside import OperationsBuild, built
+
+if TYPE_CHECKING:
+    from weft.engine.ranks.processes import Command, Start
+    from weft.engine.server.heads import HeadGroups
+
+_SECONDS_TO_CLOSE = 5.0
+
+_log = get_logger(__name__)
+
+
+def configure_log(front: FrontSection, host: int) -> None:
+    """Configure the log. Lines name the process: the role, or the host number."""
+    process = "front" if front.fronts == 1 else "supervisor"
+    log.configure(front.log_settings, f"host {host}" if host else process)
+
+
+def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
+    """Serve until a stop signal, or until no request can be served any more. Return the exit status.
+
+    On a host other than the first, run the host's share of engines and ranks for the first host.
+    """
+    resolved = face(groups)
+    ask_for_files(groups, front)
+    # Ignored from the start: only the first host handles restarts.
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    if resolved.parallel.node_rank:
+        from weft.cli.processes.other_host import serve_groups
+
+        child.forbid_core_dumps()
+        return serve_groups(groups, front.log_settings)
+    from weft.engine.ranks.processes import Spares
+    from weft.engine.server.heads import HeadGroups
+
+    name = "server" if front.fronts == 1 else "supervisor"
+    set_title(name, resolved.served_names[0])
+
+    child.forbid_core_dumps()
+    # Until the API server installs signal handlers, a signal ends the process in order and removes the
+    # folder.
+    for number in signals.heeded():
+        signal.signal(number, signals.end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+    folder = private_folder()
+    heads: HeadGroups | None = None
+    operations: Operations | None = None
+    torchless = all(group.scripted for group in groups)
+    spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
+    patience, status = 0.0, 1
+    ends: list[int] = []
+    try:
+        operations = Operations(groups, front.build_ops, spares.start)
+        heads = HeadGroups(groups, folder, front.log_settings, operations.start)
+        if front.fronts > 1:
+            status = run_fronts(resolved, front, heads, folder, operations)
+        else:
+            status = run_front(resolved, front, heads, operations)
+        # After a signal that cuts off requests, do not wait: engines still load, or must not finish.
+        patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
+    finally:
+        signals.ignore()
+        signal.signal(signals.RESTART, signal.SIG_IGN)
+        if operations is not None:
+            operations.close()
+        if heads is not None:
+            ends = heads.close(patience, 0 if status > 128 else status)
+        spares.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    # An engine with a configuration error makes the status 2, but only if the server failed.
+    return 2 if status != 0 and 2 in ends else status
+
+
+class Operations:
+    """CPU operations of a server's engine processes: the same in all processes.
+
+    A server that starts without the C++ operations keeps torch's operations, or compiles the C++ operations
+    and switches all engines at once.
+    """
+
+    def __init__(self, groups: tuple[EngineConfig, ...], compiles: bool, start: Start) -> None:
+        """``compiles``: ``--build-ops``. ``start`` starts an engine's process."""
+        self._start = start
+        concerned = any(group.device == "cpu" and not group.scripted for group in groups)
+        self._missing = concerned and not built()
+        self._compiles = compiles and self._missing
+        self._build: OperationsBuild | None = None
+
+    def start(self, command: Command) -> subprocess.Popen[bytes]:
+        """Start an engine's process with the server's present operations.
+
+        A process may restart at any time. So operations built in the meantime have no effect before the
+        switch.
+        """
+        if self._missing:
+            how = cpu.COMPILING if self._compiles else cpu.UNBUILT
+            environment = {**command.environment, "WEFT_DISABLE_CPU_OPS": how}
+            command = command._replace(environment=environment)
+        return self._start(command)
+
+    def compile(self, switch: Callable[[], None]) -> None:
+        """Start the compilation beside the server, if requested.
+
+        ``switch`` requests the switch of all engines.
+        """
+        if self._compiles:
+            _log.info(
+                "compiling the C++ operations; until then the server uses torch's operations, at about "
+                "half the speed"
+            )
+            try:
+                self._build = OperationsBuild(switch)
+            except OSError as error:
+                _log.warning("the C++ operations cannot be compiled (%s)", error.strerror)
+
+    def switched(self) -> None:
+        """Use the compiled operations in all later processes.
+
+        Call when all engines have ended or get no more work.
+        """
+        _log.info("engines switch to the C++ operations")
+        self._missing = False
+
+    def close(self) -> None:
+        """End a running compilation."""
+        if self._build is not None:
+            self._build.close()
+
+
+def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
+    """Serve with one API server in this process, which owns the engines. Return the exit status."""
+    from weft.control.processes.owner import HeadOwner
+    from weft.front.server import serve
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+    owner = HeadOwner(
+        heads.members,
+        heads,
+        front.engine_restarts,
+        serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+        drain_timeout=front.drain_timeout,
+        on_switch=operations.switched,
+    )
+    signal.signal(signals.RESTART, lambda *_: owner.restart())
+    owner.start()
+    operations.compile(owner.switch)
+    return serve(resolved, front, owner)
+
+
+def run_fronts(
+    resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
+) -> int:
+    """Serve with several API servers on one port, as their supervisor. Return the exit status.
+
+    ``folder``: private folder for the registry. Raise ConfigError if the port cannot be used.
+    """
+    from weft.cli.processes.front_main import FrontSetup, start_front
+    from weft.control.processes.server import ClusterServer
+    from weft.control.processes.supervisor import Supervisor
+    from weft.front.first_request import has_template
+    from weft.front.server import bind, ready_text
+
+    # This socket never listens. The socket finds a port and reserves the port for restarted API servers.
+    # SO_REUSEPORT is set only after the bind: with SO_REUSEPORT from the start, another server of the same
+    # user could share the port unnoticed.
+    with bind(front.host, front.port, listens=False) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
+
+        def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
+            setup = FrontSetup(
+                config=resolved,
+                section=section,
+                name=name,
+                folder=str(folder),
+                serving=incarnation > 1,
+            )
+            return start_front(setup, link)
+
+        def announce() -> None:
+            chats = has_template(resolved, front)
+            sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
+            sys.stdout.flush()
+
+        supervisor = Supervisor(
+            heads.members,
+            [str(number) for number in range(front.fronts)],
+            restarts=front.engine_restarts,
+            drain_timeout=front.drain_timeout,
+            serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+        )
+        secret = resolved.parallel.group_secret
+        server = ClusterServer(
+            supervisor, heads, start, folder, announce, secret=secret, on_switch=operations.switched
+        )
+        operations.compile(server.switch)
+        return server.run()

@@ -1,0 +1,82 @@
+"""``weft up``: a server of several groups with different settings, from a topology file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from weft.cli import options
+from weft.cli.serve.serve import with_keys
+from weft.config.resolved import EngineConfig
+from weft.config.sections.all import Config, FrontSection
+
+
+@click.command(cls=options.Command)
+@click.argument("file", type=click.Path())
+@click.option("--check", is_flag=True, help="Only check FILE, and print the groups that would start.")
+@options.settings(("front",), ("node_rank",), file=False)
+def up(file: str, check: bool, **given: Any) -> int:
+    """Serve the groups of the topology FILE over an OpenAI-compatible API.
+
+    FILE is YAML. Top-level keys are flags of an engine and hold for all groups. `front` has flags of the
+    server; flags on the command line win. `groups` is a list: each group has a role (unified, prefill, decode
+    or encode), a count and its own flags. The folder examples has ready-made files. SIGUSR1 restarts all
+    groups, one after the other, without loss of a request.
+    """
+    from weft.cli.serve.server import configure_log, run
+    from weft.config.secret_file import check_secrets, warn_of_readable_keys
+    from weft.config.topology import on_host, read_topology, resolve_groups
+
+    node = given.pop("node_rank") or 0
+    topology = on_host(read_topology(file, options.given_values(given)), node)
+    front = with_keys(Config(front=topology.front)).front
+    configure_log(front, node)
+    warn_of_readable_keys(file)
+    groups = resolve_groups(topology._replace(front=front))
+    check_secrets(groups)
+    if check:
+        click.echo(describe(groups, front))
+        return 0
+    return run(groups, front)
+
+
+def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
+    """Return the plan of the server as text: a line for the server, and a line per group."""
+    one = groups[0]
+    ranks = sum(group.parallel.layout.ranks for group in groups)
+    lines = [
+        f"{one.served_names[0]} ({one.dtype}, {one.device}) on {front.host}:{front.port}: "
+        f"{_count(front.fronts, 'front')}, {_count(len(groups), 'group')}, {_count(ranks, 'rank')}"
+    ]
+    width = max(len(group.group) for group in groups)
+    for group in groups:
+        parallel = group.parallel
+        layout = [f"{parallel.layout.ranks} x {group.device}"]
+        layout += [f"tp {parallel.tensor_parallel_size}"] if parallel.tensor_parallel_size > 1 else []
+        layout += [f"dp {parallel.data_parallel_size}"] if parallel.data_parallel_size > 1 else []
+        layout += ["ep"] if parallel.enable_expert_parallel else []
+        if parallel.nnodes > 1:
+            alone = parallel.only_host
+            layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
+        layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
+        # Encode groups have no pools.
+        pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools) or "no cache"
+        pools += _images(group)
+        lines.append(f"  {group.group:<{width}}  {group.transfer.role:<7}  {', '.join(layout)}: {pools}")
+    return "\n".join(lines)
+
+
+def _images(group: EngineConfig) -> str:
+    """Return the group's part in image encoding as text; "" if the group takes no embeddings."""
+    media = group.kv.media
+    if group.transfer.role == "encode":
+        return "; encodes images"
+    if media is None or not group.transfer.take_embeddings:
+        return ""
+    return "; images from encode groups, or its own tower" if media.tower else "; images from encode groups"
+
+
+def _count(number: int, what: str) -> str:
+    """Return the number with its noun, in plural if needed."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,1 @@
+"""``weft sim``: latency and throughput of settings on virtual time."""

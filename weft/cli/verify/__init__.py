@@ -1,0 +1,1 @@
+"""``weft verify``: compare the tokens of layouts, topologies and references."""

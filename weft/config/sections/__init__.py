@@ -1,0 +1,1 @@
+"""The declarations of all settings: one section per subsystem. See ``all``."""

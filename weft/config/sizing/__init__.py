@@ -1,0 +1,1 @@
+"""Sizes of caches in blocks and bytes, from free memory and limits."""

@@ -1,0 +1,102 @@
+"""Image limits and embedding memory of a group, from the model and the settings."""
+
+from __future__ import annotations
+
+from weft.common.errors import ConfigError
+from weft.config.flags import parse_size
+from weft.config.media import MediaFacts
+from weft.config.resolved import MediaLimits
+from weft.config.sections.all import MediaSection
+from weft.config.sizing.memory import show_bytes
+from weft.config.spec import DTYPE_BYTES, ModelSpec
+from weft.types.media import BLOCK_ROWS
+
+DEFAULT_BYTES = 512 << 20
+
+
+def media_limits(
+    spec: ModelSpec,
+    dtype: str,
+    max_model_len: int,
+    section: MediaSection,
+    *,
+    tower: bool = True,
+    takes: bool = False,
+) -> MediaLimits | None:
+    """Return the image limits of a group; None for a model without images.
+
+    ``tower``: True if the group encodes images. ``takes``: True if embeddings arrive from other groups.
+
+    Raise ConfigError if --mm-cache-bytes cannot hold the embedding of the largest image in whole blocks, or
+    --mm-host-cache-bytes cannot hold one block.
+    """
+    vision = spec.vision
+    if vision is None:
+        return None
+    media = vision.media
+    # One row per token, plus one row per deepstack level.
+    row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
+    block = BLOCK_ROWS * row_bytes
+    largest = -(-min(most_tokens(media), max_model_len) // BLOCK_ROWS) * block
+    asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
+    if asked is not None and asked < largest:
+        raise ConfigError(
+            f"--mm-cache-bytes {section.mm_cache_bytes} does not hold the embedding of the largest "
+            f"image: set --mm-cache-bytes to at least {show_bytes(largest)}, or lower --max-model-len",
+            param="--mm-cache-bytes",
+        )
+    host = None if section.mm_host_cache_bytes is None else parse_size(section.mm_host_cache_bytes)
+    if host is not None and host < block:
+        raise ConfigError(
+            f"--mm-host-cache-bytes {section.mm_host_cache_bytes} is too small for any embedding: set "
+            f"--mm-host-cache-bytes to at least {show_bytes(block)}, or remove the flag",
+            param="--mm-host-cache-bytes",
+        )
+    return MediaLimits(
+        patch=media.patch,
+        merge=media.merge,
+        frames=max(media.temporal, vision.frames),
+        row_bytes=row_bytes,
+        cache_bytes=max(DEFAULT_BYTES, largest) if asked is None else asked,
+        encode_patches=section.max_encode_patches,
+        most_items=section.limit_mm_per_prompt,
+        sections=spec.rope.sections is not None,
+        tower=tower,
+        takes=takes,
+        host_bytes=host or 0,
+        encode_items=section.max_encode_items,
+        levels=len(vision.levels),
+        width=vision.output,
+    )
+
+
+def embedding_bytes(
+    spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
+) -> int:
+    """Return the approximate memory of a rank's embedding pools on the device.
+
+    With ``host``, add the second tier in host memory.
+    """
+    vision = spec.vision
+    if vision is None:
+        return 0
+    row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
+    longest = max_model_len if isinstance(max_model_len, int) else spec.max_position
+    largest = min(most_tokens(vision.media), longest) * row_bytes
+    asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
+    second = parse_size(section.mm_host_cache_bytes or 0) if host else None
+    return (asked or max(DEFAULT_BYTES, largest)) + (second or 0)
+
+
+def most_tokens(media: MediaFacts) -> int:
+    """Return the tokens of the largest image or frame group.
+
+    Very elongated images may exceed the number slightly.
+    """
+    if media.kind == "area":
+        area = media.max_pixels
+        if media.frames is not None:  # a video of one frame group
+            area = max(area, media.frames.max_pixels // media.temporal)
+        return area // (media.patch * media.merge) ** 2
+    side = -(-media.max_side // media.merge)
+    return min(side * side, -(-media.max_patches // media.merge**2) + side)

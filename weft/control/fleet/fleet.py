@@ -1,0 +1,493 @@
+"""Pure state machine over all instances behind one API server, and over all open sequences.
+
+    Opened ──► parked ──policy──► at an instance ──► Deliver(.., finish)
+                 ▲                  │ lost, refused, evicted
+                 ├──────────────────┤
+                 └─ Resumed ─ paused ◄─ Paused
+
+Input is events, output is actions (``weft.control.fleet.events``). The class uses no clock, socket, thread or
+process, so the simulator runs the same code. An open sequence is parked, paused, at an instance, or at a pair
+of instances (``weft.control.fleet.pairs``). Further instances may encode the images of the sequence
+(``weft.control.fleet.encoders``). Each sequence ends exactly once, with an event with ``finish``. After the
+loss of an instance, the sequences of the instance continue from the tokens received so far: at other
+instances, or after a wait for a replacement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.common.restarts import MOST_LOSSES
+from weft.control.fleet import events as e
+from weft.control.fleet.abilities import outdated, speaking, too_old
+from weft.control.fleet.attempts import begin, may_retry
+from weft.control.fleet.instance_table import InstanceTable, Patience
+from weft.control.fleet.instances import GONE, Instance, InstanceState
+from weft.control.fleet.lateness import Lateness
+from weft.control.fleet.ledger import LedgerEntry, Unlanded, by_request, for_good, was_not_greeted
+from weft.control.fleet.open_sequences import OpenSequences
+from weft.control.fleet.pairs import Route, Router
+from weft.control.fleet.parked import MOST_REFUSALS, wait_after
+from weft.control.fleet.policy import Policies, make_policies
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+
+class Fleet:
+    """All instances behind one API server. Times are seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        instances: Mapping[str, str],
+        patience: Patience,
+        policies: Policies | None = None,
+        front: str = "",
+        joining: bool = False,
+        local_prefill: bool = True,
+        retired: Iterable[str] = (),
+    ) -> None:
+        """Build a fleet in which no instance has answered yet.
+
+        ``instances`` maps a name to an expert-parallel group; the instances of a group work together or not
+        at all, and "" means no group. ``front`` is the name of this API server. With ``joining``, other API
+        servers already serve: this API server does not wait for all instances, and survives the loss of an
+        instance during startup. With ``local_prefill``, decode instances also compute prompts if no prefill
+        instance comes in time. ``retired`` names instances without a process.
+        """
+        self.table = InstanceTable(instances, patience, joining, local_prefill, retired)
+        self._joining = joining
+        self.open = OpenSequences()
+        self.entries = self.open.entries  # the open sequences
+        # set once no instance is left and no process will be started again
+        self.failure: WeftError | None = None
+        self.late_events = 0  # events of sequences or attempts already over
+        self.failovers = 0  # sequences continued after the loss of an instance
+        self.pauses = 0
+        self.paired = 0  # sequences sent to two instances
+        # sequences sent to a decode instance alone, for lack of a prefill instance
+        self.local_prefills = 0
+        self.encodes = Counter(first=0, again=0)  # images sent to encode instances, by attempt
+        self._patience, self._front = patience, front
+        self.router = Router(policies or make_policies())
+        self._unlanded = Unlanded()
+        self._parked = self.open.parked
+        self._closing, self._now = False, -math.inf
+        self._lateness = Lateness(self.table, patience)
+        self._actions: list[e.Action] = []
+        self._events: list[m.TokenEvent] = []
+
+    def on(self, event: e.Event, now: float) -> list[e.Action]:
+        """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order.
+
+        All resulting token events leave in one ``Deliver``, the last action.
+        """
+        self._now, self._actions, self._events = now, [], []
+        _HANDLERS[type(event)](self, event)
+        # Any event may free an instance or a sequence, so placement follows every event.
+        self._lateness.look(now)
+        if self._parked:
+            self._place_parked()
+        for sequence, error in self.open.late(self._lateness) if self._parked else ():
+            self._end(sequence, error)
+        if self._events:
+            self._actions.append(e.Deliver(tuple(self._events)))
+        return self._actions
+
+    def next_deadline(self) -> float:
+        """Return the time of the next necessary ``Tick`` if no event comes earlier; inf for never."""
+        return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unlanded))
+
+    def refusal(self) -> WeftError | None:
+        """Return the reason why no new request is accepted now; None if requests are accepted."""
+        if self.failure is not None:
+            return Unavailable("the engine has failed; the server is stopping")
+        if self._closing or not self.table.complete:
+            return Unavailable("the engine is not ready yet; try again later")
+        return self._lateness.why(begun=False)
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    def _opened(self, event: e.Opened) -> None:
+        self.open.open(event)
+        if event.pinned is not None and not self.table.instances[event.pinned].alive:
+            self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
+
+    def _end_pinned(self, name: str, error: WeftError) -> None:
+        for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
+            self._end(sequence, error)
+
+    def _closed(self, event: e.Closed) -> None:
+        for sequence in event.sequences:
+            if sequence in self.entries:
+                self._leave(sequence)
+                self.open.forget(sequence)
+
+    def _pause(self, event: e.Paused) -> None:
+        for sequence in (fresh := self.open.unpaused(event.sequences)):
+            self._leave(sequence)
+            self.open.pause(sequence)
+        self.pauses += bool(fresh)
+
+    def _resume(self, event: e.Resumed) -> None:
+        self.open.resume(event.sequences)
+
+    def _leave(self, sequence: int) -> None:
+        """Remove an open sequence from all instances, and send each instance a ``Finish``."""
+        entry = self.entries[sequence]
+        for name in entry.places:
+            instance = self.table.instances[name]
+            instance.end(sequence)
+            self._send(instance, m.Finish(sequence=sequence))
+            # Version 1 has no attempt numbers. Events up to the final event may belong to the ended attempt.
+            if instance.version < 2:
+                instance.unanswered.add(sequence)
+        entry.left()
+
+    def _end(self, sequence: int, error: WeftError) -> None:
+        self._leave(sequence)
+        self.open.forget(sequence)
+        self._events.append(m.TokenEvent(sequence=sequence, finish="error", error=error.info()))
+
+    # -- placement ----------------------------------------------------------------------------------
+
+    def _place_parked(self) -> None:
+        """Send parked sequences to instances. All sequences of one prompt go to the same route."""
+        ready, takers = self._parked.ready(self._now), self.table.takers()
+        if not takers:
+            return
+        # Without any instance for images, `by_request` skips the sequences with images.
+        for request, group in by_request(ready, self.entries, not self.table.blind).items():
+            entry = self.entries[group[0]]
+            able, local = speaking(takers, entry.submit), self._lateness.local
+            encoders = self.table.encoders() if entry.submit.media else None
+            near = self.open.near(request)
+            route = self.router.route(able, entry, group, near, local, encoders)
+            if route is not None:
+                self._place(route, group)
+            elif len(able) < len(takers) and outdated(self.table.instances.values(), entry.submit, local):
+                for sequence in group:
+                    self._end(sequence, too_old(entry.submit))
+            # A half-open instance takes one prompt at a time, so the placement may have used up the instance.
+            if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
+                takers = self.table.takers()
+
+    def _place(self, route: Route, group: list[int]) -> None:
+        began = begin(route, [self.entries[sequence] for sequence in group], self._patience.transfer)
+        for instance, message in began.submits:
+            self._send(instance, message)
+        self.encodes.update(began.encodes)
+        self.paired += began.paired
+        self.local_prefills += began.local
+        self.failovers += sum(map(self.open.placed, group))
+
+    def _send(self, instance: Instance, message: m.ToHead) -> None:
+        self._actions.append(e.Send(instance.name, instance.link, message))
+
+    # -- messages of instances -----------------------------------------------------------------------
+
+    def _received(self, event: e.Received) -> None:
+        instance, message = self.table.instances[event.instance], event.message
+        # A message over an old link comes from a process already given up.
+        if instance.link != event.link or instance.state in GONE:
+            self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
+            return
+        instance.heard = self._now
+        if isinstance(message, m.Tokens):
+            for token_event in message.events:
+                self._take(instance, token_event)
+        elif isinstance(message, m.Heartbeat | m.PrefixIndex):
+            if not self.router.hear(instance, message, self._now):
+                self._send(instance, m.WatchPrefixes())
+        elif isinstance(message, m.Welcome):
+            self._welcome(instance, message)
+        else:
+            self._lose(instance, ReportedError(message.error))
+
+    def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
+        complete = self.table.complete
+        try:
+            self.table.welcome(instance, welcome, self._now)
+        except EngineDead as error:
+            self._lose(instance, error)
+            return
+        # A single instance leaves no choice, so no reports of prefixes are needed.
+        if self.router.asks(instance) and len(self.table.instances) > 1:
+            self._send(instance, m.WatchPrefixes())
+        if self.table.complete and not complete:
+            self._actions.append(e.Complete())
+
+    def _take(self, instance: Instance, event: m.TokenEvent) -> None:
+        sequence = event.sequence
+        entry = self.entries.get(sequence)
+        if sequence in instance.unanswered:
+            entry = None
+            if event.finish is not None:
+                instance.unanswered.discard(sequence)
+        attempt = None if entry is None else entry.places.get(instance.name)
+        # Drop events of ended attempts, and events of sequences no longer at the instance.
+        if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
+            self.late_events += 1
+            return
+        if was_not_greeted(event):
+            self._greet(instance)
+            return
+        if instance.name in entry.encoders:
+            self._take_of_encoder(instance, entry, event)
+            return
+        if event.token_ids:
+            instance.computed(sequence)
+            entry.computed = True
+        # Without a pair, an event without position (an old version) needs no ordering.
+        alone = entry.pair is None and event.position < 0
+        said = event if alone else entry.in_turn(instance.name, event)
+        if said is None:
+            return
+        if said is not event and said.finish == "evicted" != event.finish:  # the instance would continue
+            log.error("engine %s skipped tokens: another attempt computes the tokens", instance.name)
+            self._send(instance, m.Finish(sequence=sequence))
+        self._tell(instance, entry, for_good(said))
+
+    def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
+        """Apply an accepted event of ``instance``: deliver new output, then end or move the sequence.
+
+        Some ends concern only ``instance``: ``moved``, ``evicted``, and a refusal with a possible retry. The
+        client does not see such an end, because the sequence continues elsewhere.
+        """
+        sequence, finish = event.sequence, event.finish
+        back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
+        why = "" if event.error is None else event.error.code
+        # A finish for one instance alone must not reach the client.
+        if back:
+            event = msgspec.structs.replace(event, finish=None, error=None)
+        fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
+        if fresh is not None and (not back or fresh.token_ids or fresh.prompt_logprobs is not None):
+            self._events.append(fresh)
+        if finish is None:
+            return
+        if finish == "moved" and entry.sender == instance.name:
+            self.table.prove(instance)
+            self._hand_over(instance, entry)
+        elif back:
+            self._give_back(instance, entry, why)
+        else:
+            self._depart(instance, entry)
+            self._leave(sequence)
+            self.open.forget(sequence)
+            if finish != "error":
+                self.table.prove(instance)
+
+    def _take_of_encoder(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
+        """Apply an event of ``instance``, which encodes images of the sequence.
+
+        A lasting error ends the sequence. A retryable error returns the sequence to the router.
+        """
+        finish, error = event.finish, event.error
+        # all embeddings have arrived; a later failure changes nothing
+        if finish == "moved" or (finish and entry.computed):
+            self._depart(instance, entry)
+        elif finish == "error" and error is not None and not self._may_retry(instance, entry, event):
+            self._depart(instance, entry)
+            self._end(entry.submit.sequence, ReportedError(error))
+        elif finish:
+            self._give_back(instance, entry, "" if error is None else error.code)
+        if finish == "moved":
+            self.table.prove(instance)
+
+    def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
+        return may_retry(self.table, self._lateness.local, instance, entry, event)
+
+    def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
+        """Remove the sequence from the records of ``instance``."""
+        instance.end(entry.submit.sequence)
+        del entry.places[instance.name]
+        entry.encoders.pop(instance.name, None)
+
+    def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
+        """Release ``sender``, which has sent all its events, and apply the held events of the decode
+        instance."""
+        self._depart(sender, entry)
+        held, entry.held = entry.held, []
+        for event in held:
+            if (receiver := entry.partner(sender.name)) is not None:
+                self._take(self.table.instances[receiver], event)
+
+    def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
+        """Take the sequence back from ``instance`` and place the sequence again.
+
+        ``why`` is the error code; "" without an error. The loss of ranks or of a peer counts as a loss. Every
+        other return counts as a refusal. After more than ``MOST_REFUSALS`` refusals by one instance the
+        sequence fails.
+        """
+        # The partner has reached the end. The partner's final event is still under way.
+        if entry.ends_elsewhere(instance.name, why):
+            self._depart(instance, entry)
+            return
+        sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
+        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # possibly the cause
+        self._depart(instance, entry)
+        if ended is not None and not entry.orphaned:  # no new sequences until the next process is up
+            self.table.shun(self.table.instances[ended], self._now)
+        if why == RanksLost.code or ended is not None:
+            self._go_on(entry)
+            return
+        for name in doubtful:
+            entry.refuse(name)
+        if entry.refuse(instance.name) > MOST_REFUSALS:
+            self._end(sequence, Unavailable("the engines evicted the request too often; try again later"))
+        else:
+            self._leave(sequence)
+            self._parked.add(sequence, self._now + wait_after(sum(entry.refused.values())))
+
+    # -- instances that come and go -----------------------------------------------------------------
+
+    def _expected(self, event: e.Expected) -> None:
+        instance = self.table.instances[event.instance]
+        if instance.link >= 0:  # the report about the end of the former process may come later, or never
+            self._lose(instance, EngineDead("another process has replaced the engine"), replace=False)
+        self.table.expect(instance, event.link, self._now, event.domain)
+
+    def _located(self, event: e.Located) -> None:
+        if (instance := self._linked_to(event)) is not None:
+            self.table.locate(instance, self._now)
+
+    def _listening(self, event: e.Linked) -> None:
+        if (instance := self._linked_to(event)) is not None and instance.state not in GONE:
+            self._greet(instance)
+
+    def _greet(self, instance: Instance) -> None:
+        """Send ``Hello`` over a connection unknown to the engine process.
+
+        The engine has ended all sequences of the former connection, and messages were lost. So each sequence
+        begins another attempt from the tokens received so far. No process was lost, so no loss counts.
+        """
+        self.table.listen(instance, self._now)
+        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        for entry in self._part(instance):
+            self._leave(entry.submit.sequence)
+            self._parked.add(entry.submit.sequence)
+        instance.unanswered.clear()
+
+    def _unreachable(self, event: e.Unreachable) -> None:
+        if (instance := self._linked_to(event)) is not None and instance.alive:
+            self.table.shun(instance, self._now, "the connection is broken; reconnecting")
+
+    def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
+        """Return the instance of ``event`` if the event comes from the present link; None for an old link."""
+        instance = self.table.instances[event.instance]
+        return instance if instance.link == event.link else None
+
+    def _lost(self, event: e.Lost) -> None:
+        if (instance := self._linked_to(event)) is not None:
+            self._lose(instance, event.error)
+
+    def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
+        """Handle the end of the process of ``instance``: move sequences elsewhere and request a replacement.
+
+        Sequences pinned to the process end with ``error``. A loss during the first start requests no
+        replacement and fails the whole fleet. Do nothing if the instance is already down or retired.
+        ``replace=False`` requests no replacement.
+        """
+        if not self.table.lose(instance, self._now, error, self._closing):
+            return
+        self._actions.append(e.Unlink(instance.name, instance.link))
+        for entry in self._part(instance):
+            self._go_on(entry)
+        # Sequences already handed off stay with the decode instance, but must show a token in time.
+        self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
+        self._end_pinned(instance.name, error)
+        if not self.table.complete and not self._joining:  # a failed start ends the API server
+            self._fail(error)
+        elif replace and not self._closing:
+            self._actions.append(e.Replace(instance.name, error))
+
+    def _part(self, instance: Instance) -> list[LedgerEntry]:
+        """Remove all sequences from ``instance``; return the sequences that cannot continue without the
+        instance."""
+        left = []
+        for sequence in list(instance.open):
+            entry = self.entries[sequence]
+            # The decode instance continues without the lost prefill instance if all output of the latter has
+            # come.
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+                continue
+            # A lost encode instance does not matter once the prompt is computed.
+            if instance.name not in entry.encoders or not entry.computed:
+                left.append(entry)
+            self._depart(instance, entry)
+        return left
+
+    def _go_on(self, entry: LedgerEntry) -> None:
+        """Park a sequence after the loss of an instance; end the sequence after too many losses."""
+        sequence = entry.submit.sequence
+        self._leave(sequence)
+        entry.losses += 1
+        if entry.losses > MOST_LOSSES:
+            lost = f"the engine was lost {entry.losses} times while it worked on this request"
+            self._end(sequence, EngineDead(lost))
+        else:  # for a pinned sequence, `_lose` calls `_end_pinned` next
+            self.open.bereft.add(sequence)
+            self._parked.add(sequence)
+
+    def _retired(self, event: e.Retired) -> None:
+        """Retire the instance with the whole expert-parallel group. Fail if the rest can never serve."""
+        retired = self.table.instances[event.instance]
+        for instance in self.table.instances.values():
+            if instance is retired or (retired.domain and instance.domain == retired.domain):
+                self._lose(instance, event.error, replace=False)
+                self.table.retire(instance)
+        if self.table.over:
+            self._fail(event.error)
+
+    def _fail(self, error: WeftError) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._actions.append(e.Failed(error))
+        for sequence in list(self.entries):
+            self._end(sequence, error)
+
+    def _tick(self, event: e.Tick) -> None:
+        for instance, error in self.table.overdue(self._now):
+            self._lose(instance, error)
+        for entry in self._unlanded.late(self._now):
+            self._go_on(entry)
+        if self.table.starts_without(self._now):
+            self._actions.append(e.Complete())
+
+    def _stalled(self, event: e.Stalled) -> None:
+        self.table.stall(event.seconds, self._now)
+        self._unlanded.stall(event.seconds)
+
+    def _close(self, event: e.Closing) -> None:
+        self._closing = True
+        for instance, message in self.table.farewells(event.shutdown):
+            self._send(instance, message)
+        for sequence in list(self.entries):
+            self._end(sequence, Unavailable("the server is shutting down"))
+
+
+_HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
+    e.Opened: Fleet._opened,
+    e.Closed: Fleet._closed,
+    e.Paused: Fleet._pause,
+    e.Resumed: Fleet._resume,
+    e.Expected: Fleet._expected,
+    e.Located: Fleet._located,
+    e.Linked: Fleet._listening,
+    e.Unreachable: Fleet._unreachable,
+    e.Received: Fleet._received,
+    e.Lost: Fleet._lost,
+    e.Retired: Fleet._retired,
+    e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
+    e.Stalled: Fleet._stalled,
+    e.Tick: Fleet._tick,
+    e.Closing: Fleet._close,
+}

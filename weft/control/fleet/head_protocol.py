@@ -1,0 +1,278 @@
+"""The engine's side of the messages: the connected API servers, and the owner of each live sequence. No I/O.
+
+Each Submit gets exactly one event with ``finish``, unless the API server sent a later attempt or left. An API
+server that is gone, or does not read, loses its own sequences and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from weft.common.errors import EngineDead, InvalidRequest, NotGreeted, PixelsLost, Unavailable, WeftError
+from weft.common.shared_bytes import SharedName
+from weft.control.fleet.encoders import ENCODE_SINCE
+from weft.control.fleet.prefix_index import PrefixReports
+from weft.kv.prefix_log import PrefixLog
+from weft.types import messages as m
+
+SHARED_SINCE = 7
+"""The first version of messages in which images may be passed by the name of shared memory."""
+Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
+"""(connection of an API server, message), in sending order."""
+
+
+class HeadEngine(Protocol):
+    """The engine behind the protocol. See ``weft.engine.core.EngineCore``."""
+
+    @property
+    def recovering(self) -> bool: ...
+
+    def submit(self, submit: m.Submit) -> list[m.TokenEvent]: ...
+
+    def finish(self, sequence: int) -> list[m.TokenEvent]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> m.HeadStats: ...
+
+    def welcome(self, incarnation: int) -> m.Welcome: ...
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
+
+
+class Pixels(Protocol):
+    """Resolver of images passed by name. See ``weft.engine.server.pixel_inbox``."""
+
+    @property
+    def probe(self) -> SharedName | None: ...
+
+    def take(self, submit: m.Submit) -> m.Submit: ...
+
+
+class _Front(NamedTuple):
+    name: str
+    """The name of the API server, the same for all connections of the server."""
+    version: int
+    quiet: bool
+    """True if the API server wants heartbeats only while owning sequences."""
+
+
+class _Owner(NamedTuple):
+    front: bytes
+    attempt: int
+
+
+class HeadProtocol:
+    """State machine of one engine process. A connection (bytes) identifies an API server."""
+
+    def __init__(self, engine: HeadEngine, incarnation: int, pixels: Pixels | None = None) -> None:
+        """Create the protocol without connections. ``pixels`` is None if images always come as bytes."""
+        self._engine = engine
+        self._pixels = pixels
+        self._incarnation = incarnation
+        self._fronts: dict[bytes, _Front] = {}
+        self._owners: dict[int, _Owner] = {}
+        """Owner (API server and attempt) of each live sequence."""
+        self.prefixes = PrefixReports(engine)
+        self.bad_frames = 0
+        self.draining = False
+        """True if new sequences are refused."""
+        self.stopped = False
+        """True once the engine process was asked to end."""
+
+    @property
+    def live(self) -> bool:
+        """True if a sequence of any API server is live."""
+        return bool(self._owners)
+
+    def on(self, front: bytes, message: m.ToHead) -> Outgoing:
+        """Handle a message of the connection ``front`` and return the messages to send."""
+        if isinstance(message, m.Hello):
+            return self._hello(front, message)
+        if front not in self._fronts:
+            self.bad_frames += 1
+            if isinstance(message, m.Submit):  # the API server was dropped because it did not read
+                return self._reject(front, message, NotGreeted("Hello must be the first message"))
+        elif isinstance(message, m.Submit):
+            return self._submit(front, message)
+        elif isinstance(message, m.Finish):
+            if message.sequence in self._owners and self._owners[message.sequence].front == front:
+                return self.events(self._engine.finish(message.sequence))
+        elif isinstance(message, m.WatchPrefixes):
+            return list(self.prefixes.watch(front))
+        elif isinstance(message, m.Drain):
+            self.draining = True
+        elif isinstance(message, m.Goodbye):
+            self.forget(front)
+        elif not isinstance(message, m.Profile):  # the step loop handles profiles
+            self.stopped = True
+        return []
+
+    def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
+        """Return the engine's events of ``step`` as one message to each API server.
+
+        A final event also removes the sequence. Events of unknown sequences are dropped.
+        """
+        by_front: dict[bytes, list[m.TokenEvent]] = {}
+        for event in events:
+            owner = self._owners.get(event.sequence)
+            # The API server left, or a later attempt has already ended the sequence.
+            if owner is None:
+                continue
+            if owner.attempt:
+                event = msgspec.structs.replace(event, attempt=owner.attempt)
+            by_front.setdefault(owner.front, []).append(event)
+            if event.finish is not None:
+                del self._owners[event.sequence]
+        return [
+            (front, m.Tokens(step=step, events=self._understood(front, each)))
+            for front, each in by_front.items()
+        ]
+
+    def _understood(self, front: bytes, events: list[m.TokenEvent]) -> tuple[m.TokenEvent, ...]:
+        """Return ``events`` in the form of the API server's version; before version 3 events have no
+        position."""
+        known = self._fronts.get(front)
+        if known is not None and known.version < 3:
+            return tuple(
+                event if event.position < 0 else msgspec.structs.replace(event, position=-1)
+                for event in events
+            )
+        return tuple(events)
+
+    def heartbeats(self) -> Outgoing:
+        """Return the due heartbeat of each API server, and the changes of the prefix cache."""
+        heartbeat = self._heartbeat()
+        busy = {owner.front for owner in self._owners.values()}
+        told: Outgoing = [
+            (name, _heartbeat_of(heartbeat, front.version))
+            for name, front in self._fronts.items()
+            if name in busy or not front.quiet
+        ]
+        return [*self.prefixes.changes(), *told]
+
+    def failed(self, error: WeftError) -> Outgoing:
+        """Return the messages about a failed engine.
+
+        Sequences get no final event: the API server may continue the sequences elsewhere.
+        """
+        return [(front, m.HeadFailed(error=error.info())) for front in self._fronts]
+
+    def forget(self, front: bytes) -> None:
+        """Drop a lost API server, and finish all sequences of the server. Idempotent."""
+        self._fronts.pop(front, None)
+        self.prefixes.forget(front)
+        for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
+            del self._owners[sequence]
+            self._engine.finish(sequence)
+
+    def _hello(self, front: bytes, hello: m.Hello) -> Outgoing:
+        version = m.common_version(hello.versions)
+        if version is None:
+            low, high = hello.versions
+            spoken = f"this engine speaks versions {m.OLDEST} to {m.VERSION}, the API server {low} to {high}"
+            return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
+        welcome = self._engine.welcome(self._incarnation)
+        if welcome.role == "encode" and version < ENCODE_SINCE:
+            spoken = (
+                f"this engine only encodes images; an API server of version {version} does not support this"
+            )
+            return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
+        for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
+            self.forget(former)  # the former connection broke, unnoticed so far
+        self._fronts[front] = _Front(hello.front, version, hello.quiet)
+        if version < 2:
+            welcome = msgspec.structs.replace(welcome, block_size=0)
+        if version < 3:
+            welcome = msgspec.structs.replace(welcome, role="unified", fingerprint="", rooms="")
+        if version < ENCODE_SINCE:
+            welcome = msgspec.structs.replace(welcome, tower=False, embeddings="", tower_fingerprint="")
+        if version >= SHARED_SINCE and self._pixels is not None:
+            welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
+        return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
+
+    def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
+        owner = self._owners.get(submit.sequence)
+        try:
+            # Sequence ids come from API servers, so two servers may clash.
+            if owner is not None and owner.front != front:
+                raise Unavailable("another API server uses this sequence id")
+            if owner is not None and submit.attempt <= owner.attempt:
+                self.bad_frames += 1  # a duplicate or a late message: an answer would end the running attempt
+                return []
+            if owner is not None:
+                del self._owners[submit.sequence]
+                self._engine.finish(submit.sequence)
+            if self.draining:
+                raise Unavailable("the server is shutting down")
+            events = self._engine.submit(self._found(submit))
+        except PixelsLost as error:  # the API server still has the pixels and sends them again
+            return self._reject(front, submit, error, "evicted")
+        except (ValueError, msgspec.ValidationError):
+            return self._reject(front, submit, InvalidRequest("the request is malformed"))
+        except WeftError as error:
+            return self._reject(front, submit, error)
+        self._owners[submit.sequence] = _Owner(front, submit.attempt)
+        return self.events(events)
+
+    def _named(self, connection: bytes, name: str) -> bool:
+        """Return True if the connection belongs to the API server ``name``."""
+        return bool(name) and self._fronts[connection].name == name
+
+    def _found(self, submit: m.Submit) -> m.Submit:
+        """Return ``submit`` with the pixels passed by name.
+
+        Raise PixelsLost for missing pixels, and ValueError if the engine resolves no names.
+        """
+        if self._pixels is not None:
+            return self._pixels.take(submit)
+        if any(item.shared is not None for item in submit.media):
+            raise ValueError("pixels by name are not supported here")
+        return submit
+
+    def _reject(self, front: bytes, submit: m.Submit, error: WeftError, finish: str = "error") -> Outgoing:
+        event = m.TokenEvent(
+            sequence=submit.sequence, attempt=submit.attempt, finish=finish, error=error.info()
+        )
+        return [(front, m.Tokens(step=-1, events=(event,)))]
+
+    def _heartbeat(self) -> m.Heartbeat:
+        stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
+        # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
+        return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
+
+
+_NO_STATS = m.HeadStats()
+"""The default stats. msgspec omits a field only for the very default object, not for an equal value."""
+_SINCE_4 = (
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "constrained_steps",
+    "mask_seconds",
+    "grammars_compiled",
+    "grammar_errors",
+)
+_SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
+
+
+def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
+    """Return ``heartbeat`` without the fields unknown to an API server of ``version``."""
+    stats = heartbeat.stats
+    # Default values are omitted from the encoded message, so an old reader meets no unknown field.
+    if version < ENCODE_SINCE and (stats.embedding_transfers is not None or stats.embedding_host_bytes):
+        stats = msgspec.structs.replace(stats, embedding_transfers=None, embedding_host_bytes=0)
+    if version < 9:
+        stats = msgspec.structs.replace(
+            stats, queue_times=_NO_STATS.queue_times, prefill_times=_NO_STATS.prefill_times
+        )
+    if version < 5:
+        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
+    if version < 4:
+        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_4})
+    if version < 3 and stats.transfers is not None:
+        stats = msgspec.structs.replace(stats, transfers=None)
+    return heartbeat if stats is heartbeat.stats else msgspec.structs.replace(heartbeat, stats=stats)

@@ -1,0 +1,382 @@
+"""The instances of a fleet by name: states, deadlines, and the present takers of sequences."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.control.fleet.encoders import divided, sees, without_compute
+from weft.control.fleet.instances import GONE, SERVING, Instance, InstanceState
+from weft.control.fleet.lacks import Lacks, Since, missing_roles
+from weft.control.fleet.pairs import ROLES_SINCE, serve, why_lonely, without_partner
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+HEALTHY_S = 5.0
+"""Seconds of uptime after which a death no longer counts as one of several deaths in a row."""
+ROW = 2
+"""Deaths in a row after which an instance comes back half-open."""
+LISTEN_S = 60.0
+ABSENT_S = 10.0
+"""Seconds that the first start waits for absent hosts, once the present instances can serve requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a fleet waits for instances, in seconds."""
+
+    engine: float = 120.0
+    """Seconds without a message, or without progress, after which an instance counts as dead."""
+    recovery: float = 120.0
+    """Seconds that sequences wait while no instance takes any and a process is being restarted."""
+    listen: float = LISTEN_S
+    """Seconds from the time of a known address until the process listens. Listening is the first act of a
+    process."""
+    load: float = 3600.0
+    """Seconds from the start of an instance until its answer. The instance loads its model in between."""
+    role: float = 10.0
+    """Seconds that new sequences wait for an instance of a missing role while other instances take
+    sequences."""
+    transfer: float = 300.0
+    """Maximum seconds for one KV transfer from prefill to decode, and for the transfer of one image's
+    embedding."""
+
+
+class InstanceTable:
+    """All instances. No other class changes the state of an instance. Times are seconds of one monotonic
+    clock."""
+
+    def __init__(
+        self,
+        instances: Mapping[str, str],
+        patience: Patience,
+        joining: bool = False,
+        local_prefill: bool = True,
+        retired: Iterable[str] = (),
+    ) -> None:
+        """Build the table. ``instances`` maps a name to an expert-parallel group; "" means no group.
+
+        Instances of one group work together or not at all. For ``joining``, ``local_prefill`` and ``retired``
+        see ``Fleet``.
+        """
+        self.instances = {
+            name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
+        }
+        for name in retired:
+            self.retire(self.instances[name])
+        self.complete = False
+        """True once all instances have been up. A joining API server needs only enough to serve; the first
+        start may also go on without absent hosts (``starts_without``)."""
+        self.restarts = 0
+        """Processes started in place of a lost one."""
+        self.lacking = Since()
+        """Times since when new sequences find no place. Nothing is lacking before ``complete``."""
+        self.gone = Since()
+        """The same, but draining instances count as present: the processes live."""
+        self._path_since = math.inf
+        """Time at the first start since when the present instances can serve and all others are absent; else
+        inf."""
+        self._patience = patience
+        self._joining = joining
+        self._local_prefill = local_prefill
+
+    @property
+    def alive(self) -> bool:
+        """True if the live instances can serve requests."""
+        return self.complete and self.serve(one for one in self.instances.values() if one.alive)
+
+    @property
+    def whole(self) -> bool:
+        """True if all instances are alive and can serve requests."""
+        return self.alive and all(instance.alive for instance in self.instances.values())
+
+    @property
+    def over(self) -> bool:
+        """True if the remaining (not retired) instances can never serve a request."""
+        left = [one for one in self.instances.values() if one.state is not InstanceState.RETIRED]
+        # `None` is the role before the first answer: any role is still possible.
+        roles = {one.role for one in left}
+        if not roles or roles & {None, "unified"}:
+            return not roles
+        return "decode" not in roles or not ("prefill" in roles or self._local_prefill)
+
+    @property
+    def local(self) -> bool:
+        """True if some decode instance may compute prompts and takes sequences now."""
+        return self._local_prefill and any(one.role == "decode" for one in self._serving())
+
+    @property
+    def awaited(self) -> bool:
+        """True if an instance may come back: not serving now and not retired, or shunned."""
+        return any(
+            one.state not in (*SERVING, InstanceState.RETIRED) or one.shunned
+            for one in self.instances.values()
+        )
+
+    def missing(self, images: bool) -> list[str]:
+        """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
+        known = (one.role for one in self.instances.values())
+        return missing_roles(known, (one.role for one in self._serving()), images)
+
+    @property
+    def blind(self) -> bool:
+        """True if no sequence with images can go anywhere now."""
+        return self.lacking.images < math.inf
+
+    @property
+    def unpaired(self) -> int:
+        """Number of live instances with a role and without a live partner."""
+        alive = [one for one in self.instances.values() if one.alive]
+        return len(without_partner(alive)) + len(without_compute(alive))
+
+    def serve(self, instances: Iterable[Instance]) -> bool:
+        """Return True if ``instances`` can serve requests."""
+        return serve(instances, self._local_prefill)
+
+    def takers(self, leaving: int | None = None) -> list[Instance]:
+        """Return the instances that take prompts or decode now, in order of the table.
+
+        ``leaving`` is a sequence about to leave: half-open instances count as free of the sequence.
+        """
+        return [one for one in self._taking(leaving) if one.role != "encode"]
+
+    def encoders(self) -> list[Instance] | None:
+        """Return the instances that take images now, in order; None if no instance ever encoded for
+        others."""
+        if not divided(self.instances.values()):
+            return None
+        return [one for one in self._taking() if one.role == "encode"]
+
+    def deadline(self) -> float:
+        """Return the time at which ``overdue`` or ``starts_without`` may change; inf for never."""
+        deadlines = [math.inf if self.complete else self._path_since + ABSENT_S]
+        for instance in self.instances.values():
+            if instance.state is InstanceState.STARTING:
+                deadlines.append(instance.deadline)
+            elif instance.alive:
+                # Dead means silent, or busy without a step.
+                deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
+            if instance.state is InstanceState.HALF_OPEN:
+                deadlines.append(instance.since + HEALTHY_S)
+        return min(deadlines)
+
+    def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
+        """Return the instances now considered dead, with the reason. Move healthy half-open instances
+        to up."""
+        result: list[tuple[Instance, WeftError]] = []
+        for instance in self.instances.values():
+            # A live instance is overdue when silent or without progress, a starting instance after its
+            # deadline.
+            why = instance.overdue(self._patience.engine, now) if instance.alive else None
+            if why is not None:
+                result.append((instance, EngineDead(why)))
+            elif instance.state is InstanceState.STARTING and now >= instance.deadline:
+                lacks = "did not start in time" if instance.listens else "does not listen"
+                result.append((instance, EngineDead(f"the engine's process {lacks}")))
+            elif instance.state is InstanceState.HALF_OPEN and now >= instance.since + HEALTHY_S:
+                self.prove(instance)
+        return result
+
+    def stall(self, seconds: float, now: float) -> None:
+        """Extend all deadlines by ``seconds``, because this process stood still and has not read all
+        messages."""
+        for instance in self.instances.values():
+            instance.heard = min(now, instance.heard + seconds)
+            instance.moved = min(now, instance.moved + seconds)
+            instance.deadline += seconds
+        self.lacking.stall(seconds, now)
+        self.gone.stall(seconds, now)
+
+    # -- states
+
+    def expect(self, instance: Instance, link: int, now: float, domain: str = "") -> None:
+        """Note a new process of the instance, which is starting from now on. A retired instance comes back in
+        the same way, once revived."""
+        self.restarts += instance.state in GONE
+        instance.domain = domain or instance.domain
+        instance.start(link, now + self._patience.load)
+
+    def locate(self, instance: Instance, now: float) -> None:
+        """Note that the address of the instance's process is known. For a starting process without a
+        connection, the time-out of the connection begins."""
+        instance.located = True
+        if instance.state is InstanceState.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.listen
+        self._look_for_path(now)
+
+    def listen(self, instance: Instance, now: float) -> None:
+        """Note a connection to the process: the first connection, or a reconnection.
+
+        The instance is no longer shunned. The first connection of a starting process begins the time-out of
+        the load.
+        """
+        if instance.state is InstanceState.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.load
+        instance.listens = instance.located = True
+        instance.shunned = False
+        self._look_for_path(now)
+        self._changed(now)
+
+    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
+        """Note the answer of a process, which is now up. Raise EngineDead for an unusable process.
+
+        Messages of another version or another incarnation make a process unusable. A second welcome of an
+        instance that is up changes nothing.
+        """
+        version = m.common_version(welcome.versions)
+        if version is None:
+            low, high = welcome.versions
+            spoken = f"the engine speaks versions {low} to {high}, this API server {m.OLDEST} to {m.VERSION}"
+            raise EngineDead(spoken)
+        if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
+            raise EngineDead("the engine was replaced")
+        if instance.state is not InstanceState.STARTING:
+            return
+        instance.welcome = welcome
+        instance.version = version
+        instance.role = welcome.role if version >= ROLES_SINCE else "unified"
+        instance.since = instance.heard = instance.moved = now
+        instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
+        if self.complete:
+            log.info("engine %s is back", instance.name)
+        # A joining API server starts as soon as the present instances can serve.
+        all_up = all(other.alive for other in self.instances.values())
+        self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
+        self._look_for_path(now)
+        self._changed(now)
+        self._say_who_is_lonely()
+
+    def _look_for_path(self, now: float) -> None:
+        missing = [one for one in self.instances.values() if not one.alive]
+        absent = all(one.state is InstanceState.STARTING and not one.located for one in missing)
+        path = not self.complete and absent and self.serve(self._serving())
+        self._path_since = min(self._path_since, now) if path else math.inf
+
+    def starts_without(self, now: float) -> bool:
+        """Return True once, when the first start has waited ``ABSENT_S`` for absent hosts."""
+        if self.complete or now < self._path_since + ABSENT_S:
+            return False
+        self.complete = True
+        self._changed(now)
+        missing = [one.name for one in self.instances.values() if not one.alive]
+        log.warning("the server starts without %s: the hosts have not connected", ", ".join(missing))
+        return True
+
+    def prove(self, instance: Instance) -> None:
+        """Mark the instance as healthy: a sequence ended well there, or the uptime reached ``HEALTHY_S``."""
+        if instance.state is InstanceState.HALF_OPEN:
+            instance.state = InstanceState.UP
+            instance.deaths = 0
+
+    def drain(self, instance: Instance, now: float) -> None:
+        """Send the instance no new sequences from now on."""
+        if instance.alive:
+            instance.state = InstanceState.DRAINING
+            self._changed(now)
+
+    def shun(self, instance: Instance, now: float, why: str = "") -> None:
+        """Send the instance no sequences until another process is up or another connection is made.
+
+        For an instance whose process has ended according to another instance, or that cannot be reached. Only
+        the instance's own link reports the loss, because the link may still deliver earlier messages.
+        """
+        if instance.alive and not instance.shunned:
+            instance.shunned = True
+            if why:
+                log.warning("engine %s gets no requests: %s", instance.name, why)
+            self._changed(now)
+
+    def lose(self, instance: Instance, now: float, error: WeftError, closing: bool) -> bool:
+        """Note that the process of an instance is gone or unusable. Return False if already known.
+
+        With ``closing`` this API server ends together with its instances, so the loss is no error in the log.
+        """
+        if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
+            return False
+        planned = closing or instance.state is InstanceState.DRAINING
+        # During the first start the caller reports the reason as the last log line.
+        level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
+        log.log(level, "engine %s is lost: %s", instance.name, error.message)
+        # A death soon after the start extends the row of deaths.
+        healthy = instance.alive and now - instance.since >= HEALTHY_S
+        instance.deaths = 1 if healthy else instance.deaths + 1
+        instance.state = InstanceState.DOWN
+        self._look_for_path(now)
+        self._changed(now)
+        return True
+
+    def retire(self, instance: Instance) -> None:
+        """Mark the instance as retired: no other process will be started."""
+        instance.state = InstanceState.RETIRED
+
+    def farewells(self, shutdown: bool) -> list[tuple[Instance, m.Shutdown | m.Goodbye]]:
+        """Return the last message to each connected instance. With ``shutdown`` the instances end, too."""
+        gone = (InstanceState.DOWN, InstanceState.RETIRED)
+        listening = [one for one in self.instances.values() if one.listens and one.state not in gone]
+        if shutdown:
+            return [(one, m.Shutdown()) for one in listening]
+        return [(one, m.Goodbye()) for one in listening if one.version > 1]
+
+    def _serving(self, draining: bool = False) -> list[Instance]:
+        """Return the instances that take sequences; with ``draining`` also the instances that finish their
+        work.
+
+        An expert-parallel group with one dead instance takes no sequences.
+        """
+        # One dead instance stops the collectives of the whole expert-parallel group.
+        broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
+        return [
+            one
+            for one in self.instances.values()
+            if (one.alive if draining else one.state in SERVING)
+            and not one.shunned
+            and one.domain not in broken
+        ]
+
+    def _changed(self, now: float) -> None:
+        if self.complete:
+            self.lacking.note(self._lacks(self._serving()), now)
+            self.gone.note(self._lacks(self._serving(draining=True)), now)
+
+    def _lacks(self, present: list[Instance]) -> Lacks:
+        """Return the lacks of new sequences if only the ``present`` instances took sequences."""
+        computing = [one for one in present if one.role != "encode"]
+        if not computing:
+            return Lacks(any=True)
+        return Lacks(pair=not serve(computing, local=False), images=not self._sees(present))
+
+    def _sees(self, serving: list[Instance]) -> bool:
+        """Return True if the ``serving`` instances take sequences with images."""
+        if not divided(self.instances.values()):
+            return True
+        encoders = [one for one in serving if one.role == "encode"]
+        able = [one for one in serving if sees(one, encoders)]
+        if self._local_prefill and any(one.role == "decode" for one in able):
+            return True
+        # A decode instance needs no vision tower: the prefill instance has computed the images.
+        return serve(
+            [*(one for one in able if one.role != "decode"), *_of_role(serving, "decode")], local=False
+        )
+
+    def _taking(self, leaving: int | None = None) -> list[Instance]:
+        return [
+            one for one in self._serving() if one.state is InstanceState.UP or not one.open.keys() - {leaving}
+        ]
+
+    def _say_who_is_lonely(self) -> None:
+        """Log each live instance without a possible partner, once per process."""
+        alive = [one for one in self.instances.values() if one.alive]
+        for one in alive:
+            why = None if one.lonely else why_lonely(one, alive)
+            if why is not None:
+                one.lonely = True
+                log.warning("engine %s has no partner: %s", one.name, why)
+
+
+def _of_role(instances: Iterable[Instance], role: m.Role) -> list[Instance]:
+    return [one for one in instances if one.role == role]

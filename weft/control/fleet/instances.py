@@ -1,0 +1,162 @@
+"""An instance (an engine process and its group) as seen by one API server: state, load and progress.
+
+Load is counted in sequences. An open sequence counts 1. Prompt tokens count extra until the prompt is
+computed, so an instance with one long prompt gets no second one meanwhile. Heartbeats report all sequences of
+the instance; the part beyond the API server's own sequences is the load of other API servers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from weft.control.fleet.prefix_index import PrefixView
+from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
+
+PROMPT_TOKENS = 256
+"""Uncomputed prompt tokens that weigh as much as one running sequence."""
+
+
+class InstanceState(Enum):
+    """
+    starting ──Welcome──► up ──Draining──► draining
+       ▲                  ▲│ lost            │ lost
+       │Expected  healthy ││                 ▼
+      down ◄──────────────┼┴──────────────── ·        half_open: died twice in a row; gets one prompt
+       │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
+       ▼
+     retired ──Expected, revived by an operator──► starting
+    """
+
+    STARTING = "starting"
+    UP = "up"
+    HALF_OPEN = "half_open"
+    DRAINING = "draining"
+    DOWN = "down"
+    RETIRED = "retired"
+
+
+GONE = (InstanceState.DOWN, InstanceState.RETIRED)
+SERVING = (InstanceState.UP, InstanceState.HALF_OPEN)
+"""The states in which an instance takes sequences."""
+ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
+
+
+@dataclass(slots=True)
+class Instance:
+    """One replica, as known to a fleet. Times are seconds of the fleet's clock."""
+
+    name: str
+    domain: str = ""
+    """Expert-parallel group; the instances of a group work together or not at all. "" means no group."""
+    order: int = 0
+    """Position in the list of instances. The first of several equally loaded instances is chosen."""
+    state: InstanceState = InstanceState.STARTING
+    link: int = -1
+    """The connection to the present process."""
+    welcome: Welcome | None = None
+    """The answer of the present process; None before the answer."""
+    role: Role | None = None
+    """Role of the latest process that answered; None before the first answer."""
+    version: int = 0
+    """Common version of the messages of both ends."""
+    stats: HeadStats = field(default_factory=HeadStats)
+    open: dict[int, int] = field(default_factory=dict)
+    """Open sequence of the API server -> prompt tokens still to be computed."""
+    prompt_tokens: int = 0
+    """The sum of the values of ``open``."""
+    elsewhere: int = 0
+    """Sequences of other API servers, by the last heartbeat."""
+    chosen: int = 0
+    """Number of sequences sent to the instance so far."""
+    unanswered: set[int] = field(default_factory=set)
+    """Sequences removed from a version 1 instance before the final event."""
+    deaths: int = 0
+    """Deaths in a row, since the instance was last healthy."""
+    since: float = -math.inf
+    """Time at which the instance last came up."""
+    heard: float = math.inf
+    """Time of the last message; inf before the first."""
+    moved: float = math.inf
+    """Time of the last proof of progress: a changed step counter, or an idle heartbeat."""
+    deadline: float = math.inf
+    """During the start: latest time for the process to listen and, afterwards, to answer."""
+    located: bool = False
+    """True if the address of the present process, or a connection to it, is known. An absent host stays
+    False."""
+    listens: bool = False
+    shunned: bool = False
+    """True if no sequences are sent: another instance reported the end of the process, or no connection
+    works."""
+    lonely: bool = False
+    """True if the missing partner of the present process was already logged."""
+    prefixes: PrefixView = field(default_factory=PrefixView)
+    """Cached prefixes of the present process, as reported."""
+
+    @property
+    def alive(self) -> bool:
+        """True if the instance answers, so open sequences can come to an end."""
+        return self.state in ALIVE
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the present process; 0 before the process answers."""
+        return 0 if self.welcome is None else self.welcome.incarnation
+
+    @property
+    def load(self) -> float:
+        return len(self.open) + self.elsewhere + self.prompt_tokens / PROMPT_TOKENS
+
+    def begin(self, sequence: int, prompt_tokens: int) -> None:
+        """Count ``sequence`` as sent to the instance."""
+        self.open[sequence] = prompt_tokens
+        self.prompt_tokens += prompt_tokens
+        self.chosen += 1
+
+    def computed(self, sequence: int) -> None:
+        """Count the prompt of ``sequence`` as computed. Idempotent; unknown sequences are ignored."""
+        self.prompt_tokens -= self.open.get(sequence, 0)
+        if sequence in self.open:
+            self.open[sequence] = 0
+
+    def end(self, sequence: int) -> None:
+        """Remove ``sequence`` from the load. Idempotent."""
+        self.prompt_tokens -= self.open.pop(sequence, 0)
+
+    def heartbeat(self, message: Heartbeat, now: float) -> None:
+        """Store the reported load and progress."""
+        # Waiting without work is no lack of progress.
+        if message.idle or message.stats.steps != self.stats.steps:
+            self.moved = now
+        self.stats = message.stats
+        # The report may be older than this API server's latest sequences, so the difference may be negative.
+        self.elsewhere = max(0, message.stats.running + message.stats.waiting - len(self.open))
+
+    def start(self, link: int, deadline: float) -> None:
+        """Reset everything known about the process, because a new process was started."""
+        self.state = InstanceState.STARTING
+        self.lonely = self.shunned = self.located = False
+        self.link = link
+        self.deadline = deadline
+        self.welcome = None
+        self.listens = False
+        self.heard = self.moved = math.inf
+        self.stats = HeadStats()
+        self.elsewhere = 0
+        self.unanswered.clear()
+        self.prefixes = PrefixView()
+
+    def overdue(self, timeout: float, now: float) -> str | None:
+        """Return the reason why a live instance counts as dead, or None."""
+        # in the same form as the deadline: now - heard could round differently
+        if now >= self.heard + timeout:
+            return f"the engine has been silent for {timeout:g} seconds"
+        if now >= self.moved + timeout:
+            return f"the engine made no step in {timeout:g} seconds while work waits"
+        return None
+
+    def progressing(self, window: float, now: float) -> bool:
+        """Return True if the instance sent a message and made progress (or was idle) in the last ``window``
+        seconds."""
+        return self.alive and now - self.heard <= window and now - self.moved <= window

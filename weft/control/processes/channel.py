@@ -1,0 +1,184 @@
+"""Messages between a supervisor and an API server, over a socket pair that the API server inherits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.control.processes.supervisor import Order
+
+ALIVE_S = 1.0
+"""Seconds between two ``FrontAlive`` messages."""
+MOST_BYTES = 64 << 10
+"""Maximum size of a message."""
+
+
+class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor, once: ready for requests."""
+
+
+class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor, every ``ALIVE_S`` seconds and when ``kept`` changes: the event loop runs."""
+
+    kept: int = 0
+    """Number of begun sequences at no engine, for instance paused streams."""
+
+
+class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator requested a drain of the server by HTTP.
+
+    The effect is that of SIGTERM.
+    """
+
+
+class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator revives the retired engines of a group by HTTP.
+
+    ``name`` is a group or a single engine.
+    """
+
+    name: str
+
+
+class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: the API server has lost the connection to an engine process."""
+
+    name: str
+    incarnation: int
+    error: ErrorInfo
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Supervisor to API server: finish open requests and end, or end now."""
+
+    order: Order
+
+
+FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | GroupRevived | HeadLost
+_from_front = msgspec.msgpack.Decoder(FromFront)
+_to_front = msgspec.msgpack.Decoder(Stop)
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """Return the supervisor's end and the API server's end of a new socket pair.
+
+    The supervisor's end never blocks.
+    """
+    # SEQPACKET keeps message borders, so a received frame is a whole message.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def tell(link: socket.socket, order: Order) -> None:
+    """Send an order to an API server. Never block or raise: a hung or dead API server is killed later."""
+    with contextlib.suppress(OSError):
+        link.send(msgspec.msgpack.encode(Stop(order)))
+
+
+def hear(link: socket.socket) -> list[FromFront] | None:
+    """Return all messages since the last call, or None after the end of the API server. Never block.
+
+    Raise MsgspecError for an invalid message.
+    """
+    heard: list[FromFront] = []
+    while True:
+        try:
+            frame = link.recv(MOST_BYTES)
+        except BlockingIOError:
+            return heard
+        except OSError:
+            return None
+        if not frame:
+            # End of the stream. Deliver the last messages first; the next call returns None.
+            return heard or None
+        heard.append(_from_front.decode(frame))
+
+
+class SupervisorLink:
+    """The API server's end of the socket pair.
+
+    Implement ``weft.front.server.Supervisor``. Use from one event loop.
+    """
+
+    def __init__(self, link: socket.socket, serving: bool) -> None:
+        """Take over the socket ``link``. ``serving``: see ``weft.front.server.Supervisor``."""
+        self.serving = serving
+        link.setblocking(False)
+        self._link = link
+        self._unsent: deque[bytes] = deque()
+        self._kept = 0
+
+    def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Register the callbacks for a drain and for a stop, and begin to send ``FrontAlive``.
+
+        Call from the event loop. The end of the supervisor counts as a stop.
+        """
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            try:
+                frame = self._link.recv(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                frame = b""
+            if not frame:  # the supervisor has ended
+                loop.remove_reader(self._link)
+                stop()
+            elif _to_front.decode(frame).order == "drain":
+                drain()
+            else:
+                stop()
+
+        def live() -> None:
+            self._say(FrontAlive(self._kept))
+            loop.call_later(ALIVE_S, live)
+
+        loop.add_reader(self._link, read)
+        live()
+
+    def keeps(self, kept: int) -> None:
+        """Report the number of begun sequences at no engine. A repeated number is not sent."""
+        if kept != self._kept:
+            self._kept = kept
+            self._say(FrontAlive(kept))
+
+    def ready(self) -> None:
+        """Report readiness for requests."""
+        self._say(FrontReady())
+
+    def drain(self) -> None:
+        """Request a drain of the whole server."""
+        self._say(DrainAsked())
+
+    def revive(self, name: str) -> None:
+        """Request a restart of the retired engines of group ``name``, or of engine ``name``."""
+        self._say(GroupRevived(name))
+
+    def report(self, name: str, incarnation: int, error: WeftError) -> None:
+        """Report the loss of an engine process."""
+        self._say(HeadLost(name, incarnation, error.info()))
+
+    def _say(self, message: FromFront) -> None:
+        """Send messages in order.
+
+        Unsent messages wait for the next call; ``FrontAlive`` is dropped instead.
+        """
+        # A backlog proves that the supervisor is not reading; more signs of life would only grow the backlog.
+        if not self._unsent or not isinstance(message, FrontAlive):
+            self._unsent.append(msgspec.msgpack.encode(message))
+        while self._unsent:
+            try:
+                self._link.send(self._unsent[0])
+            # The buffer is full because the supervisor is suspended, or the supervisor has ended.
+            except OSError:
+                return
+            self._unsent.popleft()

@@ -1,0 +1,166 @@
+"""The registry of a server: a file that lists all processes, for API servers that share engines.
+
+The file is in the server's private folder. Only the supervisor writes the file, and replaces the whole
+content each time. API servers read the file after each change. So an API server always sees a consistent
+state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
+from weft.control.links.link import Address
+from weft.control.processes.table import Member, Role, to_revive
+from weft.parallel.secret import CurveKeys, read_keys
+
+NAME = "registry"
+
+
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Registry entry of one process."""
+
+    role: Role
+    name: str
+    incarnation: int
+    state: Literal["running", "draining", "waiting", "ended", "retired"]
+    domain: str = ""
+    """Name of the engine's expert-parallel group; "" if none."""
+    group: str = ""
+    """Engine only: name of the group."""
+    endpoint: str | None = None
+    """Address of an engine's socket; None if unknown so far."""
+    pid: int | None = None
+    """Process id on this host; None for processes of other hosts."""
+    secret: str | None = None
+    """Path of the file with the group's secret, for an engine that needs encryption keys."""
+    error: ErrorInfo | None = None
+    """Retired only: reason of the retirement."""
+
+
+class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All processes of a server."""
+
+    processes: tuple[ProcessRecord, ...] = ()
+
+    def of(self, role: Role) -> list[ProcessRecord]:
+        """Return the processes of one role, in start order."""
+        return [record for record in self.processes if record.role == role]
+
+
+def write(folder: Path, registry: ProcessRegistry) -> None:
+    """Replace the registry file in ``folder`` atomically. Raise OSError if the file cannot be written."""
+    partial = folder / f".{NAME}"
+    # Mode 0600: the registry names the file with the group's secret.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(registry))
+    # A rename is atomic, so a reader sees the old or the new file, never a part.
+    partial.replace(folder / NAME)
+
+
+class RegistryReader:
+    """Reader of the registry file, with a cache of the last content."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._seen: tuple[int, int] | None = None
+        self._registry = ProcessRegistry()
+
+    def read(self) -> ProcessRegistry:
+        """Return the present registry.
+
+        Return the last content if the file is gone, because the server ends.
+        """
+        try:
+            status = self._path.stat()
+            # Each write makes a new file. The inode detects changes within the clock's resolution.
+            seen = (status.st_ino, status.st_mtime_ns)
+            if seen != self._seen:
+                self._registry = msgspec.json.decode(self._path.read_bytes(), type=ProcessRegistry)
+                self._seen = seen
+        except OSError:
+            pass
+        return self._registry
+
+
+class _Elsewhere:
+    """Stand-in for a process of another owner. The registry, not ``poll``, reports the end."""
+
+    def poll(self) -> int | None:
+        """Return None: the process counts as running."""
+        return None
+
+
+class RegistryOwner:
+    """Engine owner for an API server that shares the engines. Implement
+    ``weft.control.links.links.Owner``.
+    """
+
+    def __init__(
+        self,
+        reader: RegistryReader,
+        report: Callable[[str, int, WeftError], None],
+        revive: Callable[[str], None] = lambda name: None,
+        keeps: Callable[[int], None] = lambda kept: None,
+    ) -> None:
+        """``report`` notifies the supervisor of a lost engine.
+
+        ``revive`` requests a restart of a retired group. ``keeps`` reports the number of begun sequences
+        at no engine.
+        """
+        self._reader = reader
+        self._keeps = keeps
+        self._report, self._revive = report, revive
+        self._keys: dict[str, CurveKeys] = {}
+
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
+        """Return, by name, the address of each present engine, or the error that ended the engine for
+        good.
+        """
+        self._keeps(kept)
+        return {record.name: self._of(record) for record in self._reader.read().of("head")}
+
+    def replace(self, name: str, incarnation: int, error: WeftError) -> None:
+        """Report a lost engine to the supervisor."""
+        self._report(name, incarnation, error)
+
+    def revive(self, name: str) -> list[str]:
+        """Request a restart of retired engines: see ``weft.control.links.links.Owner``."""
+        heads = self._reader.read().of("head")
+        members = {one.name: Member(one.domain, one.group) for one in heads}
+        found = to_revive(name, members, [one.name for one in heads if one.state == "retired"])
+        self._revive(name)
+        return found
+
+    def drain(self) -> None:
+        """Do nothing: the order to drain came from the supervisor."""
+
+    def _of(self, record: ProcessRecord) -> Address | WeftError:
+        """Return the address of the process in ``record``, or the error if the process has ended for good."""
+        if record.state in ("retired", "ended"):
+            why = record.error
+            return EngineDead("the engine has ended") if why is None else ReportedError(why)
+        keys = None if record.secret is None else self._keys_of(record.secret)
+        # The address of an engine on another host may be unknown at first. The link then polls the function.
+        endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
+        draining = record.state == "draining"
+        return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain)
+
+    def _keys_of(self, secret: str) -> CurveKeys:
+        """Return the encryption keys of a secret file. Each file is read once."""
+        if secret not in self._keys:
+            self._keys[secret] = read_keys(secret)
+        return self._keys[secret]
+
+    def _endpoint(self, name: str, incarnation: int) -> str | None:
+        """Return the address of an engine process from the present registry, or None if unknown."""
+        for record in self._reader.read().of("head"):
+            if (record.name, record.incarnation) == (name, incarnation):
+                return record.endpoint
+        return None

@@ -1,0 +1,266 @@
+"""The rolling restart replaces every process of a table, one after the other, after a drain. Pure.
+
+    all answer ─► drain ─idle, or too late─► quit ─ended─► its next process loads ─answers─► the next one
+
+All processes of an expert-parallel group are replaced together. A draining process gets no new work. The
+process table starts the replacement, without a charge to the restart budget. Unfinished work then continues
+elsewhere, as after any loss. If a replacement does not come up, the rolling restart ends there; the remaining
+processes stay as before.
+
+A *switch* replaces all processes at once, because the new processes compute with other operations:
+
+    all answer, all idle ─► drain all ─all idle─► Switch, quit all ─ended─► all load ─all answer─► done
+
+The two sets of operations differ in the last bits. No process with old operations works beside a process with
+new ones, and no sequence moves from old to new. So no stream and no cached block mixes bits of both. If work
+outlasts the drain, the processes start again with the old operations, and the switch waits for the next idle
+moment. A server without an idle moment never switches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple, TypeAlias
+
+from weft.common.errors import EngineDead
+from weft.common.log import get_logger
+from weft.control.processes import table as t
+
+log = get_logger(__name__)
+
+SETTLE_S = 1.0
+"""Seconds for every API server to learn of a drain, and for requests already on the way to arrive."""
+ABSENT_S = 10.0
+"""Seconds without an answer until a requested restart reports for which process it waits."""
+QUIT_S = 15.0
+"""Seconds for a process to end after the order to quit."""
+
+
+class Quit(NamedTuple):
+    """Order an engine to finish the current step and end."""
+
+    name: str
+    incarnation: int
+
+
+class Switch(NamedTuple):
+    """Start all later processes with the new operations.
+
+    The action precedes the ``Quit`` actions of a switch.
+    """
+
+
+Action: TypeAlias = t.Action | Quit | Switch
+
+
+class RollingRestart:
+    """Decide which process is replaced next. All times are in seconds on one monotonic clock."""
+
+    def __init__(self, table: t.ProcessTable, drain_timeout: float) -> None:
+        """Bind to ``table``; replace nothing yet.
+
+        ``drain_timeout``: seconds for a process to finish its work.
+        """
+        self._table = table
+        self._drain_timeout = drain_timeout
+        self._asked = False
+        """True while a requested restart waits until all processes answer."""
+        self._left: deque[dict[str, int]] = deque()
+        """Units (name -> incarnation) to replace after the current unit."""
+        self._unit: dict[str, int] = {}
+        """Name -> old incarnation of the processes under replacement."""
+        self._idle: dict[str, int] = {}
+        """Name -> incarnation of the watched processes with an idle last report."""
+        self._up: set[str] = set()
+        """Names of the processes that answer.
+
+        Before a restart: of all processes. Later: of the unit's next processes.
+        """
+        self._settled = self._deadline = math.inf
+        self._told = False
+        """True after the unit got the order to quit."""
+        self._wants_switch = False
+        """True from ``begin_switch`` until all processes got the order to quit."""
+        self._switching = False
+        """True while the unit is all processes and drains for a switch."""
+        self._kept: dict[str, int] = {}
+        """API server -> number of begun sequences at no engine."""
+        self._waits_since = math.inf
+        """Time of the first ``tick`` in which the requested restart waited for answers."""
+
+    @property
+    def active(self) -> bool:
+        """True during a restart or a switch. A switch that waits for an idle moment does not count."""
+        return bool(self._asked or self._unit or self._left)
+
+    @property
+    def watched(self) -> dict[str, int]:
+        """Name -> present incarnation of the processes to probe.
+
+        The caller reports each answer to ``seen``.
+        """
+        entries = self._table.entries
+        waits = self._asked or (self._wants_switch and not self.active)
+        return {name: entries[name].incarnation for name in (self._running() if waits else self._unit)}
+
+    def begin(self) -> None:
+        """Begin to replace all processes, once all running processes answer. No effect during a restart."""
+        if not self.active:
+            log.info("a rolling restart was requested")
+            self._asked, self._up, self._waits_since = True, set(), math.inf
+
+    def begin_switch(self) -> None:
+        """Request a switch, once all processes answer and are idle. No effect while a switch waits.
+
+        A rolling restart goes first, even if requested later.
+        """
+        self._wants_switch = True
+
+    def end(self) -> None:
+        """Cancel all replacements because the server ends."""
+        self._asked = self._wants_switch = self._switching = False
+        self._unit = {}
+        self._left.clear()
+
+    def seen(self, name: str, incarnation: int, idle: bool | None) -> None:
+        """Note a probe answer of a process.
+
+        ``idle``: True without sequences of any API server and without memory that a transfer reads. None if
+        the process has not reported since the last call.
+        """
+        # The three cases: all processes before a restart, old processes of the unit, new processes of the
+        # unit.
+        if self._asked:
+            self._up.add(name)
+        elif self._unit.get(name) == incarnation or (not self.active and self._wants_switch):
+            if idle:
+                self._idle[name] = incarnation
+            elif idle is not None:
+                self._idle.pop(name, None)
+        elif name in self._unit and self._table.running(name, incarnation) is not None:
+            self._up.add(name)
+
+    def keeps(self, front: str, kept: int) -> None:
+        """Note that the API server ``front`` has ``kept`` begun sequences at no engine, for instance paused.
+
+        A switch waits for the end of these sequences: each continues later from tokens of the old operations.
+        """
+        self._kept[front] = kept
+
+    def tick(self, now: float) -> list[Action]:
+        """Return the actions that are due at ``now``. The caller polls several times per second."""
+        if self._asked:
+            self._report_absent(now)
+        if self._asked and self._up >= set(running := self._running()):
+            self._asked = False
+            units: dict[str, dict[str, int]] = {}
+            for name, entry in running.items():
+                # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
+                units.setdefault(entry.member.domain or f" {name}", {})[name] = entry.incarnation
+            self._left.extend(units.values())
+        if not self.active and self._wants_switch:
+            self._drain_for_switch(now)
+        if not self._unit:
+            return self._next(now)
+        if self._switching and self._incarnations() != self._unit:
+            # A process died before the switch, and its replacement has the old operations. Replace the rest
+            # of the unit without a switch, because drained processes get no work. The switch waits for the
+            # next idle moment.
+            self._switching = False
+            return self._abandon(EngineDead("another process started before the switch"), now)
+        entries = [self._table.entries[name] for name in self._unit]
+        ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
+        # An incarnation more than 1 above the old number means that the replacement died too.
+        again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
+        if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
+            log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
+            self._asked = self._wants_switch = False
+            self._left.clear()
+            return self._abandon(
+                EngineDead("another engine of the expert-parallel group did not start again"), now
+            )
+        if all(ended):
+            if self._up >= self._unit.keys():
+                log.info("%s is restarted", " and ".join(self._unit))
+                self._unit = {}
+                return self._next(now)
+            return []
+        present = self._present()
+        if not self._told:
+            # Ignore idle reports from before every API server knew of the drain: new work may still be on the
+            # way.
+            if now < self._settled:
+                self._idle.clear()
+            done = now >= self._settled and self._idle.items() >= present.items()
+            done = done and not (self._switching and any(self._kept.values()))
+            if self._switching and not done and now >= self._deadline:
+                # Work arrived before the API servers knew of the drain, and outlasts the drain. Continue with
+                # the old operations: a longer drain would block all other requests.
+                self._switching = False
+                return self._abandon(EngineDead("requests arrived before the switch"), now)
+            return self._quit(present, now) if done or now >= self._deadline else []
+        if now < self._deadline:
+            return []
+        error = EngineDead("the process did not end")
+        return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _drain_for_switch(self, now: float) -> None:
+        """Drain all processes if all running processes are idle and none is waiting for a restart."""
+        running = self._incarnations()
+        waits = any(one.state is t.ProcessState.WAITING for one in self._table.entries.values())
+        kept = any(self._kept.values())
+        if running and not waits and not kept and self._idle.items() >= running.items():
+            self._switching = True
+            self._left.append(running)
+            self._next(now)
+
+    def _report_absent(self, now: float) -> None:
+        """Log once which processes a requested restart waits for."""
+        absent = sorted(self._running().keys() - self._up)
+        if self._waits_since == math.inf:
+            self._waits_since = now
+        elif absent and ABSENT_S <= now - self._waits_since < math.inf:
+            self._waits_since = -math.inf  # no second report
+            log.warning("the rolling restart waits for %s, which does not answer", " and ".join(absent))
+
+    def _present(self) -> dict[str, int]:
+        """Return name -> incarnation of the unit's old processes that still run."""
+        return {name: old for name, old in self._unit.items() if self._table.running(name, old)}
+
+    def _abandon(self, error: EngineDead, now: float) -> list[Action]:
+        """Drop the unit.
+
+        Return the actions that replace the old processes: drained processes never get work again.
+        """
+        present, self._unit = self._present(), {}
+        return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _incarnations(self) -> dict[str, int]:
+        """Return name -> incarnation of all running processes."""
+        return {name: entry.incarnation for name, entry in self._running().items()}
+
+    def _running(self) -> dict[str, t.ProcessEntry]:
+        """Return name -> entry of all running processes."""
+        entries = self._table.entries
+        return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
+
+    def _next(self, now: float) -> list[Action]:
+        """Begin the next unit, if any: mark its processes as draining. Return no action."""
+        if not self._left:
+            return []
+        self._unit = self._left.popleft()
+        self._idle, self._up, self._told = {}, set(), False
+        self._settled, self._deadline = now + SETTLE_S, now + max(self._drain_timeout, SETTLE_S)
+        for name, incarnation in self._unit.items():
+            self._table.drain(name, incarnation)
+        return []
+
+    def _quit(self, present: dict[str, int], now: float) -> list[Action]:
+        """Return the actions that order the unit's processes to end, after `Switch` in a switch."""
+        self._told, self._deadline = True, now + QUIT_S
+        quits: list[Action] = [Quit(name, incarnation) for name, incarnation in present.items()]
+        if not self._switching:
+            return quits
+        self._wants_switch = self._switching = False
+        return [Switch(), *quits]

@@ -1,0 +1,365 @@
+"""The supervisor of a server with several API servers, as a pure state machine.
+
+    starting ──all fronts ready──► serving ──signal──► draining ──all fronts ended──► ended
+        │ anything ends, or a signal   │ no front, or no head left                      ▲
+        ╰──────────────────────────────┴────────────────────────────────────────────────╯
+
+A front is an API server, a head is an engine process. The actions start, kill and drain processes. One rule
+replaces processes of both roles (``weft.control.processes.table``). An API server never starts or ends an
+engine; API servers only report lost engines. Engines outlive API servers, and end with the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.control.processes import table as t
+from weft.control.processes.rolling import Quit, RollingRestart, Switch
+
+log = get_logger(__name__)
+
+SILENT_S = 30.0
+"""Seconds without a message after which an API server counts as lost (hung or stopped)."""
+STALL_S = 2.0
+"""Tolerated delay of a tick in seconds. A longer delay means that the supervisor process was suspended."""
+END_S = 15.0
+"""Seconds for an API server to end after ``--drain-timeout``, or after a second signal."""
+CONFIG_ERROR = 2
+"""Exit status of a process with an invalid configuration."""
+FORCED = 130
+"""Exit status after a second signal cut off requests."""
+
+
+class ServerPhase(Enum):
+    """Phase of the whole server; see the transitions at the head of the module."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+# -- events
+
+
+class ProcessEnded(NamedTuple):
+    """A process has ended with ``status``. The event may repeat."""
+
+    role: t.Role
+    name: str
+    incarnation: int
+    status: int
+
+
+class FrontLostHead(NamedTuple):
+    """An API server has lost an engine: the engine is gone, silent, or makes no progress."""
+
+    name: str
+    incarnation: int
+    error: WeftError
+
+
+class FrontIsReady(NamedTuple):
+    """An API server answers requests."""
+
+    name: str
+    incarnation: int
+
+
+class FrontIsAlive(NamedTuple):
+    """An API server reports a running event loop."""
+
+    name: str
+    incarnation: int
+    kept: int = 0
+    """Number of begun sequences at no engine."""
+
+
+class Signalled(NamedTuple):
+    """The supervisor process received a stop signal."""
+
+    number: int
+
+
+class RestartAsked(NamedTuple):
+    """Request for a rolling restart of all engines: see ``weft.control.processes.rolling``."""
+
+
+class SwitchAsked(NamedTuple):
+    """Request to replace all engines together at an idle moment: see ``weft.control.processes.rolling``."""
+
+
+class ReviveAsked(NamedTuple):
+    """An operator revives the retired engines of a group, or one engine: see ``ProcessTable.revive``."""
+
+    name: str
+
+
+class HeadSeen(NamedTuple):
+    """A watched engine answers the probe. ``idle``: see ``RollingRestart.seen``."""
+
+    name: str
+    incarnation: int
+    idle: bool | None
+
+
+class Tick(NamedTuple):
+    """Time has passed. The event comes several times per second."""
+
+
+Event: TypeAlias = (
+    ProcessEnded
+    | FrontLostHead
+    | FrontIsReady
+    | FrontIsAlive
+    | Signalled
+    | RestartAsked
+    | SwitchAsked
+    | ReviveAsked
+    | HeadSeen
+    | Tick
+)
+
+# -- actions, besides ``Start`` and ``Kill``
+
+Order: TypeAlias = Literal["drain", "stop"]
+
+
+class Tell(NamedTuple):
+    """Order an API server to finish open requests and end (drain), or to end now (stop)."""
+
+    name: str
+    order: Order
+
+
+class Announce(NamedTuple):
+    """Announce that the server is ready for requests."""
+
+
+class Exit(NamedTuple):
+    """End the server with ``status``, and kill all remaining processes."""
+
+    status: int
+
+
+Action: TypeAlias = t.Action | Quit | Switch | Tell | Announce | Exit
+
+
+class Supervisor:
+    """State machine for the processes of a server: ``on(event, now)`` returns actions.
+
+    All times are in seconds on one monotonic clock.
+    """
+
+    def __init__(
+        self,
+        heads: Iterable[str] | Mapping[str, t.Member],
+        fronts: Sequence[str],
+        *,
+        restarts: int,
+        drain_timeout: float,
+        serves: Callable[[set[str]], bool] = bool,
+    ) -> None:
+        """Set up the process tables; start nothing.
+
+        ``restarts``: maximum restarts within ``table.WINDOW`` seconds, for the API servers together and for
+        each engine group. ``serves``: see ``table.ProcessTable``.
+        """
+        self.heads = t.ProcessTable("head", heads, restarts, serves)
+        self.rolling = RollingRestart(self.heads, drain_timeout)
+        self.fronts = t.ProcessTable("front", fronts, restarts)
+        self.phase = ServerPhase.STARTING
+        self._drain_timeout = drain_timeout
+        self._deadline = math.inf
+        """Draining only: time by which API servers must have ended."""
+        self._forced = False
+        self._failed = False
+        """True if an API server failed while draining."""
+        self._ticked = math.inf
+        self._now = -math.inf
+
+    def start(self, now: float) -> list[Action]:
+        """Return the actions that start all engines and API servers."""
+        return [*self.heads.start(now), *self.fronts.start(now)]
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Return the actions for ``event`` at time ``now``. Return no action after the end of the server."""
+        self._now = now
+        return [] if self.phase is ServerPhase.ENDED else _HANDLERS[type(event)](self, event)
+
+    # -- processes
+
+    def _ended(self, event: ProcessEnded) -> list[Action]:
+        """Handle the end of a process: exit, accept a planned end, or replace the process."""
+        entry = self._table(event.role).running(event.name, event.incarnation)
+        if entry is None:
+            return []
+        # A failure during the first start is not retried. Most such failures are configuration errors.
+        if self.phase is ServerPhase.STARTING:
+            log.error("%s %s ended with status %d", t.LABELS[event.role], event.name, event.status)
+            return self._exit(event.status if event.status == CONFIG_ERROR else 1)
+        # API servers end on request while draining, and on their own once no engine is left. Replace none.
+        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.heads.over):
+            self._failed |= entry.ready and event.status not in (0, FORCED)
+            self.fronts.end(event.name, event.incarnation)
+            return self._after([])
+        planned = entry.draining and not event.status
+        log.log(
+            logging.INFO if planned else logging.ERROR,
+            "%s %s ended with status %d",
+            *(t.LABELS[event.role], event.name, event.status),
+        )
+        return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
+
+    def _lost(self, event: FrontLostHead) -> list[Action]:
+        """Replace an engine after a loss report."""
+        return self._lose("head", event.name, event.incarnation, event.error)
+
+    def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
+        """Report the loss to the process table and return the resulting actions."""
+        if role == "front":  # the streams of a lost API server end with the API server
+            self.rolling.keeps(name, 0)
+        return self._after([*self._table(role).lose(name, incarnation, error, self._now)])
+
+    def _after(self, actions: list[Action]) -> list[Action]:
+        """Return ``actions``, plus the exit action if no API server is left.
+
+        Without engines the API servers notify clients and end without an order. So waiting restarts are
+        cancelled.
+        """
+        if self.phase is ServerPhase.DRAINING or self.heads.over:
+            self.fronts.give_up()
+        if not self.fronts.over:
+            return actions
+        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.heads.over
+        return [*actions, *self._exit((FORCED if self._forced else 0) if drained else 1)]
+
+    def _table(self, role: t.Role) -> t.ProcessTable:
+        return self.heads if role == "head" else self.fronts
+
+    # -- fronts
+
+    def _ready(self, event: FrontIsReady) -> list[Action]:
+        """Mark an API server as ready. Announce the server when the last API server becomes ready."""
+        entry = self.fronts.running(event.name, event.incarnation)
+        if entry is None:
+            return []
+        entry.ready = True
+        entry.heard = self._now
+        if self.phase is ServerPhase.STARTING and self.fronts.ready:
+            self.phase = ServerPhase.SERVING
+            return [Announce()]
+        return []
+
+    def _alive(self, event: FrontIsAlive) -> list[Action]:
+        """Note a sign of life from an API server."""
+        entry = self.fronts.running(event.name, event.incarnation)
+        if entry is not None:
+            entry.heard = self._now
+            self.rolling.keeps(event.name, event.kept)
+        return []
+
+    # -- the server
+
+    def _restart(self, event: RestartAsked) -> list[Action]:
+        """Begin a rolling restart. Ignored outside the serving phase."""
+        if self.phase is ServerPhase.SERVING:
+            self.rolling.begin()
+        return []
+
+    def _switch(self, event: SwitchAsked) -> list[Action]:
+        """Begin a switch of operations. Ignored while draining."""
+        if self.phase in (ServerPhase.STARTING, ServerPhase.SERVING):
+            self.rolling.begin_switch()
+        return []
+
+    def _revive(self, event: ReviveAsked) -> list[Action]:
+        """Revive retired engines. Ignored outside the serving phase."""
+        if self.phase is not ServerPhase.SERVING:
+            return []
+        return [*self.heads.revive(event.name, self._now)]
+
+    def _seen(self, event: HeadSeen) -> list[Action]:
+        """Pass a probe answer to the rolling restart."""
+        self.rolling.seen(event.name, event.incarnation, event.idle)
+        return []
+
+    def _signalled(self, event: Signalled) -> list[Action]:
+        """Handle a stop signal: the first signal drains, the second signal cuts off requests.
+
+        During the start a signal ends the server.
+        """
+        if self.phase is ServerPhase.STARTING:
+            return self._exit(128 + event.number)
+        if self.phase is ServerPhase.SERVING:
+            self.phase = ServerPhase.DRAINING
+            self._deadline = self._now + self._drain_timeout + END_S
+            self.rolling.end()
+            return self._after(
+                [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
+            )
+        # A closed terminal sends SIGHUP more than once, and so does its shell. SIGHUP never cuts off
+        # requests.
+        if event.number == signal.SIGHUP or self._forced:
+            return []
+        self._forced = True
+        self._deadline = min(self._deadline, self._now + END_S)
+        return [Tell(name, "stop") for name, _ in self._running_fronts()]
+
+    def _tick(self, event: Tick) -> list[Action]:
+        """Check deadlines, start due processes and replace silent API servers."""
+        late = max(0.0, self._now - self._ticked - STALL_S)
+        self._ticked = self._now
+        if late:
+            # The supervisor was suspended, so messages could not arrive. Do not count the pause as silence.
+            for entry in self.fronts.entries.values():
+                entry.heard += late + STALL_S
+        if self._now >= self._deadline:
+            log.error("the API servers did not end in time")
+            return self._exit(FORCED if self._forced else 1)
+        actions: list[Action] = [*self.heads.tick(self._now)]
+        # In the starting phase any planned end of a process would end the server.
+        if self.phase is ServerPhase.SERVING:
+            actions += self.rolling.tick(self._now)
+        if self.phase is ServerPhase.DRAINING:
+            return actions
+        actions += self.fronts.tick(self._now)
+        for name, entry in self._running_fronts():
+            # An API server sends nothing while loading, and loading takes as long as the engines' loading.
+            if entry.ready and self._now - entry.heard > SILENT_S:
+                log.error("no message from API server %s for %g seconds, so it is replaced", name, SILENT_S)
+                error = EngineDead("the API server sent no messages")
+                actions += self._lose("front", name, entry.incarnation, error)
+        return actions
+
+    def _running_fronts(self) -> list[tuple[str, t.ProcessEntry]]:
+        """Return the names and entries of all running API servers."""
+        return [
+            (name, one) for name, one in self.fronts.entries.items() if one.state is t.ProcessState.RUNNING
+        ]
+
+    def _exit(self, status: int) -> list[Action]:
+        """Enter the ended phase and return the exit action."""
+        self.phase = ServerPhase.ENDED
+        return [Exit(status)]
+
+
+_HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
+    ProcessEnded: Supervisor._ended,
+    FrontLostHead: Supervisor._lost,
+    FrontIsReady: Supervisor._ready,
+    FrontIsAlive: Supervisor._alive,
+    Signalled: Supervisor._signalled,
+    RestartAsked: Supervisor._restart,
+    SwitchAsked: Supervisor._switch,
+    ReviveAsked: Supervisor._revive,
+    HeadSeen: Supervisor._seen,
+    Tick: Supervisor._tick,
+}

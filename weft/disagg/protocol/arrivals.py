@@ -1,0 +1,221 @@
+"""Receiving side of one rank: accept, park or drop writes, and find the end of a transfer. Pure.
+
+write of an expected transfer      checked against the expected spans, copied, digested
+write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
+write of a stopped transfer        dropped: no byte is written any more
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.disagg.protocol.coverage import Coverage
+from weft.disagg.protocol.tombstones import Parking, Tombstones
+from weft.types.rooms import Outcome, RoomKey
+
+
+class _Word(msgspec.Struct, frozen=True):
+    pass
+
+
+class Incoming(_Word, frozen=True):
+    """A write, as requested by a rank of a sender."""
+
+    key: RoomKey
+    source: str
+    """Connection by which the write arrived."""
+    number: int
+    """Number of the write, counted from 0 for each sender's rank and transfer."""
+    parts: tuple[tuple[int, np.ndarray], ...]
+    """(region of the receiving rank, int64 [n, 2]: offsets and lengths)."""
+    held_bytes: int
+    """Memory of the write while parked, in bytes."""
+    content: Any = None
+    """Data of the transport; opaque here."""
+
+
+# ---- events
+
+
+class Expected(_Word, frozen=True):
+    """The engine process announces a transfer and the expected spans of the rank."""
+
+    key: RoomKey
+    coverage: Coverage
+
+
+class Copied(_Word, frozen=True):
+    """``Copy`` was carried out. ``error``: None after a correct copy."""
+
+    write: Incoming
+    error: ErrorInfo | None
+
+
+class Stopped(_Word, frozen=True):
+    """The engine process reports the end of a transfer."""
+
+    key: RoomKey
+
+
+class Tick(_Word, frozen=True):
+    """Time has passed."""
+
+
+Event = Incoming | Expected | Copied | Stopped | Tick
+
+
+# ---- actions
+
+
+class Copy(_Word, frozen=True):
+    """Copy the bytes and check the digests. Answered with ``Copied`` before any other event."""
+
+    write: Incoming
+
+
+class Answer(_Word, frozen=True):
+    """Report the end of a write to the sender's rank. ``error``: None for success."""
+
+    write: Incoming
+    error: ErrorInfo | None
+
+
+class Report(_Word, frozen=True):
+    """Report the rank's outcome of a transfer to the engine process."""
+
+    key: RoomKey
+    outcome: Outcome
+    error: ErrorInfo | None = None
+
+
+Action = Copy | Answer | Report
+
+PARKED_BYTES = 64 << 20
+PARKED_S = 30.0
+REMEMBER_S = 900.0
+
+
+class _Room:
+    def __init__(self, coverage: Coverage) -> None:
+        self.coverage = coverage
+        self.taken = set[tuple[str, int]]()
+        self.over = False
+        """True if the outcome, done or failed, was reported."""
+
+
+class Arrivals:
+    """All writes received by one rank. Used from one thread."""
+
+    def __init__(
+        self, parked_bytes: int = PARKED_BYTES, parked_s: float = PARKED_S, remember_s: float = REMEMBER_S
+    ) -> None:
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._early: Parking[Incoming] = Parking(parked_bytes, parked_s)
+        self._ended: Tombstones[None] = Tombstones(remember_s)
+        self.dropped = 0
+        """Number of dropped writes."""
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def rooms(self) -> list[RoomKey]:
+        """Return the keys of expected transfers."""
+        return list(self._rooms)
+
+    @property
+    def parked(self) -> int:
+        """Bytes of parked writes."""
+        return self._early.used
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Return the actions for ``event``, in order of execution."""
+        match event:
+            case Incoming():
+                return self._incoming(event, now)
+            case Expected(key, coverage):
+                return self._expected(key, coverage, now)
+            case Copied(write, error):
+                return self._copied(write, error)
+            case Stopped(key):
+                return self._stopped(key, now)
+            case Tick():
+                self._ended.expire(now)
+                late = self._early.expire(now)
+                return [self._drop(write, "no receiver registered in time") for _, write in late]
+
+    def next_due(self) -> float | None:
+        both = (self._ended.next_due(), self._early.next_due())
+        return min([at for at in both if at is not None], default=None)
+
+    def _incoming(self, write: Incoming, now: float) -> list[Action]:
+        room = self._rooms.get(write.key)
+        if room is not None:
+            return self._take(room, write)
+        if write.key in self._ended:
+            return [self._drop(write, "the transfer has ended")]
+        if self._early.park(write.key, write, write.held_bytes, now):
+            return []
+        return [self._drop(write, "too many bytes arrived before their transfers")]
+
+    def _expected(self, key: RoomKey, coverage: Coverage, now: float) -> list[Action]:
+        if key in self._rooms or key in self._ended:
+            return []
+        room = self._rooms[key] = _Room(coverage)
+        actions: list[Action] = []
+        if not coverage.nbytes:
+            room.over = True
+            actions.append(Report(key, Outcome.done))
+        for write in self._early.flush(key):
+            actions += self._take(room, write)
+        return actions
+
+    def _take(self, room: _Room, write: Incoming) -> list[Action]:
+        # A repeated write: the first copy counts, and the sender needs only an answer.
+        if (write.source, write.number) in room.taken:
+            return [Answer(write, None)]
+        if room.over:
+            return [self._drop(write, "the transfer is complete or has failed")]
+        try:
+            for region, spans in write.parts:
+                room.coverage.check(region, spans)
+        except WeftError as error:
+            return self._failed(room, write, error.info())
+        first = not room.taken
+        room.taken.add((write.source, write.number))
+        actions: list[Action] = [Report(write.key, Outcome.pending)] if first else []
+        return [*actions, Copy(write)]
+
+    def _copied(self, write: Incoming, error: ErrorInfo | None) -> list[Action]:
+        room = self._rooms.get(write.key)
+        # The transfer ended while the copy ran: answer, but report nothing more.
+        if room is None or room.over:
+            return [Answer(write, error)]
+        if error is not None:
+            return self._failed(room, write, error)
+        for region, spans in write.parts:
+            room.coverage.add(region, spans)
+        try:
+            complete = room.coverage.complete()
+        except WeftError as twice:
+            return self._failed(room, write, twice.info())
+        if not complete:
+            return [Answer(write, None)]
+        room.over = True
+        return [Answer(write, None), Report(write.key, Outcome.done)]
+
+    def _failed(self, room: _Room, write: Incoming, error: ErrorInfo) -> list[Action]:
+        room.over = True
+        return [Answer(write, error), Report(write.key, Outcome.failed, error)]
+
+    def _stopped(self, key: RoomKey, now: float) -> list[Action]:
+        self._rooms.pop(key, None)
+        self._ended.add(key, None, now)
+        return [self._drop(write, "the transfer has ended") for write in self._early.flush(key)]
+
+    def _drop(self, write: Incoming, why: str) -> Answer:
+        self.dropped += 1
+        return Answer(write, Unavailable(f"a write was dropped: {why}").info())

@@ -1,0 +1,138 @@
+"""Transfers of the engine process of a prefill group: offer, push, pin blocks until the receiver is done.
+Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.common.errors import EndedElsewhere, ErrorInfo, WeftError
+from weft.disagg.protocol import events as ev
+from weft.disagg.protocol.digests import digest_bytes, room_seed
+from weft.disagg.protocol.group_layout import compatible, placed
+from weft.disagg.protocol.room_table import FenceBy, Patience, Room, Rooms
+from weft.types import rooms as r
+from weft.types.rooms import State
+
+
+class TransferRefused(WeftError):
+    """The peer cannot take part in the transfer, by the peer's own statement or answer."""
+
+    code, blame = "transfer_refused", "peer"
+
+
+class SendingRooms(Rooms):
+    """Sending side of all transfers of an engine process. Call only ``on`` and ``next_due``, from one
+    thread."""
+
+    def __init__(
+        self,
+        ranks: int,
+        fence: FenceBy = "copy",
+        patience: Patience = Patience(),
+        incarnation: int | None = None,
+    ) -> None:
+        """``ranks``: number of local ranks. ``fence``: proof that the writes of a transfer have ended.
+        ``patience``: intervals and time-outs. ``incarnation``: of the local process. Transfers made for
+        another incarnation fail at once; None accepts all."""
+        super().__init__(ranks, fence, patience)
+        self._incarnation = incarnation
+
+    def on(self, event: ev.SenderEvent, now: float) -> list[ev.Action]:
+        """Return the actions for ``event``, in order of execution."""
+        match event:
+            case ev.Open(key) if self._incarnation not in (None, key.incarnation):
+                error = TransferRefused("the transfer was addressed to another process of this engine").info()
+                return self._reject(event, error, now)
+            case ev.Offer(message, num_cached):
+                return self._offer(message, num_cached, now)
+            case ev.Finished(message):
+                return self._finished(message, now)
+            case _:
+                return self._common(event, now)
+
+    def _needs_peer(self, room: Room) -> bool:
+        return room.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
+
+    def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
+        room = self._rooms.get(message.key)
+        if room is None or room.offer is not None or room.state is not State.new:
+            return []
+        room.begin(now)
+        room.num_cached = num_cached
+        room.offer, room.bind_by = message, now + self._patience.bind
+        return self._say(room, message, now)
+
+    def _finished(self, message: r.Metadata, now: float) -> list[ev.Action]:
+        room = self._rooms.get(message.key)
+        if room is None or room.metadata is not None or room.state >= State.failing:
+            return []
+        room.metadata = sealed(message)
+        return [] if room.state is State.new else self._say(room, room.metadata, now)
+
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
+        match message:
+            case r.Bound() if room.state is State.new and room.offer is not None:
+                return self._bind(room, room.offer, message, now)
+            case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
+                room.say_at = now + max(seconds, self._patience.retry)
+                # The receiver is alive: only the deadline ends the wait.
+                room.bind_by = room.say_at + self._patience.bind
+                return []
+            case r.Refused(error=error) if room.state is State.new:
+                room.peer_is_quiet()  # the receiver bound nothing
+                return self._fail(room, error, now)
+            case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
+                room.move(State.done)
+                self._end(room, r.Fenced(key=room.key), now)
+                return [ev.Stop(room.key), ev.Tell(r.RoomLanded(room.key))]
+            case r.Admitted() | r.Metadata() | r.Landed():
+                self.strays += 1
+        return []
+
+    def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[ev.Action]:
+        try:
+            check_bound(offer, bound)
+        except WeftError as error:
+            return self._fail(room, error.info(), now)
+        room.move(State.bound)
+        room.bind_by = room.say = None
+        if gone := self._all_there(room, now):
+            return gone
+        actions: list[ev.Action] = [
+            ev.Push(room.key, offer, bound, room.num_cached),
+            ev.Tell(r.RoomBound(room.key, bound.start)),
+        ]
+        return actions if room.metadata is None else actions + self._say(room, room.metadata, now)
+
+
+def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
+    """Raise TransferRefused, or RoomMessageError, if the answer ``bound`` does not fit the offer."""
+    why = compatible(offer.dims, bound.dims)
+    if why is not None:
+        raise TransferRefused(f"the caches of the two groups differ: {why}")
+    if bound.start > offer.num_prompt:
+        raise TransferRefused("the receiver claims more positions than the prompt has")
+    if len(bound.endpoints) != bound.dims.ranks:
+        raise TransferRefused(f"{len(bound.endpoints)} endpoints for {bound.dims.ranks} ranks")
+    placed(bound.blocks, bound.dims, bound.start, offer.num_prompt)
+
+
+def sealed(message: r.Metadata) -> r.Metadata:
+    """Return ``message`` with the digest set."""
+    return msgspec.structs.replace(message, digest=_digest(message))
+
+
+def intact(message: r.Metadata) -> bool:
+    """Return True if the digest of ``message`` is correct."""
+    return message.digest == _digest(message)
+
+
+def not_needed() -> ErrorInfo:
+    """Return the error for cancelling a transfer of an ended sequence. Not a failure of the client
+    request."""
+    return EndedElsewhere("the sequence has ended at the other end of the transfer").info()
+
+
+def _digest(message: r.Metadata) -> int:
+    bare = r.encode(msgspec.structs.replace(message, digest=0))
+    return digest_bytes(bare, room_seed(message.key))

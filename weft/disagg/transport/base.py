@@ -1,0 +1,100 @@
+"""Contract of transports, which move bytes between ranks of groups: loopback, shared memory and TCP.
+
+A transport only moves bytes. ``weft.disagg.protocol`` (``Pushes``, ``Arrivals``) decides which bytes of which
+transfer move, and accepts or refuses writes. ``RankTransfer`` runs both on one thread.
+
+    sender's rank                                    receiver's rank
+    write(peer, write) ── spans and their digests ──► poll() -> Incoming
+                                                     take(incoming): copies and checks the digests,
+                                                     then returns
+    poll() -> Written ◄──── success or error ──────── answer(incoming, error)
+
+If the receiver copies (``fence`` is "copy"), no peer can write to the receiver's memory. A one-sided engine
+writes to remote memory: ``write`` starts the engine's own transfer and sends the digests after the end of
+the transfer, ``take`` checks the digests in place, and ``fence`` names the proof of the end of all writes
+of a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.pushes import Write, Written
+from weft.disagg.protocol.room_table import FenceBy
+from weft.disagg.protocol.spans import Part
+from weft.types.rooms import Endpoint, RoomKey
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TransferCorrupt(WeftError):
+    """Bytes arrived with a wrong digest."""
+
+    code, blame, retryable, http_status = "transfer_corrupt", "engine", True, 503
+
+
+class Transport(Protocol):
+    """Moves bytes between ranks of groups. All methods except ``wake`` and ``mark`` are called from one
+    thread. Only ``poll`` blocks, at most for its time-out."""
+
+    name: str
+    fence: FenceBy
+    write_bytes: int
+    """Maximum bytes of one write. Other transfers wait for so long."""
+    window_bytes: int
+    """Maximum bytes under way to one peer."""
+    endpoint: Endpoint
+    """Address of this rank for peers."""
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        """Register the memory of this rank, uint8 [bytes] per region, numbered as in ``group_layout``. Call
+        once."""
+
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        """Return a name for the receiver's ``rank``, for use in ``write``. The first write connects.
+
+        ``deadline``: maximum seconds for connecting.
+        """
+
+    def mark(self) -> Any:
+        """Return a mark for all device work launched so far by the calling thread; None if no work is
+        pending. Callable from any thread. A write with the mark as ``ready`` reads no byte before the end
+        of the marked work."""
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        """Return uint64, one per span: digests of the present bytes of this rank, bound to the transfer and
+        both ranks. Empty for caches outside host memory: then the digests are computed later, before the
+        send."""
+
+    def write(self, write: Write) -> None:
+        """Send the spans of ``write``. ``poll`` later returns exactly one ``Written``, except after
+        ``cancel`` or ``close``."""
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        """Return received writes and ended writes. Blocks up to ``seconds`` for the first event."""
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        """Copy the bytes of a received write to this rank's regions. Return None if all digests are
+        correct, else the error."""
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        """Send the result of a write to the writer. ``incoming`` must not be used afterwards."""
+
+    def cancel(self, key: RoomKey) -> None:
+        """Stop all reads of this rank's memory for a transfer. Reads under way may go on until ``quiet``."""
+
+    def quiet(self, key: RoomKey) -> bool:
+        """Return True if no read of this rank's memory is under way for a cancelled transfer. While a read
+        is under way, ``poll`` returns early enough for the next call of ``quiet``."""
+
+    def wake(self) -> None:
+        """Make ``poll`` return. Callable from any thread."""
+
+    def close(self) -> None:
+        """Free all resources. Writes under way end without a ``Written``."""

@@ -1,0 +1,84 @@
+"""Copies and digests of spans: in C++ if the extension is built, else in numpy. Both release Python's lock.
+
+(numpy releases the lock in copies of more than a few hundred elements, and takes the lock again between two
+spans.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from weft.disagg.protocol import digests
+from weft.disagg.protocol.spans import Part
+from weft.ops import cpu
+
+Tensor = torch.Tensor
+
+
+def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """Return uint64 [n], see ``digests.digest_spans``. memory: uint8 [bytes], on the CPU; seeds: uint64
+    [n].
+
+    Raises IndexError for a span outside the memory.
+    """
+    if cpu.load():
+        with _inside():
+            made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
+        return made.numpy().view(np.uint64)
+    _check(memory, spans[:, 0], spans[:, 1])
+    return digests.digest_spans(memory.numpy(), spans, seeds)
+
+
+def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) -> np.ndarray:
+    """Return uint64, one per span: digests of ``parts``, read from ``regions``. ``seed``: see
+    ``digests.ranks_seed``."""
+    made = [np.empty(0, np.uint64)]
+    for part in parts:
+        seeds = digests.span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+        made.append(digest_spans(regions[part.source], part.spans[:, ::2], seeds))
+    return np.concatenate(made)
+
+
+def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """Copy spans and return the digests of the copied bytes, uint64 [n].
+
+    source, target: uint8 [bytes], on the CPU. spans: int64 [n, 3], source offset, target offset and length.
+    Raises IndexError for a span outside its memory, before any write.
+    """
+    if cpu.load():
+        with _inside():
+            made = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
+        return made.numpy().view(np.uint64)
+    _check(source, spans[:, 0], spans[:, 2])
+    _check(target, spans[:, 1], spans[:, 2])
+    reads, writes = source.numpy(), target.numpy()
+    for begin, to, size in spans.tolist():
+        writes[to : to + size] = reads[begin : begin + size]
+    return digests.digest_spans(writes, np.ascontiguousarray(spans[:, 1:]), seeds)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """Turn the C++ operations' span errors into IndexError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "a span leaves" in str(error):
+            raise IndexError(str(error).splitlines()[0]) from error
+        raise
+
+
+def _int64(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.int64))
+
+
+def _check(memory: Tensor, offsets: np.ndarray, lengths: np.ndarray) -> None:
+    size = memory.numel()
+    if len(offsets) and (
+        offsets.min() < 0 or lengths.min() < 0 or lengths.max() > size or (offsets > size - lengths).any()
+    ):
+        raise IndexError(f"a span leaves its memory of {size} bytes")

@@ -1,0 +1,463 @@
+"""Common part of shared memory and TCP: connections between ranks, the handshake, writes and answers.
+
+    writer                            receiver
+      Hello(wanted incarnation) ───►    refused for another incarnation of the rank, or another version
+      ◄─── Hello(own incarnation)
+      (with a secret) Proof ───►        no other frame is accepted before the proof
+      ◄─── (with a secret) Proof        and no write is sent before the proof
+      WriteFrame ... ───►
+      ◄─── AnswerFrame ...
+
+A broken connection ends all writes without an answer on the connection. Bytes from a stranger can end only
+the stranger's own connection. A stranger costs a bounded amount of memory; a silent stranger also a bounded
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from weft.common.counted_log import CountedLog
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.digests import ranks_seed
+from weft.disagg.protocol.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
+from weft.disagg.protocol.room_table import FenceBy
+from weft.disagg.protocol.spans import Part
+from weft.disagg.transport import wire as f
+from weft.disagg.transport.buffers import Buffers
+from weft.disagg.transport.connection import Connection, Got
+from weft.disagg.transport.copying import digest_parts
+from weft.disagg.transport.links import Link, PeerRank, Source, check_hello, check_inside, info_of
+from weft.disagg.transport.memory import Direct, Memory, Staged
+from weft.disagg.transport.newcomers import MOST_UNPROVEN, Newcomers
+from weft.disagg.transport.taking import take_in
+from weft.types.rooms import Endpoint, RoomKey
+
+log = get_logger(__name__)
+
+HELLO_S = 10.0
+"""Maximum seconds of a handshake."""
+MOST_PEERS = 1024
+_PAUSE_S = 0.05
+"""Seconds until a retry after the system refused a connection for lack of resources."""
+_AT_ONCE = 2 << 20
+"""Bytes read from one connection before other connections have a turn."""
+
+
+class SocketTransport:
+    """Common base of ``shm`` and ``tcp``. ``base.Transport`` documents the public methods."""
+
+    name = ""
+    fence: FenceBy = "copy"
+    write_bytes = WRITE_BYTES
+    window_bytes = WINDOW_BYTES
+    slot_bytes = WRITE_BYTES
+    """Maximum bytes of one write of staged caches."""
+    takes_fds = False
+    """True if file descriptors come with a Hello."""
+
+    def __init__(self, rank: int, incarnation: int) -> None:
+        self.rank, self.incarnation = rank, incarnation
+        self._listener, address = self._listen()
+        self._listener.setblocking(False)
+        self.endpoint = Endpoint(self.name, address, incarnation)
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for sock in (self._waker, self._woken):
+            sock.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._memory: Memory = Direct(())
+        self._peers: dict[str, PeerRank] = {}
+        self._links: dict[str, Link] = {}
+        self._accepted = 0
+        self._newcomers = Newcomers(MOST_UNPROVEN)
+        self._strangers = CountedLog(log)
+        self._again: float | None = None
+        """Time of the next attempt to accept or connect, after a failed attempt; None without a failure."""
+        self._events: list[Incoming | Written] = []
+        self._buffers = Buffers()
+        self._answered: dict[str, Link] = {}
+        """Links with unsent answers, by name."""
+        self.refused = 0
+        """Number of connections refused, or closed because of the peer's bytes or silence."""
+        self.corrupt = 0
+        """Number of writes with an error in ``take``, mostly wrong digests."""
+
+    # ---- extension points of shm and tcp
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        raise NotImplementedError
+
+    def _socket(self, address: str) -> tuple[socket.socket, object]:
+        """Return a new socket, and the address for ``connect``. Raises BadFrame for a bad address."""
+        raise NotImplementedError
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Check a new connection. Raises BadFrame for a forbidden peer."""
+
+    def _hello(self, link: Link, wanted: int) -> None:
+        """Send the writer's Hello."""
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
+
+    def _met(self, link: Link, hello: f.Hello) -> None:
+        """Continue the handshake after a valid Hello of the peer."""
+        if not link.writer:
+            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank))
+        self._open(link)
+
+    def _proven(self, link: Link) -> None:
+        """Handle a ``Proof`` of the peer. Raises BadFrame if the transport has no proofs."""
+        raise f.BadFrame("a peer sent a proof without a request")
+
+    def _payload(self, write: Write) -> list[memoryview]:
+        return []
+
+    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        """Return the source memory of a write. Raises BadFrame for spans outside the writer's memory or
+        payload."""
+        raise NotImplementedError
+
+    def _payload_of(self, source: Source) -> torch.Tensor | None:
+        """Return the payload buffer of a write, if any."""
+        return None
+
+    def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
+        raise NotImplementedError
+
+    # ---- Transport
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        self._use(Direct(list(regions)))
+
+    def stage(self, memory: Staged) -> None:
+        """Register staged caches, in place of ``register``. ``close`` also closes ``memory``."""
+        self.write_bytes = memory.sizes.slot
+        self.window_bytes = min(self.window_bytes, memory.sizes.slot * memory.sizes.slots)
+        self._use(memory)
+
+    def _use(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        name = f"{peer.transport}:{peer.address}#{peer.incarnation}, rank {rank}"
+        self._peers[name] = PeerRank(peer, rank, deadline)
+        return name
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        if self._memory.staged:
+            return np.empty(0, np.uint64)
+        return digest_parts(self._memory.shown, parts, ranks_seed(key, self.rank, self._peers[peer].rank))
+
+    def mark(self) -> Any:
+        return self._memory.mark()
+
+    def write(self, write: Write) -> None:
+        now = self._memory.put(write)
+        if now is not None:
+            self._send(now)
+
+    def _send(self, write: Write) -> None:
+        link = self._links.get(write.peer)
+        try:
+            link = link or self._dial(write.peer)
+            # Not connected or in the handshake: the write waits in the link, and `_open` sends all waiting
+            # writes.
+            if link.until is not None:
+                link.waiting.append(write)
+                return
+            self._send_write(link, write)
+        except Exception as error:
+            self._lost(link, error)
+            # Without a link, `_lost` knows nothing of the write.
+            if link is None:
+                self._ended(write.peer, write.key, write.number, info_of(error))
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        for link in self._answered.values():
+            self._flush(link)
+        self._answered.clear()
+        self._try_again()
+        self._send_staged()
+        # Pending events must not wait for the sockets.
+        timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
+        for key, mask in self._selector.select(timeout):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+            else:
+                self._serve(key.data, mask)
+        self._expire()
+        events, self._events = self._events, []
+        return events
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        error = take_in(self._memory, incoming, self.rank, self.endpoint.address)
+        self.corrupt += error is not None
+        return error
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        self._buffers.take_back(self._payload_of(incoming.content))
+        link = self._links.get(incoming.source)
+        if link is None:
+            return
+        link.connection.send(f.AnswerFrame(incoming.key, incoming.number, error))
+        self._answered[link.name] = link  # `poll` sends all answers of one turn together
+
+    def cancel(self, key: RoomKey) -> None:
+        self._memory.cancel(key)
+        for link in self._links.values():
+            dropped = link.connection.cancel(key)
+            unsent = [frame.number for frame in dropped if isinstance(frame, f.WriteFrame)]
+            unsent += [write.number for write in link.waiting if write.key == key]
+            for number in unsent:
+                self._memory.ended(link.name, key, number)
+            link.waiting = [write for write in link.waiting if write.key != key]
+            # A partly sent frame goes on with zeros. No answer is due any more: forget the write.
+            for known in [known for known in link.unanswered if known[0] == key]:
+                del link.unanswered[known]
+
+    def quiet(self, key: RoomKey) -> bool:
+        return self._memory.quiet(key)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"!")
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.connection.close()
+        self._links.clear()
+        self._answered.clear()
+        self._selector.close()
+        for sock in (self._listener, self._waker, self._woken):
+            sock.close()
+        self._memory.close()
+
+    # ---- writes
+
+    def _send_staged(self) -> None:
+        """Send staged writes with finished copies, with digests of the bytes in host memory."""
+        for write in self._memory.ready():
+            seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
+            digests = digest_parts(self._memory.shown, write.parts, seed)
+            self._send(msgspec.structs.replace(write, digests=digests))
+        self._events += self._memory.failed()
+
+    def _ended(self, peer: str, key: RoomKey, number: int, error: ErrorInfo | None) -> None:
+        self._memory.ended(peer, key, number)
+        self._events.append(Written(key, peer, number, error))
+
+    # ---- connections
+
+    def _dial(self, peer: str) -> Link:
+        if peer not in self._peers:
+            raise Unavailable("a write names a peer that was never connected")
+        endpoint, _, deadline = self._peers[peer]
+        sock, address = self._socket(endpoint.address)
+        sock.setblocking(False)
+        link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
+        try:
+            self._connect(link, address)
+        except OSError:
+            sock.close()
+            raise
+        self._links[peer] = link
+        self._hello(link, endpoint.incarnation)
+        return link
+
+    def _connect(self, link: Link, address: object) -> None:
+        sock, link.address = link.connection.sock, None
+        try:
+            sock.connect(address)  # type: ignore[arg-type]
+        except BlockingIOError as error:
+            if error.errno == errno.EAGAIN:  # a Unix socket with a full accept queue: no connect is under way
+                link.address, self._again = address, time.monotonic() + _PAUSE_S
+                return
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+
+    def _try_again(self) -> None:
+        if self._again is None or self._again > time.monotonic():
+            return
+        self._again = None
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for link in [link for link in self._links.values() if link.address is not None]:
+            try:
+                self._connect(link, link.address)
+            except OSError as error:
+                self._lost(link, error)
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                log.error("connections for transfers cannot be accepted: %s", error.strerror)
+                self._selector.unregister(self._listener)  # the listener would be ready without end
+                self._again = time.monotonic() + _PAUSE_S
+            return
+        try:
+            self._admit(sock)
+            if len(self._links) >= MOST_PEERS:
+                raise f.BadFrame("there are too many connections")
+        except (OSError, WeftError) as error:
+            self.refused += 1
+            self._strangers.say("a connection for transfers was refused: %s", error)
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._accepted += 1
+        name = f"accepted#{self._accepted}"
+        host = str(address[0]) if isinstance(address, tuple) else ""
+        if (oldest := self._newcomers.add(host, name)) is not None:
+            self._lost(
+                self._links[oldest],
+                Unavailable("closed without a handshake, to make room for another connection"),
+            )
+        link = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
+        self._links[name] = link
+        self._selector.register(sock, selectors.EVENT_READ, link)
+
+    def _connection(self, sock: socket.socket) -> Connection:
+        return Connection(sock, self._buffers.give, self.takes_fds)
+
+    def _serve(self, link: Link, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                link.connection.flush()
+            if mask & selectors.EVENT_READ:
+                for got in link.connection.receive(_AT_ONCE):
+                    self._got(link, got)
+                    # A frame may have closed its own link.
+                    if not self._lives(link):
+                        return
+            self._watch(link)
+        except Exception as error:  # any fault of a peer ends only the peer's own connection
+            self._lost(link, error)
+
+    def _flush(self, link: Link) -> None:
+        if not self._lives(link):
+            return
+        try:
+            link.connection.flush()
+            self._watch(link)
+        except Exception as error:
+            self._lost(link, error)
+
+    def _lives(self, link: Link) -> bool:
+        return self._links.get(link.name) is link
+
+    def _watch(self, link: Link) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
+        # A link that waits for another connect is not registered with the selector.
+        if not self._lives(link) or link.address is not None:
+            return
+        if self._selector.get_key(link.connection.sock).events != mask:
+            self._selector.modify(link.connection.sock, mask, link)
+
+    def _lost(self, link: Link | None, error: Exception) -> None:
+        """Close a connection after an error or a bad frame. Ends all writes without an answer. No effect
+        for a closed link or None."""
+        if link is None or not self._lives(link):
+            return
+        if isinstance(error, WeftError):
+            self.refused += 1
+            self._strangers.say("a connection for transfers was closed: %s (%s)", error, link.peer)
+        elif not isinstance(error, OSError):
+            self.refused += 1
+            log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
+        del self._links[link.name]
+        self._newcomers.left(link.host, link.name)
+        if link.connection.sock in self._selector.get_map():
+            self._selector.unregister(link.connection.sock)
+        link.connection.close()
+        self._memory.lost(link.name)
+        # Writes without an answer fail here. Each write must end exactly once.
+        for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
+            self._ended(link.name, key, number, info_of(error))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for link in list(self._links.values()):
+            if link.until is not None and link.until <= now:
+                self._lost(link, Unavailable("a peer did not identify itself in time"))
+
+    def _patience(self) -> float:
+        due = [link.until for link in self._links.values() if link.until is not None]
+        due += [] if self._again is None else [self._again]
+        staged = self._memory.patience()
+        until = 3600.0 if staged is None else staged
+        return max(0.0, min(until, min(due) - time.monotonic())) if due else until
+
+    # ---- frames
+
+    def _got(self, link: Link, got: Got) -> None:
+        match got.frame:
+            case f.Hello() if not link.said_hello:
+                self._check_hello(link, got.frame)
+                link.said_hello, link.rank = True, got.frame.rank
+                link.peer = f"{link.name} (rank {link.rank}, incarnation {got.frame.incarnation:x})"
+                self._met(link, got.frame)
+            case f.Proof() if link.said_hello and link.until is not None:
+                self._proven(link)
+            case f.WriteFrame() if not link.writer and link.until is None:
+                self._got_write(link, got.frame, got)
+            case f.AnswerFrame(key, number, error) if link.writer and link.until is None:
+                if (key, number) in link.unanswered:
+                    del link.unanswered[key, number]
+                    self._ended(link.name, key, number, error)
+                else:
+                    # Late answer after `cancel`: free the slot, but report nothing.
+                    self._memory.ended(link.name, key, number)
+            case _:
+                raise f.BadFrame(f"a {type(got.frame).__name__} arrived out of order")
+
+    def _check_hello(self, link: Link, hello: f.Hello) -> None:
+        check_hello(hello, self.name, self.incarnation, self._peers[link.name] if link.writer else None)
+
+    def _open(self, link: Link) -> None:
+        """Finish the handshake and send all waiting writes."""
+        link.until = None
+        link.connection.proven = True
+        if not link.writer:
+            self._newcomers.proved(link.host, link.name)
+        while link.waiting and self._lives(link):
+            self._send_write(link, link.waiting.pop(0))
+
+    def _send_write(self, link: Link, write: Write) -> None:
+        link.unanswered[write.key, write.number] = None
+        parts = tuple(
+            f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
+        )
+        frame = f.WriteFrame(write.key, write.number, parts, write.digests.astype("<u8").tobytes())
+        link.connection.send(frame, self._payload(write), write.key)
+        self._flush(link)
+
+    def _got_write(self, link: Link, frame: f.WriteFrame, got: Got) -> None:
+        parts = [(part, f.spans_of(part)) for part in frame.parts]
+        spans = sum(len(each) for _, each in parts)
+        for part, each in parts:
+            # Numbers from a peer are not trusted: check each target before the event leaves this class.
+            if part.target >= len(self._memory.regions):
+                raise f.BadFrame("a write names an unknown region")
+            check_inside(each[:, 1], each[:, 2], self._memory.regions[part.target].numel())
+        digests = f.digests_of(frame, spans)
+        source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)
+        targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)
+        held = self._held_bytes(frame, got)
+        self._events.append(Incoming(frame.key, link.name, frame.number, targets, held, source))

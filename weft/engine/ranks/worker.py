@@ -1,0 +1,319 @@
+"""The loop of a worker rank: receives a step, checks the step, executes the step, reports the outcome.
+
+    no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
+                          └── StepFrame: same step number, same digest, or the rank stops
+              LateMasks: of the step before, if that is constrained; nothing else may follow it
+
+A worker decides nothing. The worker reports every failure to the engine process. Then the worker keeps the
+weights and waits for the next epoch, in which all slots are empty. After the loss of the engine process, a
+worker can join another engine.
+
+Transfers to and from other groups outlast epochs: the engine process starts and stops each transfer. Reports
+go only to the engine process that named the transfer. A rank stops all transfers before joining another
+engine process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, get_args
+
+from weft.common.errors import EngineDead, WeftError, known_error
+from weft.common.log import get_logger
+from weft.engine.ranks.executor import RankRunner, checksum, moves
+from weft.engine.ranks.step_pixels import opened
+from weft.engine.ranks.worker_rooms import WorkerRooms
+from weft.group.liveness import COLLECTIVE
+from weft.group.sizes import blocks_of
+from weft.kv.digest import SlotDigest
+from weft.parallel.control import PeerGone, RankChannel
+from weft.parallel.group_comm import CommLost
+from weft.parallel.mesh import Mesh
+from weft.parallel.store import join_store
+from weft.runner.step_handle import StepHandle
+from weft.types import frames as f
+
+log = get_logger(__name__)
+
+_IDLE = 0.5
+"""Seconds of one wait for frames while no step runs."""
+_BUSY = 0.0005
+"""Seconds of one wait for frames while a step runs."""
+
+
+class GivenUp(EngineDead):
+    """Raised when the engine process has refused or dropped the rank, or when the process cannot serve any
+    engine.
+    """
+
+
+class Worker:
+    """The loop of one worker rank. ``turn`` handles one frame or result. ``run`` calls ``turn`` until the
+    end.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        runner: RankRunner,
+        mesh: Mesh,
+        channel: RankChannel,
+        *,
+        rank_timeout: float = 10.0,
+        incarnation: str = "",
+    ) -> None:
+        """``incarnation``: identifies the engine process at the other end of ``channel``."""
+        self.rank = rank
+        self._runner = runner
+        self._mesh = mesh
+        self._timeout = rank_timeout
+        self._channel = channel
+        self._incarnation = incarnation
+        self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
+        self._in_flight: deque[StepHandle] = deque()
+        self._unsampled: StepHandle | None = None
+        """Newest step in flight while awaiting masks; else None."""
+        self._store: Any = None
+        self.epoch = -1
+        """Current epoch, or the last epoch; -1 before the first."""
+        self._running = False
+        self._next: int | None = None
+        self.step = -1
+        """Last step completed on the rank; -1 before the first."""
+        self.stopped = False
+        """True after a Shutdown from the engine process."""
+        self._orphan = False
+        self._served = False
+        """True if the current engine process has begun an epoch."""
+        self._rooms: dict[f.Cache, WorkerRooms] = {
+            cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
+        }
+        both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
+        self._wake = [reports.descriptor for reports in both if reports is not None]
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Work until the engine process sends Shutdown (``stopped``) or is gone. After the loss of the engine
+        process, ``join`` may follow.
+
+        Raises EngineDead when the engine process refuses the rank.
+        """
+        embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
+        ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
+        self._channel.send(f.encode(ready))
+        while not self.stopped and not self._orphan:
+            self.turn(_BUSY if self._in_flight else _IDLE)
+        self._leave()
+
+    def join(self, channel: RankChannel, incarnation: str) -> None:
+        """Work for another engine process, which has welcomed the rank.
+
+        First stop all transfers: no transfer of the old engine process may touch the caches when the new
+        engine reads Loaded. Raises EngineDead when a transfer does not end. The caller must then end the
+        process.
+        """
+        self._leave()
+        self._channel = channel
+        self._incarnation = incarnation
+        self._orphan = self._served = False
+        for cache, rooms in self._rooms.items():
+            rooms.joined(moves(self._runner, cache)[0])
+        self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
+
+    def turn(self, wait: float = 0.0) -> bool:
+        """Read a completed step or handle one frame. Block up to ``wait`` seconds for a frame. Return False
+        if there was neither.
+        """
+        # Report a completed step before waiting for further frames.
+        if self._in_flight and self._runner.done(self._in_flight[0]):
+            self._attempt(self._answer)
+            return True
+        told = self._tell()
+        data = self._channel.receive(0.0 if told else wait, self._wake)
+        if data is None:
+            return told or self._tell()
+        self._attempt(lambda: self._take(f.decode_to_rank(data)))
+        return True
+
+    def close(self) -> None:
+        """Free all resources."""
+        self._leave()
+        self._runner.close()
+        self._mesh.close()
+        self._channel.close()
+
+    # ---- from the watch's thread
+
+    def heartbeat(self) -> f.RankHeartbeat:
+        epoch = self.epoch if self._served else -1
+        return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
+
+    def ended(self, epoch: int) -> bool:
+        """Abort collectives of an ended epoch, which cannot complete. Return True if the rank is still in the
+        epoch.
+        """
+        late = self._running and epoch >= self.epoch
+        if late:
+            self._mesh.abort()
+        return late
+
+    def orphaned(self) -> None:
+        """Stop the loop after the loss of the engine process."""
+        self._orphan = True
+        self._mesh.abort()
+
+    # ---- frames. Frames without a slot come first: no lookup is needed.
+
+    def _take(self, frame: f.ToRank) -> None:
+        # RankWelcome and RankHeartbeat have no branch: the join and the heartbeat thread handle these frames.
+        if isinstance(frame, f.Shutdown):
+            self.stopped = True
+        elif isinstance(frame, f.Refused):
+            raise GivenUp(f"this rank was rejected: {frame.error.message}")
+        elif isinstance(frame, f.Abort):
+            # Ignore a late Abort of an earlier epoch.
+            if frame.epoch >= self.epoch:
+                self._leave()
+        elif isinstance(frame, f.Pools):
+            self._fits(frame)
+        elif isinstance(frame, f.Form):
+            self._form(frame)
+        elif isinstance(frame, f.StepFrame):
+            self._step(frame)
+        elif isinstance(frame, f.RoomToRank):
+            self._rooms[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
+        elif isinstance(frame, f.LateMasks):
+            self._sample(frame)
+
+    def _tell(self) -> bool:
+        """Send the reports of the rank's transfers to the engine process. Return False if there were none.
+
+        Raises GivenUp when the transfer thread has failed. A new process can transfer again.
+        """
+        some = False
+        for cache, rooms in self._rooms.items():
+            transfer, reports, _ = moves(self._runner, cache)
+            if transfer is None or reports is None:
+                continue
+            if transfer.failure is not None:
+                raise GivenUp("this rank's KV transfer thread has failed")
+            told = reports.take()
+            some |= bool(told)
+            for frame in rooms.said(told):
+                self._send(frame)
+        return some
+
+    def _fits(self, frame: f.Pools) -> None:
+        """Check the pools of the rank against the engine's sizes. Surplus blocks stay unused.
+
+        Raises GivenUp otherwise.
+        """
+        has = blocks_of(self._runner.kv)
+        if len(frame.blocks) != len(has) or any(a > b for a, b in zip(frame.blocks, has, strict=True)):
+            raise GivenUp(
+                f"the engine's KV cache has {list(frame.blocks)} blocks, this rank's has {list(has)}"
+            )
+
+    def _form(self, frame: f.Form) -> None:
+        self._leave()
+        if frame.epoch <= self.epoch:
+            raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
+        self.epoch = frame.epoch
+        self._next = None
+        self._served = True
+        self._digest.clear()
+        self._runner.reset()
+        # Set before connecting: the end of the epoch must abort the connection attempt, too.
+        self._running = True
+        patience = COLLECTIVE * self._timeout
+        if frame.store:
+            self._store = join_store(frame.store, patience)
+        self._mesh.connect(self._store, frame.epoch, patience)
+        self._send(f.Formed(rank=self.rank, epoch=frame.epoch))
+
+    def _step(self, frame: f.StepFrame) -> None:
+        if not self._current(frame.epoch):
+            return
+        # Every check below finds a lost, repeated or reordered frame, or a difference of slot tables.
+        if self._unsampled is not None:
+            raise EngineDead(f"received step {frame.step} instead of the masks of step {frame.step - 1}")
+        if self._next is not None and frame.step != self._next:
+            raise EngineDead(f"received step {frame.step} instead of step {self._next}")
+        if frame.plan.step != frame.step:
+            raise EngineDead(f"the frame of step {frame.step} holds the plan of step {frame.plan.step}")
+        digest = self._digest.take(frame.plan)
+        if digest != frame.digest:
+            raise EngineDead(
+                f"the slot tables differ at step {frame.step}: digest {frame.digest:016x} at the engine, "
+                f"{digest:016x} here"
+            )
+        self._next = frame.step + 1
+        handle = self._runner.forward(opened(frame.plan))
+        self._in_flight.append(handle)
+        if frame.plan.constrained:
+            self._unsampled = handle
+            return
+        self._runner.sample(handle)
+        if self._runner.done(handle):
+            self._answer()
+
+    def _sample(self, frame: f.LateMasks) -> None:
+        if not self._current(frame.epoch):
+            return
+        handle = self._unsampled
+        if handle is None or handle.plan.step != frame.step:
+            raise EngineDead(f"received masks of step {frame.step}, which needs none")
+        self._unsampled = None
+        self._runner.sample(handle, frame.masks)
+
+    def _answer(self) -> None:
+        result = self._runner.read(self._in_flight.popleft())
+        self.step = result.step
+        self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
+
+    def _current(self, epoch: int) -> bool:
+        """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the engine
+        process has ended, or will end, the epoch.
+        """
+        return self._running and epoch == self.epoch
+
+    # ---- failing
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Run ``work()``. Report an error to the engine process and leave the epoch. Raises GivenUp and
+        PeerGone, and any error after a Shutdown or before the first epoch.
+        """
+        try:
+            work()
+        except Exception as error:
+            if self.stopped or isinstance(error, PeerGone | GivenUp):
+                raise
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        known = known_error(error)
+        was_running = self._running
+        log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
+        self._leave()
+        # Without any epoch there is nothing to continue: the process ends.
+        if not was_running and self.epoch < 0:
+            raise known from error
+        step = self.step + 1
+        lost = isinstance(error, CommLost)
+        self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
+
+    def _leave(self) -> None:
+        """Leave the epoch: abort communicators, wait for the steps in flight and drop the results."""
+        self._running = False
+        self._unsampled = None
+        self._mesh.abort()
+        while self._in_flight:
+            try:
+                self._runner.read(self._in_flight.popleft())
+            except Exception as error:
+                log.info("rank %d: a step in flight ended with its epoch: %s", self.rank, error)
+
+    def _send(self, frame: f.ToHead) -> None:
+        self._channel.send(f.encode(frame))

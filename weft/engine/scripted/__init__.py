@@ -1,0 +1,1 @@
+"""An engine process without a model. The engine plays recorded outputs."""

@@ -1,0 +1,229 @@
+"""The engine process: serves one engine behind a zmq ROUTER, with the messages of ``weft.types.messages``.
+
+One thread does everything. Between steps the thread handles messages of API servers. Heartbeats leave from
+the step loop, so a heartbeat proves progress. An invalid frame is counted and dropped.
+``weft.control.fleet.head_protocol`` decides the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from weft.common.counted_log import CountedLog
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.config.names import process_name
+from weft.config.resolved import EngineConfig
+from weft.control.fleet.head_protocol import HeadEngine, HeadProtocol, Outgoing
+from weft.engine.server.listener import Listener
+from weft.engine.server.pixel_inbox import PixelInbox
+from weft.engine.server.profiling import Profiler
+from weft.types import messages as m
+from weft.types.attachments import decode_parts
+
+log = get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+IDLE_POLL_MS = 100
+REPORT_S = 60.0
+"""Seconds between two log lines about draft acceptance."""
+
+
+class ServedEngine(HeadEngine, Protocol):
+    """The engine interface of the loop. See ``weft.engine.core.EngineCore`` and
+    ``weft.engine.scripted.scripted.ScriptedEngine``.
+    """
+
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def sockets(self) -> Sequence[Any]: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def transferring(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def hear(self) -> list[m.TokenEvent]: ...
+
+    def step(self) -> list[m.TokenEvent]: ...
+
+    def describe_speculation(self) -> str | None: ...
+
+    def close(self, failed: bool = False) -> None: ...
+
+
+class EngineServer:
+    """Serves one engine to API servers. ``run`` returns after a shutdown message or once drained."""
+
+    def __init__(
+        self,
+        core: ServedEngine,
+        endpoint: str | Listener,
+        *,
+        wait_ms: Callable[[], int] | None = None,
+        profiler: Profiler | None = None,
+        shows: bool = False,
+    ) -> None:
+        """``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds
+        for which a busy engine may wait for messages (default: 0). ``shows``: True if other processes of the
+        group must be able to open images in shared memory.
+        """
+        self._profiler = profiler or Profiler(None, "")
+        self._core = core
+        self._wait_ms = wait_ms or (lambda: 0)
+        self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
+        self._socket = self._listener.socket
+        self._poller = zmq.Poller()
+        for one in (self._socket, *core.sockets):
+            self._poller.register(one, zmq.POLLIN)
+        self._pixels = PixelInbox(shows)
+        self._protocol = HeadProtocol(core, core.incarnation, self._pixels)
+        self._last_heartbeat = 0.0
+        self._strangers = CountedLog(log)
+        self._next_report = time.monotonic() + REPORT_S
+
+    def run(self) -> None:
+        """Serve until shutdown or until drained. Raises errors of the engine, after a report to every API
+        server.
+        """
+        failed = False
+        try:
+            while not self._protocol.stopped:
+                busy = self._core.has_work()
+                self._receive(self._wait_ms() if busy else IDLE_POLL_MS)
+                self._core.check()  # before `hear`, which handles the transfer reports received here
+                self._tell(self._core.hear())
+                # `hear` may have created work, so ask again.
+                if self._core.has_work():
+                    busy = True
+                    self._tell(self._core.step())
+                elif self._protocol.draining and not self._protocol.live and not self._core.transferring:
+                    break  # blocked sequences have ended by then, because each has a time limit
+                # Send a heartbeat as soon as the engine is idle. Otherwise gauges would show load for up to
+                # half a second.
+                self._heartbeat(at_once=busy and not self._core.has_work())
+                self._profiler.look()
+        except Exception as error:
+            failed = True
+            self._tell_failure(error)
+            raise
+        finally:
+            self._listener.close()
+            self._pixels.close()
+            self._profiler.end()
+            self._core.close(failed)
+
+    def _receive(self, wait_ms: int) -> None:
+        if self._socket not in dict(self._poller.poll(wait_ms)):
+            return
+        while True:
+            try:
+                frames = self._listener.receive()
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[Any]) -> None:
+        try:
+            front, body, *attached = frames
+            message = decode_parts(body, attached)
+        except (ValueError, msgspec.DecodeError) as error:
+            self._protocol.bad_frames += 1
+            self._strangers.say("dropped an invalid frame (%s)", type(error).__name__)
+            return
+        if isinstance(message, m.Profile):
+            self._profiler.ask(message.seconds)
+        self._send(self._protocol.on(front, message))
+
+    def _tell(self, events: list[m.TokenEvent]) -> None:
+        self._send(self._protocol.events(events, self._core.steps))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        for front, message in outgoing:
+            try:
+                self._socket.send_multipart([front, m.encode(message)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.warning("an API server is gone or does not read (%s): its sequences end", error.strerror)
+                self._protocol.forget(front)
+
+    def _heartbeat(self, at_once: bool) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat < HEARTBEAT_S and not at_once:
+            return
+        self._last_heartbeat = now
+        self._report(now)
+        self._send(self._protocol.heartbeats())
+
+    def _report(self, now: float) -> None:
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_S
+        report = self._core.describe_speculation()
+        if report is not None and self._core.has_work():
+            log.info("%s", report)
+
+    def _tell_failure(self, error: Exception) -> None:
+        known = (
+            error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
+        )
+        log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
+        self._send(self._protocol.failed(known))
+
+
+def tell_why(listener: Listener, error: WeftError) -> None:
+    """Report the start error to all API servers that have said hello."""
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            front, *_ = listener.receive()
+            failed = m.HeadFailed(error=EngineDead(error.message).info())
+            listener.socket.send_multipart([front, m.encode(failed)], zmq.NOBLOCK)
+
+
+def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
+    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the engine
+    process.
+
+    ``pipe``: descriptor of the pipe to the rank supervisor; None if the engine process starts the workers.
+    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
+    start.
+    """
+    # The modules below import torch. An engine process without a model does not need torch.
+    from weft.engine.core import EngineCore
+    from weft.engine.ranks.supervised_ranks import SupervisedRanks
+    from weft.engine.start import start_executor
+    from weft.tracing.writer import open_writer
+
+    try:
+        supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
+        spans = open_writer(config.runner.trace_requests, process_name(config))
+        core = EngineCore(config, runner=start_executor(config, supervised=supervised), spans=spans)
+    except BaseException as error:
+        if isinstance(error, WeftError):
+            tell_why(listener, error)
+        listener.close()
+        raise
+    kv = core.runner.kv  # on a GPU, pool sizes are known only after the weights are loaded
+    pools = ", ".join(pool.describe(config.dtype) for pool in kv.pools)
+    if not pools and kv.media is not None:
+        pools = kv.media.describe()
+    log.info(
+        "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
+    )
+    gc.collect()
+    gc.freeze()  # the model and all modules live as long as the process: the collector should skip them
+    profiler = Profiler(config.runner.profile_dir, process_name(config))
+    shows = bool(core.runner.membership.members)
+    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler, shows=shows).run()

@@ -1,0 +1,237 @@
+"""Starts and ends the heades of a server and the workers, which outlive engine processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from weft.config.gpus import gpu_environment, head_rank
+from weft.config.hosts import uses_board
+from weft.config.names import instance_name
+from weft.config.resolved import EngineConfig
+from weft.control.links.link import Address
+from weft.control.processes.table import Member
+from weft.engine.ranks.processes import Command, Start, start_process
+from weft.engine.ranks.rank_supervisor import RankSupervisor
+from weft.engine.ranks.ranks import RankProcesses, are_supervised, rank_address
+from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
+
+LEAVE_S = 3.0
+"""Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
+
+
+class HeadProcesses:
+    """The processes of one group: an engine process for each replica. An engine process ends with the
+    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
+
+    ``weft.control.processes`` decides when an engine process is started again.
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """``folder``: engine processes listen in a new subfolder of ``folder``. No other user may have access
+        to ``folder``.
+
+        Raises ConfigError when other hosts cannot reach the local host.
+        """
+        parallel = config.parallel
+        self._replicas = {
+            instance_name(config, replica): replica for replica in range(parallel.data_parallel_size)
+        }
+        together = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+        member = Member(
+            domain=(config.group or "all") if together else "",
+            group=config.group,
+            role=config.transfer.role,
+        )
+        self.members = dict.fromkeys(self._replicas, member)
+        """Name of each engine process, in order, with the facts for the owner of the engines."""
+        self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
+        self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
+        self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
+        self._folder = group_folder(folder)
+        self._local = LocalHeads(config, self._folder, log_level, start)
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Start an engine process and return the address. Does not wait for the start.
+
+        Every start has a new address, so messages for an earlier engine process never reach a later engine.
+        """
+        replica = self._replicas[name]
+        domain = self.members[name].domain
+        if self._remote is not None and replica in self._remote:
+            remote = self._remote.start(replica)
+            self._running[name] = remote
+            return Address(remote.endpoint, remote, self._remote.keys, incarnation, domain=domain)
+        endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
+        process = self._local.start(replica, endpoint)
+        self._running[name] = process
+        return Address(endpoint, process, None, incarnation, domain=domain)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """Kill a dead or hung engine process, before the next engine starts. Unknown names are ignored."""
+        old = self._running.pop(name, None)
+        if old is not None:
+            old.kill()  # also ends a stopped (SIGSTOP) process
+            # Keep processes that refused to start, because `close` returns their statuses.
+            self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
+            self._ended.append(old)
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """Wait up to ``seconds`` for all engine processes, which have received a shutdown, then kill the
+        rest, then the workers. Return the exit statuses of the engine processes.
+
+        ``status``: exit status of the server, reported to other hosts.
+        """
+        until = time.monotonic() + seconds
+        heads = [*self._running.values(), *self._ended]
+        ends = [
+            close_head(head, max(until - time.monotonic(), 0))
+            for head in heads
+            if not isinstance(head, RemoteHead)
+        ]
+        # Workers end last: an engine process sends its workers the shutdown.
+        self._local.close(max(until - time.monotonic(), 0))
+        if self._remote is not None:
+            ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
+            self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
+        return ends
+
+
+class HeadGroups:
+    """The engine processes of all groups of a server: see ``HeadProcesses``."""
+
+    def __init__(
+        self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """``groups`` need distinct names, except for a single group, which may have no name. See
+        ``HeadProcesses``.
+        """
+        self._of: dict[str, HeadProcesses] = {}
+        self._groups: list[HeadProcesses] = []
+        self.members: dict[str, Member] = {}
+        """Name of every engine process, in order, with the facts for the owner of the engines."""
+        try:
+            for config in groups:
+                group = HeadProcesses(config, folder, log_level, start)
+                self._groups.append(group)
+                self._of.update(dict.fromkeys(group.members, group))
+                self.members.update(group.members)
+        except BaseException:
+            self.close(0.0, 2)
+            raise
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Start an engine process and return the address. Does not wait for the start."""
+        return self._of[name].start(name, incarnation)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """Kill a dead or hung engine process, before the next engine starts."""
+        self._of[name].kill(name, incarnation)
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """Call ``HeadProcesses.close`` for all groups, within ``seconds`` in total. Return the exit statuses
+        of the engine processes.
+        """
+        until = time.monotonic() + seconds
+        return [
+            end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
+        ]
+
+
+def group_folder(folder: Path) -> Path:
+    """Create a new folder in ``folder`` for the sockets and files of one group and return the path. Two
+    groups never share a folder.
+    """
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            result = folder / f"g{number}"
+            result.mkdir(mode=0o700)
+            return result
+    raise AssertionError("unreachable")
+
+
+class LocalHeads:
+    """Starts the engine processes of the local host, and owns the rank supervisor of the workers. Used from
+    the main thread.
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """``folder``: for the files of the engine processes. No other user may have access to ``folder``."""
+        self._start = start
+        self._config = config
+        self._folder = folder
+        self._level = log_level
+        self._rank_supervisor: RankSupervisor | None = None
+        """Created when the first engine process with supervised workers starts."""
+
+    def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
+        """Start an engine process at ``endpoint`` and return the process. Does not wait for the start.
+        ``incarnation``: see ``EngineConfig``.
+        """
+        pipe = None
+        parallel = self._config.parallel
+        if are_supervised(parallel, replica):
+            self._rank_supervisor = self._rank_supervisor or RankSupervisor(
+                parallel.data_parallel_size, self._workers
+            )
+            pipe = self._rank_supervisor.link(replica)
+        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
+        return start_head(own, endpoint, self._level, pipe, self._start)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for workers, which have received a shutdown, then kill the rest."""
+        if self._rank_supervisor is not None:
+            self._rank_supervisor.close(seconds)
+            self._rank_supervisor = None
+
+    def _of(self, replica: int) -> EngineConfig:
+        return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
+
+    def _workers(self, replica: int) -> RankProcesses:
+        config = self._of(replica)
+        return RankProcesses(config, rank_address(config), self._level, self._start)
+
+
+def start_head(
+    config: EngineConfig,
+    endpoint: str,
+    log_level: str,
+    pipe: Connection | None = None,
+    start: Start = start_process,
+) -> subprocess.Popen[bytes]:
+    """Start an engine process at ``endpoint``. The engine process ends with the calling process. Does not
+    wait for the start.
+
+    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here. Call
+    from the main thread: the kernel ties a child to the starting thread.
+    """
+    descriptors = () if pipe is None else (pipe.fileno(),)
+    environment = gpu_environment(config, head_rank(config))
+    setup = msgspec.msgpack.encode(config)
+    try:
+        return start(Command("head_main", (endpoint, log_level), setup, environment, descriptors))
+    finally:
+        if pipe is not None:
+            pipe.close()
+
+
+def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait up to ``seconds`` for an engine process, which has received a shutdown, then kill the engine.
+    Return the exit status.
+    """
+    try:
+        return head.wait(seconds)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        return head.wait()

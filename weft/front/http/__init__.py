@@ -1,0 +1,1 @@
+"""HTTP parts without knowledge of a generation API: bodies, answers, access, limits, streams."""

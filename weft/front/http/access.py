@@ -1,0 +1,152 @@
+"""Access control: API keys, the admin key, other origins, and limits per key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+
+from starlette.types import Scope
+
+from weft.common.errors import Forbidden, Overloaded, Unauthorized
+from weft.front.http.cors import Origins
+from weft.front.http.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
+
+PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
+"""Paths for probes, which have no key and know the server by address. The answers contain only a state."""
+OPEN_PATHS = PROBES | {"/"}
+"""Paths without a key. The page at "/" holds no data of the server, and asks the user for a key."""
+METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
+"""Paths that ``--open-metrics`` opens."""
+ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
+"""Paths that change the server or requests of other clients. Only with the admin key, and never from a
+browser."""
+KEY = "weft.key"
+"""Key of the request's scope for the number of the API key."""
+
+
+REQUEST_ID = "weft.request_id"
+"""Key of the request's scope for the id in the answer's header ``x-request-id``."""
+
+
+def key_of(scope: Scope) -> int:
+    """Return the number of the request's API key; 0 for a server without keys."""
+    return int(scope.get(KEY, 0))
+
+
+class ApiKeys:
+    """API keys. A comparison takes the same time for every wrong key."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, authorization: bytes | None, x_api_key: bytes | None = None) -> int | None:
+        """Return the number of the given key (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); None
+        for a wrong or missing key; 0 for a server without keys.
+
+        With both headers, only Authorization counts.
+        """
+        if not self._digests:
+            return 0
+        scheme = b"bearer"
+        key = x_api_key or b""
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        found = None
+        # Compare with every key, so that the time does not depend on the matching key.
+        for number, digest in enumerate(self._digests):
+            if hmac.compare_digest(digest, given):
+                found = number
+        return found if scheme.lower() == b"bearer" else None
+
+    def salt_of(self, number: int, salt: str) -> str:
+        """Return ``salt`` bound to the key of this number. The result cannot be derived without the key,
+        and equal salts of two keys differ. All processes with the same keys return the same value."""
+        if not self._digests:
+            return salt
+        return hmac.new(self._digests[number], b"cache salt" + salt.encode(), hashlib.sha256).hexdigest()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class AccessControl:
+    """Decides on each request: key, origin and rate limits. Used from one event loop."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        admin_keys: Iterable[str],
+        origins: Iterable[str],
+        limits: RateLimits | None,
+        now: Callable[[], float],
+        *,
+        open_metrics: bool = False,
+    ) -> None:
+        """``origins``: see ``Origins``. ``now``: the clock of ``limits``. ``open_metrics``: no key for
+        ``METRICS_PATHS``."""
+        self.open_paths = OPEN_PATHS | METRICS_PATHS if open_metrics else OPEN_PATHS
+        """Paths without a key."""
+        self.origins = Origins(origins)
+        self._keys = ApiKeys(keys)
+        self._admin_keys = ApiKeys(admin_keys)
+        self._limits = limits
+        self._now = now
+
+    def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Admit a request and return extra headers for the answer. Raises WeftError for a refused request."""
+        path = scope["path"]
+        if path in self.open_paths:
+            return []
+        given = headers.get(b"authorization"), headers.get(b"x-api-key")
+        if path in ADMIN_PATHS:
+            self._admit_admin(given, headers)
+            return []
+        key = self._keys.find(*given)
+        if key is None:
+            raise Unauthorized(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            )
+        scope[KEY] = key
+        return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
+
+    def salt_of(self, key: int, salt: str) -> str:
+        """Return ``salt`` bound to a key, see ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
+        return self._keys.salt_of(key, salt)
+
+    def spend(self, scope: Scope, tokens: int) -> None:
+        """Count the tokens of an admitted request."""
+        if self._limits is not None and tokens:
+            self._limits.on(Spent(key_of(scope), tokens), self._now())
+
+    def _admit_admin(self, given: tuple[bytes | None, bytes | None], headers: dict[bytes, bytes]) -> None:
+        if not self._admin_keys:
+            raise Forbidden("this route needs an admin key; start the server with --admin-key")
+        if b"origin" in headers:
+            raise Forbidden("this route refuses requests from browsers (requests with an Origin header)")
+        if self._admin_keys.find(*given) is None:
+            raise Unauthorized("the admin key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    def _limited(self, key: int) -> list[tuple[bytes, bytes]]:
+        assert self._limits is not None
+        (verdict,) = self._limits.on(Asked(key), self._now())
+        headers = headers_of(verdict)
+        if isinstance(verdict, Refused):
+            raise RateLimited(verdict.what, verdict.wait, headers)
+        return headers
+
+
+class RateLimited(Overloaded):
+    """A key has used up a limit per minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, what: str, wait: float, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(f"this key has used all its {what} per minute; try again in {duration(wait)}")
+        self.wait = wait
+        self.headers = headers

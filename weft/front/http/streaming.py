@@ -1,0 +1,181 @@
+"""Server-sent events, deadlines, and detection of disconnected clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.common.errors import Cancelled, DeadlineExceeded
+from weft.common.log import get_logger
+from weft.control.links.flow import Flow
+from weft.front.http.answers import to_json
+
+log = get_logger(__name__)
+
+
+JSON = "application/json"
+KEEP_ALIVE = 10.0
+"""Seconds without an event until a comment is sent, so that no proxy considers the stream dead."""
+COMMENT = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+PAUSE_AFTER = 0.4
+"""Seconds for which a client may block an event before the stream is paused."""
+
+
+class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Format of an API's streams."""
+
+    named: bool = False
+    """True if each event has a line with its name, the event's ``type``."""
+    idle: bytes = COMMENT
+    """Bytes to send after a long time without events."""
+    end: bytes = DONE
+    """Bytes to send after the last event, except after a failure."""
+
+    def event(self, value: Any) -> bytes:
+        """Return ``value`` as one server-sent event."""
+        data = b"data: " + to_json(value) + b"\n\n"
+        return b"event: " + value.type.encode() + b"\n" + data if self.named else data
+
+
+class FlowPauser(Protocol):
+    """The part of the links used by streams."""
+
+    def pause(self, flow: Flow) -> None:
+        """Pause: the client does not read, so the flow's sequences should give up their slots."""
+
+    def resume(self, flow: Flow) -> None:
+        """Resume: the client reads again."""
+
+
+class EventStream(Response):
+    """Response that streams a generator of complete events, or of pieces of an answer. The generator is
+    always closed.
+
+    Sends wait for the client, so a slow client slows only its own generator. During a long wait the flow of
+    the events is paused.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        deadline: float,
+        held: contextlib.ExitStack,
+        flow: Flow,
+        link: FlowPauser,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        """``deadline``: time of the event loop's clock at which a client that does not read is given up.
+
+        ``held``: resources of the request, released after the end of the answer.
+        """
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self._events = events
+        self._deadline = deadline
+        self._held = held
+        self._flow = flow
+        self._link = link
+        self._paused = False
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            async with contextlib.aclosing(self._events) as events:
+                # The generator must be closed before the request's resources are released.
+                try:
+                    async with asyncio.timeout_at(self._deadline):
+                        await self._send(events, send)
+                except TimeoutError:
+                    log.warning("a client did not read its stream in time: connection closed")
+
+    async def _send(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
+        async for data in events:
+            # `send` blocks only while the client does not read: then the timer pauses the flow.
+            timer = loop.call_later(PAUSE_AFTER, self._pause)
+            try:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            finally:
+                timer.cancel()
+            if self._paused:
+                self._paused = False
+                self._link.resume(self._flow)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._link.pause(self._flow)
+
+
+class Silence:
+    """Wakes a flow's reader after a long time without a sent event. Context manager with a timer."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self.due = False
+        """True if a comment is due; the reader was woken."""
+
+    def __enter__(self) -> Silence:
+        self.sent()
+        self._timer = self._loop.call_at(self._until, self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def sent(self) -> None:
+        """Restart the timer after a sent event."""
+        self.due = False
+        self._until = self._loop.time() + KEEP_ALIVE
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now >= self._until:  # otherwise an event was sent after the timer was set
+            self.due = True
+            self._until = now + KEEP_ALIVE
+            self._flow.wake()
+        self._timer = self._loop.call_at(self._until, self._look)
+
+
+@contextlib.asynccontextmanager
+async def within(deadline: float) -> AsyncIterator[None]:
+    """Raise DeadlineExceeded inside the context at ``deadline``, a time of the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise late() from None
+
+
+def late() -> DeadlineExceeded:
+    """Return the error for a request past its deadline."""
+    return DeadlineExceeded("the request took longer than --request-timeout allows")
+
+
+@contextlib.asynccontextmanager
+async def watched(receive: Receive, flow: Flow) -> AsyncIterator[None]:
+    """Fail ``flow`` with Cancelled if the client disconnects inside the context. The body must have been
+    read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        flow.fail(Cancelled("the client closed the connection"))
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,194 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.common.errors import ErrorInfo
+from weft.front.http import answers as r
+from weft.front.http.streaming import StreamForm
+from weft.front.openai.prompt_only import PromptOnly
+from weft.front.requests.context import Front
+from weft.front.requests.generation import Generation
+from weft.front.requests.logprobs import completion_logprobs, prompt_logprobs
+from weft.front.requests.serving import AnswerShape, handle
+from weft.text.choice import Choice, TextDelta
+from weft.text.detokenizer import Detokenizer
+from weft.text.logprobs import PositionLogprobs
+from weft.text.tokenizer import Tokenizer
+
+
+async def completions(front: Front, request: Request) -> Response:
+    """Continue a text, whole or as a stream."""
+    return await handle(front, request, "completions", _shape)
+
+
+def _shape(generation: Generation) -> AnswerShape:
+    shape = CompletionShape(generation)
+    return PromptOnly(shape, generation) if generation.job.asked.prompt_only else shape
+
+
+class CompletionShape:
+    """Answers of one completions request, all with the same id, time and model."""
+
+    form = StreamForm()
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._asked = generation.job.asked
+        self._tokenizer = generation.tokenizer
+        self._id = generation.named("cmpl-")
+        self._created = int(time.time())
+        self._echoed: set[int] = set()
+        self._offsets: dict[int, _Offsets] = {}
+        """Choice index -> text offsets, for choices with logprobs shown."""
+
+    def opening(self) -> list[r.Completion]:
+        return []
+
+    def weight(self, delta: TextDelta) -> int:
+        own = 0 if delta.logprobs is None else delta.logprobs.candidates
+        if delta.index in self._echoed or not self._asked.echo:
+            return own
+        echoed = self._first_of(delta.index).prompt_logprobs
+        return own + (0 if echoed is None else echoed.candidates)
+
+    def chunks(self, delta: TextDelta) -> list[r.Completion]:
+        chunks = []
+        # The first chunk of each choice repeats the prompt.
+        if delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            if self._asked.echo or self._asked.return_token_ids:
+                chunks.append(self._answer([self._echo(delta.index)]))
+        shown = delta.logprobs is not None or self._asked.return_token_ids
+        if delta.text or delta.finish_reason or (shown and delta.token_ids):
+            completion_choice = r.CompletionChoice(
+                index=delta.index, text=delta.text, finish_reason=delta.finish_reason
+            )
+            if delta.logprobs:
+                completion_choice.logprobs = self._logprobs(
+                    self._entries(delta.index, delta.token_ids, delta.logprobs)
+                )
+            if self._asked.return_token_ids:
+                completion_choice.token_ids = list(delta.token_ids)
+            chunks.append(self._answer([completion_choice]))
+        return chunks
+
+    def failed(self, error: ErrorInfo) -> list[r.ErrorResponse]:
+        return [r.error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Do nothing: the choices keep everything for the whole answer."""
+
+    def closing(self, usage: r.Usage) -> list[r.Completion]:
+        if not self._asked.usage_in_stream:
+            return []
+        chunk = self._answer([])
+        chunk.usage = usage
+        return [chunk]
+
+    def whole(self, usage: r.Usage) -> Iterator[bytes]:
+        answer = self._answer([])
+        answer.usage = usage
+        yield from r.with_choices(answer, map(self._choice, self._generation.choices))
+
+    def _answer(self, choices: list[r.CompletionChoice]) -> r.Completion:
+        return r.Completion(
+            id=self._id,
+            created=self._created,
+            model=self._asked.model,
+            choices=choices,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> r.Usage | UnsetType | None:
+        """Return the usage for a chunk that is not the last."""
+        if self._asked.usage_in_chunks:
+            return self._generation.usage()
+        return None if self._asked.usage_in_stream else UNSET
+
+    def _choice(self, choice: Choice) -> r.CompletionChoice:
+        prompt = self._generation.prompt_of(choice.index)
+        completion_choice = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
+        completion_choice.finish_reason = choice.finish_reason
+        if choice.logprobs is not None:
+            completion_choice.logprobs = self._logprobs(self._all_entries(choice))
+        if self._asked.prompt_logprobs:
+            completion_choice.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
+        if self._asked.return_token_ids:
+            completion_choice.token_ids = choice.token_ids
+            completion_choice.prompt_token_ids = prompt.ids
+        return completion_choice
+
+    def _echo(self, index: int) -> r.CompletionChoice:
+        """Return the prompt's part of a choice: text and logprobs with ``echo``, token ids if requested."""
+        prompt = self._generation.prompt_of(index)
+        completion_choice = r.CompletionChoice(index=index, text=prompt.text)
+        if self._asked.return_token_ids:
+            completion_choice.prompt_token_ids = prompt.ids
+        if self._asked.echo and self._asked.top is not None:
+            completion_choice.logprobs = self._logprobs(self._prompt_entries(index))
+        return completion_choice
+
+    def _all_entries(self, choice: Choice) -> Iterator[_Entry]:
+        if self._asked.echo:
+            yield from self._prompt_entries(choice.index)
+        yield from self._entries(choice.index, choice.token_ids, choice.logprobs or ())
+
+    def _prompt_entries(self, index: int) -> Iterator[_Entry]:
+        """Yield the entries of the prompt's tokens. The first token has no logprobs, because no token
+        precedes it."""
+        prompt = self._generation.prompt_of(index)
+        positions = self._first_of(index).prompt_logprobs or ()
+        yield from self._entries(index, prompt.ids, itertools.chain((None,), positions))
+        self._offsets_of(index).end_prompt(len(prompt.text))
+
+    def _entries(
+        self, index: int, ids: Iterable[int], positions: Iterable[PositionLogprobs | None]
+    ) -> Iterator[_Entry]:
+        offsets = self._offsets_of(index)
+        for token, position in zip(ids, positions, strict=True):
+            yield token, position, offsets.next(token)
+
+    def _logprobs(self, entries: Iterable[_Entry]) -> r.CompletionLogprobs:
+        return completion_logprobs(self._tokenizer, entries, self._asked.top or 0)
+
+    def _first_of(self, index: int) -> Choice:
+        """Return choice 0 of the same prompt. Only choice 0 has prompt logprobs."""
+        return self._generation.choices[index - index % self._generation.job.params.n]
+
+    def _offsets_of(self, index: int) -> _Offsets:
+        if index not in self._offsets:
+            skip = self._asked.skip_special_tokens
+            self._offsets[index] = _Offsets(self._tokenizer, skip, self._asked.echo)
+        return self._offsets[index]
+
+
+_Entry = tuple[int, PositionLogprobs | None, int]
+"""(token id, candidates, text offset of the token)."""
+
+
+class _Offsets:
+    """Text offset of each token: the number of characters decoded for certain before the token."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, echo: bool) -> None:
+        self._output = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=True)
+        self._detokenizer = Detokenizer(tokenizer) if echo else self._output
+        self._at = 0
+
+    def end_prompt(self, length: int) -> None:
+        """Continue with the output after an echoed prompt of ``length`` characters."""
+        self._detokenizer = self._output
+        self._at = length
+
+    def next(self, token: int) -> int:
+        """Return the offset of ``token`` and append the token."""
+        at = self._at
+        self._at += len(self._detokenizer.push(token))
+        return at

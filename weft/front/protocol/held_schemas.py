@@ -1,0 +1,112 @@
+"""Schemas of a request, reduced to the part that a grammar can enforce, and errors for the rest."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.common.log import get_logger
+from weft.front.protocol.parse import printable
+from weft.grammar.json_schema.keywords import LLGUIDANCE
+from weft.grammar.json_schema.loose import loosened
+from weft.grammar.json_schema.schema import LeftOut, read_schema
+from weft.text.parsing.parser import Tool
+from weft.types.grammar import JsonSchema
+
+log = get_logger(__name__)
+MAX_SAID = 200
+"""Maximum number of different log lines about dropped keywords. Clients choose the schemas."""
+_OPEN = {"type": "object", "additionalProperties": True}
+
+
+def tools_held(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Return ``tools`` without keywords that no grammar can enforce. Strict tools stay unchanged, except
+    yielding tools."""
+    return tuple(tool if _firm(tool) else _held(tool) for tool in tools)
+
+
+def tools_open(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Return ``tools`` with any object as arguments. Strict tools stay unchanged, except yielding tools."""
+    return tuple(
+        tool if _firm(tool) else msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
+        for tool in tools
+    )
+
+
+def all_firm(tools: Sequence[Tool]) -> bool:
+    """Return True if no schema may lose a keyword."""
+    return all(map(_firm, tools))
+
+
+def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema:
+    """Return ``form`` without keywords that a grammar cannot enforce. Raises ``error`` if there is no such
+    keyword."""
+    schema = json.loads(form.schema)
+    made, left_out = loosened(schema, LLGUIDANCE) if isinstance(schema, dict) else (schema, [])
+    if not left_out:
+        raise error
+    _say(param, left_out)
+    return JsonSchema(schema=json.dumps(made, ensure_ascii=False), compact=form.compact)
+
+
+def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
+    """Return ``error`` with the tool and the place in the schema, if one schema alone is the reason.
+
+    The grammar of a family that writes one parameter at a time knows neither.
+    """
+    for number, tool in enumerate(tools):
+        try:
+            read_schema(json.dumps(tool.arguments), LLGUIDANCE)
+        except InvalidRequest as found:
+            way = "; set strict to false to drop the keyword" if tool.strict else ""
+            return InvalidRequest(
+                f"tools[{number}] ({tool.name}): {found.message}{way}",
+                param=error.param or "tools",
+                code=error.error_code,
+            )
+    return error
+
+
+def advised(error: InvalidRequest, form: object) -> InvalidRequest:
+    """Return ``error`` with a hint about strict, if dropping a keyword of the schema would help."""
+    if not isinstance(form, JsonSchema):
+        return error
+    try:
+        made = loosened(json.loads(form.schema), LLGUIDANCE)[1]
+    except (InvalidRequest, AttributeError):
+        return error
+    way = "; set strict to false to drop the keyword" if made else ""
+    return InvalidRequest(error.message + way, param=error.param, code=error.error_code)
+
+
+def _firm(tool: Tool) -> bool:
+    return tool.strict and not tool.yields
+
+
+def _held(tool: Tool) -> Tool:
+    try:
+        made, left_out = loosened(tool.arguments, LLGUIDANCE)
+    except InvalidRequest:
+        return msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
+    _say(f"tool {tool.name}", left_out)
+    return msgspec.structs.replace(tool, parameters=made, strict=False)
+
+
+def say_left_out(where: str, what: str) -> None:
+    """Log a constraint that no grammar can enforce: only the first time, and at most ``MAX_SAID`` lines."""
+    if _said.cache_info().currsize < MAX_SAID:
+        _said(f"{printable(where, 80)}: {printable(what, 240)}")
+
+
+def _say(where: str, left_out: Sequence[LeftOut]) -> None:
+    for one in left_out:
+        say_left_out(where, f"{one.keyword} (at {one.at or '/'})")
+
+
+@functools.lru_cache(MAX_SAID)
+def _said(line: str) -> None:
+    log.warning("no grammar can enforce this part of a schema, so outputs may violate it: %s", line)

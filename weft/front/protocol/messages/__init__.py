@@ -1,0 +1,1 @@
+"""Request bodies of Anthropic's Messages API, and the conversion to a conversation."""

@@ -1,0 +1,177 @@
+"""Items of a request's input, added to a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.parse import convert, printable
+from weft.front.protocol.responses.tools import joined
+from weft.front.protocol.turns import Parts, Turns
+from weft.front.thoughts import unsealed
+from weft.text.messages import ImagePart, detail_of
+
+
+class _Item(msgspec.Struct, frozen=True, kw_only=True):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item, frozen=True, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]]
+    phase: str | None = None
+    """commentary or final_answer; not shown to the model."""
+
+
+class CallItem(_Item, frozen=True, kw_only=True):
+    call_id: str
+    name: str
+    arguments: str = ""
+    namespace: str | None = None
+
+
+class OutputItem(_Item, frozen=True, kw_only=True):
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class CustomCallItem(_Item, frozen=True, kw_only=True):
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ReasoningItem(_Item, frozen=True, kw_only=True):
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
+class Adder:
+    """Adds items to turns, in order. Raises InvalidRequest, naming the item."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._kinds: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
+            "message": (MessageItem, self._message),
+            "function_call": (CallItem, self._call),
+            "function_call_output": (OutputItem, self._output),
+            "custom_tool_call": (CustomCallItem, self._custom_call),
+            "custom_tool_call_output": (OutputItem, self._output),
+            "reasoning": (ReasoningItem, self._reasoning),
+        }
+
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        """Add one item. Raises InvalidRequest."""
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
+        if not isinstance(kind, str):
+            raise InvalidRequest(f"{where} must have a type", param=where)
+        if kind not in self._kinds:
+            raise InvalidRequest(
+                f"{where}: items of type {printable(kind, 40)} are not supported by this server; supported "
+                "types: " + ", ".join(self._kinds),
+                param=where,
+                code="unsupported_parameter",
+            )
+        cls, add = self._kinds[kind]
+        # Items of earlier answers come back with all fields of their server, nulls included.
+        add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
+
+    def _message(self, item: MessageItem, where: str) -> None:
+        if item.role in ("system", "developer"):
+            self._turns.system(_text(item.content, where))
+        elif item.role == "user":
+            self._turns.user(_parts(item.content, where) or [{"type": "text", "text": ""}])
+        elif item.role == "assistant":
+            self._turns.says(_text(item.content, where))
+        else:
+            raise InvalidRequest(
+                f"{where}.role must be user, assistant, system or developer", param=f"{where}.role"
+            )
+
+    def _call(self, item: CallItem, where: str) -> None:
+        self._turns.calls(item.call_id, joined(item.namespace, item.name), item.arguments)
+
+    def _custom_call(self, item: CustomCallItem, where: str) -> None:
+        arguments = msgspec.json.encode({"input": item.input}).decode()
+        self._turns.calls(item.call_id, joined(item.namespace, item.name), arguments)
+
+    def _output(self, item: OutputItem, where: str) -> None:
+        parts = _parts(item.output, where, "output")
+        texts = [part["text"] for part in parts if not isinstance(part, ImagePart)]
+        self._turns.result(item.call_id, "\n".join(texts) if len(texts) == len(parts) else parts)
+
+    def _reasoning(self, item: ReasoningItem, where: str) -> None:
+        thought = _parts_of(item.content, "reasoning_text", where)
+        thought = thought or unsealed(item.encrypted_content or "")
+        thought = thought or _parts_of(item.summary, "summary_text", where)
+        if thought:
+            self._turns.thinks(thought)
+
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def _text(content: str | list[dict[str, Any]], where: str) -> str:
+    return "\n".join(_texts(content, where))
+
+
+def _texts(content: str | list[dict[str, Any]], where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+
+
+def _parts(content: str | list[dict[str, Any]], where: str, field: str = "content") -> Parts:
+    """Return texts and images as content parts. Raises InvalidRequest."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    made: Parts = []
+    for number, part in enumerate(content):
+        place = f"{where}.{field}[{number}]"
+        if part.get("type") == "input_image":
+            made.append(_image(part, place))
+        else:
+            made.append({"type": "text", "text": _part(part, place)})
+    return made
+
+
+def _image(part: dict[str, Any], where: str) -> ImagePart:
+    url = part.get("image_url")
+    rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
+    if rest or not isinstance(url, str):
+        raise InvalidRequest(
+            f"{where}: an input_image must have image_url, and may have detail; file_id is not supported",
+            param=where,
+            code="unsupported_parameter",
+        )
+    return ImagePart(url, where, detail_of(part.get("detail"), where), "input_image")
+
+
+def _part(part: dict[str, Any], where: str) -> str:
+    kind = part.get("type")
+    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
+    if isinstance(text, str):
+        return text
+    shown = printable(kind, 40) if isinstance(kind, str) else "that type"
+    raise InvalidRequest(
+        f"{where}: this server supports only text parts here, not {shown}",
+        param=where,
+        code="unsupported_parameter",
+    )
+
+
+def _parts_of(parts: list[dict[str, Any]] | None, kind: str, where: str) -> str:
+    texts = []
+    for part in parts or ():
+        if part.get("type") not in (kind, "text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where} may hold only parts of type {kind}, with text", param=where)
+        texts.append(part["text"])
+    return "\n".join(texts)

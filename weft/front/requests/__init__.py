@@ -1,0 +1,1 @@
+"""From a request body to a stream of tokens, for every API."""

@@ -1,0 +1,396 @@
+"""Sequences of one HTTP request, from submission to the end of every choice."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Mapping
+
+import msgspec
+
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
+from weft.control.fleet.policy import PromptHashes
+from weft.control.links.flow import Flow
+from weft.front.http.answers import Usage, make_usage
+from weft.front.http.streaming import late
+from weft.front.monitoring.request_times import RequestTimes
+from weft.front.requests.context import Front
+from weft.front.requests.misses import shown
+from weft.front.requests.reading import Job, Prompt
+from weft.front.requests.sessions import session_of
+from weft.front.requests.thinking import ThoughtBudget, after, single
+from weft.text.choice import Choice, TextDelta
+from weft.text.parsing.engine import OutputEngine
+from weft.text.parsing.parser import OutputParser
+from weft.text.parsing.scope import ContentScope
+from weft.text.stop import Stops
+from weft.text.submit import minted_seed, submits_of
+from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids_to_bytes
+from weft.types.sampling import SEED_MASK, TokenParams
+
+MAX_SUBMITTED = 128 << 20
+"""Maximum bytes of prompts in one request's submissions; each choice counts with its own copy."""
+MAX_PIXELS = 1 << 30
+"""Maximum bytes of pixels in one request's submissions; each choice counts with its own copy."""
+
+
+class Generation:
+    """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
+
+    Owns the sequences. The creator must call ``close``, however the request ends. ``build`` runs in a
+    thread, everything else on the event loop.
+    """
+
+    job: Job
+
+    def __init__(self, front: Front, *, times: RequestTimes, deadline: float, seed: int) -> None:
+        """``deadline``: time of the event loop's clock. ``seed``: used if the request sets no seed."""
+        self.choices: list[Choice] = []
+        self.headers: Mapping[str, str] = {}
+        """HTTP headers of the request, which may name a session. Set before ``build``."""
+        self.client = 0
+        """Number of the request's API key. Set before ``build``."""
+        self.explain = False
+        """True if the engine must explain the end of each cached prefix. Set before ``build``."""
+        self.tokenizer = front.text.tokenizer
+        self._front = front
+        self._times = times
+        self._deadline = deadline
+        self._timer: asyncio.TimerHandle | None = None
+        self._seed = seed
+        self._ids: list[int] = []
+        self._submits: list[Submit] = []
+        self._hashes: Mapping[int, PromptHashes] = {}
+        self._flow: Flow | None = None
+        self._open = True
+        self._lock = threading.Lock()
+        """Guards ``build`` against ``close``: a request may be given up while the thread is still
+        building."""
+        self.id = ""
+        """Id of the answer; "" before ``named``."""
+        self._aborted = False
+        self._budgets: dict[int, ThoughtBudget] = {}
+        """Choice index -> reasoning budget, while the budget may still be exhausted."""
+        self._submitted: dict[int, Submit] = {}
+        """Choice index -> submission, for the same choices."""
+        self._ended_thoughts: set[int] = set()
+        """Indices of choices continued in another sequence after the forced end of their reasoning."""
+        self._early: list[TextDelta] = []
+        """Deltas known before the first event of the engine."""
+        self._held_bytes = 0
+        """Bytes of the logprobs collected for an answer that is not streamed."""
+
+    def build(self, job: Job) -> None:
+        """Create the submissions. Raises WeftError for too many or too large sequences; then nothing
+        is created. No effect after ``close``."""
+        most = self._front.config.scheduler.max_queued_requests
+        # All sequences reach the queue before the next step takes any, so a larger request would always get
+        # 429.
+        if len(job.prompts) * job.params.n > most:
+            raise InvalidRequest(
+                f"the number of prompts times n must be at most {most} on this server",
+                param="input" if job.asked.encoding else "n",
+            )
+        size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
+        if size > MAX_SUBMITTED:
+            raise InvalidRequest(
+                f"the number of prompt tokens times n must be at most {MAX_SUBMITTED // 4}; use a smaller n",
+                param="n",
+            )
+        pixels = sum(len(item.pixels) for item in job.media) * job.params.n
+        if pixels > MAX_PIXELS:
+            raise InvalidRequest(
+                f"the bytes of all images times n must be at most {MAX_PIXELS}; use a smaller n",
+                param="n",
+            )
+        with self._lock:
+            if self._open:
+                self.job = job
+                self._build(job)
+
+    def _build(self, job: Job) -> None:
+        # A request's own seed is used as is for every prompt; a minted seed is varied by prompt number.
+        given = job.params.seed
+        seed = self._seed if given is None else given & SEED_MASK
+        stops = Stops(job.params.stop)
+        visible = self._front.text.output.visible_for(job.output)
+        owner = self._front.ids.mint()
+        self._ids.append(owner)
+        shared = self._front.config.cache.share_cache_across_keys
+        salt = job.sharing.salt if shared else self._front.access.salt_of(self.client, job.sharing.salt)
+        session = session_of(self.headers, job.sharing.session)
+        for number, prompt in enumerate(job.prompts):
+            made = submits_of(
+                prompt.data,
+                msgspec.structs.replace(job.token_params, max_tokens=prompt.max_tokens),
+                job.params.n,
+                ids=self._front.ids,
+                seed=minted_seed(seed, number) if number and given is None else seed,
+                owner=owner,
+                client=self.client,
+                grammar=job.grammar,
+                explain=self.explain,
+                session=session,
+                pooling=self._front.section.pooling if job.asked.encoding else "",
+                priority=job.sharing.priority,
+                salt=salt,
+                media=job.media,
+            )
+            self._ids += [made[0].request, *(submit.sequence for submit in made)]
+            self._submits += made
+        self._hashes = self._front.links.hash_prompts(self._submits)
+        for index, submit in enumerate(self._submits):
+            choice = Choice(
+                self.tokenizer,
+                job.params,
+                sequence=submit.sequence,
+                index=index,
+                continues=job.continues,
+                stops=stops,
+                keep_logprobs=not job.asked.stream,
+                visible=visible,
+                scope=self._scope(job),
+            )
+            self.choices.append(choice)
+        self._by_sequence = {choice.sequence: choice for choice in self.choices}
+        if job.thinking_budget is not None:
+            self._set_budgets(job, job.thinking_budget)
+
+    def _scope(self, job: Job) -> ContentScope | None:
+        if not job.params.stop or job.params.stop_in == "everything":
+            return None
+        return self._front.text.output.scope(job.output)
+
+    def _set_budgets(self, job: Job, tokens: int) -> None:
+        for number, choice in enumerate(self.choices):
+            reader = self.parser()
+            assert isinstance(reader, OutputEngine)  # guaranteed by the request's reader
+            budget = ThoughtBudget(tokens, reader)
+            self._budgets[choice.index] = budget
+            self._submitted[choice.index] = self._submits[number]
+            # Budget 0: the end marker is output before the engine starts, so the submission includes the
+            # marker.
+            if budget.spent and (forced := self._force_end(choice)) is not None:
+                self._early.append(forced)
+                emitted = ids_to_bytes(choice.token_ids)
+                self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
+
+    def submit(self) -> None:
+        """Submit the sequences to the engine. Raises WeftError; then no sequence runs."""
+        links = self._front.links
+        submits = self._submits
+        self._submits = []
+        # The engines would refuse these sequences, too.
+        if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
+            raise Overloaded("the server's queue is full; try again later")
+        self._times.mark("submitted")
+        prompts = self.job.prompts
+        most = max(prompt.max_tokens for prompt in prompts)
+        self._times.asked(sum(prompt.count for prompt in prompts), self.job.params.n, most)
+        self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
+        # One timer for the whole request: a time-out around each wait would cost two timers per token.
+        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
+        if self._early:
+            self._flow.wake()
+
+    def _late(self) -> None:
+        if self.flow.open:  # otherwise all tokens have arrived, and a slow client still gets the rest
+            self.flow.fail(late())
+
+    @property
+    def flow(self) -> Flow:
+        """Flow of events of the submitted sequences."""
+        assert self._flow is not None
+        return self._flow
+
+    def parser(self) -> OutputParser:
+        """Return a new parser for one choice's text."""
+        return self._front.parser(self.job.output)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Return the prompt of choice ``index``."""
+        return self.job.prompts[index // self.job.params.n]
+
+    @property
+    def done(self) -> bool:
+        """True if every choice has ended."""
+        return all(choice.finished for choice in self.choices)
+
+    async def next(self) -> list[TextDelta]:
+        """Wait for events and return the deltas since the last call; may be empty. Raises WeftError for a
+        failed request."""
+        events = await self.flow.next()
+        deltas = self._early + [delta for event in events for delta in self._take(event)]
+        self._early = []
+        # Deltas received before the abort still count.
+        if self._aborted:
+            deltas += self._cut()
+        return deltas
+
+    def _take(self, event: TokenEvent) -> list[TextDelta]:
+        if not self._budgets:
+            return self._take_all(event)
+        return [delta for part in single(event) for delta in self._take_all(part)]
+
+    def _take_all(self, event: TokenEvent) -> list[TextDelta]:
+        """Return the deltas of one event. Raises WeftError for an event with an error."""
+        choice = self._by_sequence.get(event.sequence)
+        if choice is None:  # replaced by a continuation sequence
+            return []
+        if choice.index in self._ended_thoughts:
+            # The first sequence has counted the cached prompt already.
+            event = msgspec.structs.replace(event, num_cached=0)
+        delta = choice.on_event(event)
+        if delta is None:
+            return []
+        if delta.send_finish:
+            self._front.links.finish(self.flow, choice.sequence)
+        if delta.finish_reason == "error" and delta.error is not None:
+            raise ReportedError(delta.error)
+        if delta.finish_reason == "abort":
+            raise EngineDead("the engine aborted the request")
+        self._hold(delta)
+        return [delta, *self._watch_thought(choice, delta)]
+
+    def _watch_thought(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
+        """Force the end of a choice's reasoning after the budget is exhausted. The choice continues in
+        another sequence."""
+        budget = self._budgets.get(choice.index)
+        if budget is None or choice.finished:
+            return []
+        budget.take(delta.text)
+        forced = self._force_end(choice) if budget.spent else None
+        if forced is None:
+            return []
+        links, old = self._front.links, self._submitted[choice.index]
+        # The old sequence ends. A new sequence of the same choice continues from all tokens so far.
+        links.finish(self.flow, choice.sequence)
+        self._ended_thoughts.add(choice.index)
+        ids = self._front.ids
+        made = after(old, choice.token_ids, sequence=ids.mint(), request=ids.mint())
+        self._ids += [made.sequence, made.request]
+        del self._by_sequence[choice.sequence]
+        choice.sequence = made.sequence
+        self._by_sequence[made.sequence] = choice
+        # The end marker may have completed a stop string.
+        if not choice.finished:
+            known = self._hashes.get(old.request)
+            links.extend(self.flow, made, {} if known is None else {made.request: known})
+        return [forced]
+
+    def _force_end(self, choice: Choice) -> TextDelta | None:
+        """Append the end-of-reasoning marker to the choice. Return its delta; None without room for the
+        marker and an answer."""
+        del self._budgets[choice.index]
+        closing = self._front.thought_end
+        if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
+            return None
+        return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))
+
+    def named(self, prefix: str) -> str:
+        """Set and return the answer's id. ``abort`` requests refer to the id."""
+        self.id = prefix + secrets.token_hex(12)
+        self._front.running[self.id] = self
+        self._times.named(self.id)
+        return self.id
+
+    def abort(self) -> None:
+        """End every open choice at the present token, with finish reason "abort"."""
+        self._aborted = True
+        self.flow.wake()
+
+    def _cut(self) -> list[TextDelta]:
+        deltas = [choice.abort() for choice in self.choices]
+        for choice in self.choices:
+            self._front.links.finish(self.flow, choice.sequence)
+        return [delta for delta in deltas if delta is not None]
+
+    def spent(self) -> int:
+        """Return the number of tokens processed by the engine for the request."""
+        return 0 if self._flow is None else self.usage().total_tokens
+
+    def _hold(self, delta: TextDelta) -> None:
+        """Count the logprobs collected for an answer that is not streamed. Raises InvalidRequest over the
+        limit."""
+        if delta.logprobs is None or self.job.asked.stream:
+            return
+        self._held_bytes += delta.logprobs.nbytes
+        if self._held_bytes > (most := self._front.section.max_response_bytes):
+            raise InvalidRequest(
+                f"the answer's logprobs have more than {most} bytes (--max-response-bytes); request fewer "
+                "tokens or fewer logprobs per token, or stream the answer",
+                param="logprobs",
+                code="response_too_large",
+            )
+
+    def usage(self) -> Usage:
+        """Return the token counts so far. A prompt counts once, whatever ``n``."""
+        n = self.job.params.n
+        drafts = None
+        if self._front.config.speculation.drafts:
+            drafts = (sum(c.accepted for c in self.choices), sum(c.rejected for c in self.choices))
+        return make_usage(
+            prompt=sum(prompt.count for prompt in self.job.prompts),
+            completion=sum(len(choice.token_ids) for choice in self.choices),
+            cached=sum(choice.num_cached for choice in self.choices[::n]),
+            drafts=drafts,
+            miss=shown(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
+        )
+
+    def succeeded(self) -> None:
+        """Count the request as a success in the metrics."""
+        usage = self.usage()
+        reasons = [choice.finish_reason or "" for choice in self.choices]
+        generated = [len(choice.token_ids) for choice in self.choices]
+        self._times.done(usage.prompt_tokens, generated, reasons)
+
+    def close(self) -> None:
+        """Release everything; open sequences are finished in the engine. Idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        # The rate of ended requests gives the retry times of refused requests.
+        if self._flow is not None:
+            self._front.links.release(self._flow)
+            self._front.retry_after.ended(asyncio.get_running_loop().time())
+        if self.id:
+            self._front.running.pop(self.id, None)
+        for made in self._ids:
+            self._front.ids.release(made)
+
+
+async def probe(front: Front) -> None:
+    """Generate a token in every live engine process, to prove readiness. A model without an output head
+    makes an embedding. Raises WeftError; EngineDead after a time-out."""
+    pooling: Pooling = "" if front.config.spec.head else "last"
+    # Two ids per instance: a sequence and a request.
+    ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
+    submits = [
+        Submit(
+            sequence=sequence,
+            request=request,
+            seed=0,
+            prompt_ids=ids_to_bytes([0]),
+            params=TokenParams(temperature=0.0, max_tokens=1),
+            salt=READINESS_SALT,
+            pooling=pooling,
+        )
+        for sequence, request in zip(ids[::2], ids[1::2], strict=True)
+    ]
+    flow = front.links.submit_each(submits)
+    try:
+        async with asyncio.timeout(front.section.engine_timeout):
+            while flow.open:
+                for event in await flow.next():
+                    if event.error is not None:
+                        raise ReportedError(event.error)
+    except TimeoutError:
+        raise EngineDead("the engine did not generate a first token in time") from None
+    finally:
+        front.links.release(flow)
+        for made in ids:
+            front.ids.release(made)

@@ -1,0 +1,424 @@
+"""Reading of a request's body: from bytes to the data for the engine and the answer.
+
+This module does all work whose size a client controls: parsing, templates, tokenization, limits. Reading is
+a pure function of the body. So the same code runs in a thread of the API server (small bodies) and in a
+separate process (large bodies, see ``read_worker``). The module uses no sockets, no event loop and nothing of
+the engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
+from weft.front.protocol.embeddings import EmbeddingRequest
+from weft.front.protocol.messages.protocol import CountRequest
+from weft.front.protocol.openai_requests import conversation_of, form_of
+from weft.front.protocol.parse import parse, printable
+from weft.front.protocol.responses.protocol import TokensRequest
+from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
+from weft.front.requests.asked_output import grammar_of, output_of, variables_of
+from weft.front.requests.proofs import Compiling, Grammars
+from weft.grammar.backends.checks import check_tree
+from weft.grammar.guard.service import Compile
+from weft.media.headers import ImageHeader
+from weft.media.pictures import Picture, Pictures
+from weft.text.chat import ChatPrompt, expanded
+from weft.text.model import TextModel
+from weft.text.parsing.parser import OutputSpec
+from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
+from weft.text.tokenizer import TooManyTokens, check_text
+from weft.types.grammar import Grammar
+from weft.types.media import MediaItem
+from weft.types.sampling import SamplingParams, TokenParams
+
+R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
+COLUMN_BYTES = 8
+"""Bytes of one candidate at one position, as sent by the engine process."""
+ECHO_BYTES = 28
+"""Approximate bytes of one candidate in the JSON of a completion."""
+PROMPT_LOGPROB_BYTES = 64
+"""Approximate bytes of one candidate in the JSON of ``prompt_logprobs``."""
+TAIL_TOKENS = 64
+"""Number of tokens at the end of a prompt of token ids that are decoded to detect open reasoning."""
+TOKEN_BYTES = 40
+"""Approximate bytes of one position in the JSON of a completion's logprobs, without the candidates."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt within the model's limits."""
+
+    data: bytes
+    """Token ids in the form of a Submit: int32, little-endian."""
+    max_tokens: int
+    """Maximum output tokens: the requested number, limited by the free context."""
+    text: str = ""
+    """Text of the prompt for ``echo``."""
+
+    @property
+    def ids(self) -> list[int]:
+        result: list[int] = np.frombuffer(self.data, "<i4").tolist()
+        return result
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return len(self.data) // 4
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request after reading: checked and resolved."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    """Parameters for the text side, without the lists for the engine only."""
+    token_params: TokenParams
+    """Parameters for the engine; ``max_tokens`` is still to be taken from each prompt."""
+    asked: AnswerOptions
+    continues: bool
+    """True if the output continues the prompt's text."""
+    param: str
+    """Request field of the prompt."""
+    output: OutputSpec = OutputSpec()
+    """Settings of the output parser."""
+    grammar: Grammar | None = None
+    """Grammar of each choice's whole output; None without a constraint."""
+    sharing: Sharing = Sharing()
+    thinking_budget: int | None = None
+    facts: bytes = b""
+    """Facts of the request for the shape of the answer, encoded by the API's own code."""
+    pictures: tuple[Picture, ...] = ()
+    """Images of the prompt, still to be decoded. A request with images has exactly one prompt."""
+    media: tuple[MediaItem, ...] = ()
+    """Decoded images of the prompt."""
+
+
+class Reader:
+    """Reads requests of one server. Thread-safe."""
+
+    def __init__(
+        self,
+        text: TextModel,
+        names: Sequence[str],
+        limits: ModelLimits,
+        max_response_bytes: int,
+        *,
+        grammars: Grammars | None = None,
+        keep_attribution: bool = False,
+        pictures: Pictures | None = None,
+        waits: bool = True,
+    ) -> None:
+        """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
+        an answer. ``grammars``: compiles each grammar before submission to an engine. ``keep_attribution``:
+        see ``weft.front.protocol.messages.conversion``. ``pictures``: None if the model takes no images.
+        ``waits``: True to wait for slow grammars; False: reading methods raise Compiling instead."""
+        self.text = text
+        self.limits = limits
+        self._names = names
+        self._max_response_bytes = max_response_bytes
+        self._grammars = grammars
+        self.keep_attribution = keep_attribution
+        self._pictures = pictures
+        self._files: Mapping[str, ImageHeader] = {}
+        self._client = 0
+        self._waits = waits
+
+    def knowing(
+        self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
+    ) -> Reader:
+        """Return a copy of the reader for one request. ``files``: headers of the request's fetched images,
+        by URL; reading raises NeedsFiles while one is missing. ``client``: number of the API key.
+        ``grammars``: replaces the reader's own."""
+        if not files and not client and grammars is None:
+            return self
+        made = copy.copy(self)
+        made._files = files
+        made._client = client
+        made._grammars = grammars or self._grammars
+        return made
+
+    @property
+    def system_inside(self) -> bool:
+        """True if the chat template shows system messages after the first message."""
+        return shows_system_inside(self.text.chat)
+
+    @property
+    def users_apart(self) -> bool:
+        """True if the chat template takes two user messages in a row."""
+        return shows_users_apart(self.text.chat)
+
+    def check_model(self, name: str) -> None:
+        """Raise NotFound unless ``name`` is served."""
+        check_model(name, self._names)
+
+    def named(self, asked: R) -> R:
+        """Return ``asked`` with a model: by default the server's own. Raises NotFound for an unknown
+        model."""
+        if asked.model is None:
+            return msgspec.structs.replace(asked, model=self._names[0])
+        check_model(asked.model, self._names)
+        return asked
+
+    def chat(self, body: bytes) -> Job:
+        """Read a chat request. Raises WeftError."""
+        asked = self.named(parse(body, ChatRequest))
+        thoughts = asked.thoughts()
+        try:
+            thinks = bool(self.text.output.thought_end)
+            return self.converse(conversation_of(asked, thoughts, thinks=thinks))
+        except InvalidRequest as error:
+            raise renamed(error, thoughts.names) from None
+
+    def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
+        """Read a conversation of any API. ``clip``: reduce ``max_tokens`` to the free context instead of an
+        error. Raises WeftError."""
+        param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
+        pictures: tuple[Picture, ...] = ()
+        if asked.prompt_ids is None:
+            prompt, pictures = self.prompted(asked)
+        else:
+            prompt = self._given(asked.prompt_ids)
+        output = output_of(asked, prompt)
+        self._check_budget(asked)
+        params = asked.params
+        # `clip` needs room for one token; without room, the usual context error is right.
+        room = self.limits.max_model_len - len(prompt.ids)
+        if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
+            params = msgspec.structs.replace(params, max_tokens=room)
+        return self._job(
+            [(prompt.ids, "")],
+            params,
+            asked.form,
+            continues=asked.continues,
+            param=param,
+            output=output,
+            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
+            sharing=asked.sharing,
+            thinking_budget=asked.thinking_budget,
+            pictures=pictures,
+        )
+
+    def _check_budget(self, asked: Conversation) -> None:
+        name = "thinking_token_budget"
+        if asked.thinking_budget is None:
+            return
+        if not self.text.output.thought_end:
+            raise InvalidRequest(
+                "the server does not know the reasoning format of this model; start the server with "
+                "--reasoning-parser",
+                param=name,
+            )
+        if asked.params.logprobs is not None:
+            raise InvalidRequest(
+                f"{name} cannot be combined with logprobs; send only one of the two", param=name
+            )
+
+    def _given(self, ids: list[int]) -> ChatPrompt:
+        """Return the prompt for token ids rendered by the client. Raises WeftError for invalid ids."""
+        self._prompt(ids, "prompt_token_ids", echo=False)
+        prompt_bytes(ids, self.limits, "prompt_token_ids")  # raises for ids outside the vocabulary
+        known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
+        end = self.text.tokenizer.decode(known, skip_special_tokens=False)
+        return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
+
+    def prompted(self, asked: Conversation) -> tuple[ChatPrompt, tuple[Picture, ...]]:
+        """Return the final prompt, with one placeholder per image token, and the images. Raises WeftError,
+        or NeedsFiles."""
+        prompt = self._rendered(asked)
+        if not prompt.shown or self._pictures is None:
+            return prompt, ()
+        found = self._pictures.measured(prompt.shown, self._files)
+        # Each image has one placeholder so far and will get `count`: check before the expansion.
+        least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
+        if least > self.limits.max_model_len:
+            raise self._too_long(TooManyTokens(least), "messages")
+        ids, starts = expanded(
+            prompt.ids, self._pictures.facts.placeholders, [picture.count for picture in found]
+        )
+        placed = [msgspec.structs.replace(p, start=at) for p, at in zip(found, starts, strict=True)]
+        return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
+
+    def _rendered(self, asked: Conversation) -> ChatPrompt:
+        """Return the prompt rendered by the chat template. Raises WeftError."""
+        try:
+            return self.text.chat.encode(
+                asked.messages,
+                add_generation_prompt=asked.opens,
+                continue_final_message=asked.continues,
+                tools=asked.tools.told,
+                kwargs=variables_of(asked, self.text),
+                limit=self.limits.max_model_len,
+            )
+        except RecursionError:
+            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+        except TooManyTokens as error:
+            raise self._too_long(error, "messages") from None
+
+    def completions(self, body: bytes) -> Job:
+        """Read a completions request. Raises WeftError."""
+        asked = self.named(parse(body, CompletionRequest))
+        params = asked.sampling()
+        form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
+        constraint = asked.constraint()
+        grammar = None if constraint is None else constraint.grammar
+        if constraint is not None:
+            self._check_grammar(constraint.grammar, constraint.param)
+        prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
+        # OpenAI's default length, limited by the free context of the longest prompt
+        if params.max_tokens is None:
+            room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
+            least = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
+            params = msgspec.structs.replace(params, max_tokens=least)
+        return self._job(
+            prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
+        )
+
+    def embeddings(self, body: bytes) -> Job:
+        """Read an embeddings request. Raises WeftError."""
+        asked = self.named(parse(body, EmbeddingRequest))
+        prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
+        return Job(
+            prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
+            params=SamplingParams(max_tokens=1),
+            token_params=TokenParams(max_tokens=1),
+            asked=AnswerOptions(
+                model=asked.model or "", stream=False, encoding=asked.encoding_format or "float"
+            ),
+            continues=True,
+            param="input",
+            sharing=asked.sharing(),
+        )
+
+    def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
+        """Return (token ids, text for ``echo``). Raises ContextLength."""
+        if isinstance(prompt, str):
+            check_text(prompt, param)
+            try:
+                return self.text.tokenizer.encode(prompt, limit=self.limits.max_model_len), prompt
+            except TooManyTokens as error:
+                raise self._too_long(error, param) from None
+        if len(prompt) > self.limits.max_model_len:
+            raise self._too_long(TooManyTokens(len(prompt)), param)
+        return prompt, self.text.tokenizer.decode(prompt) if echo else ""
+
+    def _too_long(self, error: TooManyTokens, param: str) -> ContextLength:
+        return ContextLength(
+            f"the model's context is {self.limits.max_model_len} tokens, but the prompt has at least "
+            f"{error.least}; shorten it",
+            param=param,
+        )
+
+    def _job(
+        self,
+        prompts: Sequence[tuple[list[int], str]],
+        params: SamplingParams,
+        asked: AnswerOptions,
+        *,
+        continues: bool,
+        param: str,
+        output: OutputSpec = OutputSpec(),
+        grammar: Grammar | None = None,
+        sharing: Sharing = Sharing(),
+        thinking_budget: int | None = None,
+        pictures: tuple[Picture, ...] = (),
+    ) -> Job:
+        limits = self.limits
+        made = [
+            Prompt(
+                data=prompt_bytes(ids, limits, param),
+                max_tokens=max_tokens_for(len(ids), params, limits, param),
+                text=text if asked.echo else "",
+            )
+            for ids, text in prompts
+        ]
+        token_params = resolve_params(params, limits, self.text.tokenizer)
+        self._check_answer(made, params, asked, param)
+        rest = msgspec.structs.replace(params, bad_words=(), logit_bias=None, allowed_token_ids=None)
+        return Job(
+            prompts=made,
+            params=rest,
+            token_params=token_params,
+            asked=asked,
+            continues=continues,
+            param=param,
+            output=output,
+            grammar=grammar,
+            sharing=sharing,
+            thinking_budget=thinking_budget,
+            pictures=pictures,
+        )
+
+    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Compile ``grammar``. Raises InvalidRequest, with ``param``, for a grammar that fails or takes too
+        long, and Compiling for a compile under way if the reader does not wait."""
+        if self._grammars is None:
+            return
+        try:
+            check_tree(grammar)  # so no large grammar waits in the queue
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        task = self._grammars.submit(grammar, self._client)
+        if not (self._waits or task.done()):
+            assert isinstance(task, Compile)
+            raise Compiling(task, param)
+        try:
+            task.wait()
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        except DeadlineExceeded:
+            raise takes_too_long(param) from None
+
+    def _check_answer(
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
+    ) -> None:
+        """Raise InvalidRequest if the repeated prompts in the answer would exceed the limit. Runs before
+        any computation."""
+        width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        tokens = sum(prompt.count for prompt in prompts)
+        size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
+        if not asked.stream:
+            shown = 4 * tokens if asked.return_token_ids else 0
+            shown += tokens * PROMPT_LOGPROB_BYTES * width if asked.prompt_logprobs else 0
+            if asked.echo:
+                shown += sum(len(prompt.text.encode()) for prompt in prompts)
+                shown += tokens * (TOKEN_BYTES + ECHO_BYTES * width) if width else 0
+            # Every choice of a completion repeats the prompt; a chat answer shows the prompt once.
+            size = max(size, shown * (params.n if param == "prompt" else 1))
+        if size > self._max_response_bytes:
+            wanted = {
+                "prompt_logprobs": asked.prompt_logprobs,
+                "logprobs": bool(width),
+                "return_token_ids": asked.return_token_ids,
+            }
+            raise InvalidRequest(
+                f"the answer would repeat about {size} bytes of prompts and their logprobs; this server's "
+                f"limit is {self._max_response_bytes} (--max-response-bytes): request fewer prompts, choices "
+                "or logprobs" + ("" if asked.stream else ", or stream the answer"),
+                param=next((name for name, asks in wanted.items() if asks), "echo"),
+                code="response_too_large",
+            )
+
+
+def takes_too_long(param: str) -> InvalidRequest:
+    """Return the error for a compile time-out of a grammar."""
+    return InvalidRequest(
+        f"{param} takes too long to compile; make the schema, pattern or grammar simpler",
+        param=param,
+        code="grammar_timeout",
+    )
+
+
+def check_model(name: str, names: Sequence[str]) -> None:
+    """Raise NotFound unless ``name`` is served."""
+    if name not in names:
+        shown = printable(name, 64)
+        raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")

@@ -1,0 +1,278 @@
+"""Common path of all generating routes: read, submit, generate, answer or stream.
+
+Work of a size chosen by the client runs off the event loop, in pieces: reading the body (``Front.read``),
+and formatting logprobs and long answers.
+
+Routes differ only in the shape of the answer, an object (``AnswerShape``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from weft.common.errors import Cancelled, DeadlineExceeded, ErrorInfo, WeftError
+from weft.common.log import get_logger
+from weft.front.http.access import key_of
+from weft.front.http.answers import Usage
+from weft.front.http.body import Upload, read_json
+from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, watched, within
+from weft.front.monitoring.request_times import RequestTimes
+from weft.front.requests.context import Front
+from weft.front.requests.generation import Generation
+from weft.front.requests.misses import explains
+from weft.front.requests.reading import Job
+from weft.text.choice import TextDelta
+
+log = get_logger(__name__)
+
+SEND_GRACE = 5.0
+"""Seconds after a request's deadline in which the last event may still be sent."""
+
+
+HEAVY = 512
+"""Number of logprob candidates from which JSON is made in a thread, not between the steps of other
+streams."""
+LONG_ANSWER = 4096
+"""Number of tokens, prompt included, from which an answer's JSON is made in a thread."""
+PIECE = 256 << 10
+"""Minimum bytes of a long answer that are made at once."""
+
+
+class AnswerShape(Protocol):
+    """Conversion of deltas to JSON; one object per request. Calls come in the order below, from one thread
+    at a time. An answer that is not streamed uses only ``take`` and ``whole``."""
+
+    @property
+    def form(self) -> StreamForm:
+        """Format of the stream."""
+
+    def opening(self) -> list[Any]:
+        """Return the chunks before the first delta."""
+
+    def weight(self, delta: TextDelta) -> int:
+        """Return the number of logprob candidates in the delta's chunks."""
+
+    def chunks(self, delta: TextDelta) -> list[Any]:
+        """Return the chunks of one delta."""
+
+    def closing(self, usage: Usage) -> list[Any]:
+        """Return the chunks after the last delta."""
+
+    def failed(self, error: ErrorInfo) -> list[Any]:
+        """Return the chunks that end a failed stream. May follow any other call."""
+
+    def take(self, delta: TextDelta) -> None:
+        """Record a delta of an answer that is not streamed."""
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the JSON of an answer that is not streamed, in pieces."""
+
+
+Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
+"""Returns the bytes to read for a body, e.g. with stored items. Bytes beyond the body also count as the
+upload. Raises WeftError."""
+
+
+async def _as_it_came(body: list[bytes], upload: Upload) -> list[bytes]:
+    return body
+
+
+async def handle(
+    front: Front,
+    request: Request,
+    kind: str,
+    make_shape: Callable[[Generation], AnswerShape],
+    prepare: Prepare = _as_it_came,
+) -> Response:
+    """Answer one request; ``kind`` selects the reader. Raises WeftError for a failure before the first byte
+    of the answer."""
+    facts = front.facts(kind, request.scope)
+    times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")), facts)
+    deadline = asyncio.get_running_loop().time() + front.section.request_timeout
+    # `held` releases in reverse order. A stream takes over all resources with `pop_all`.
+    with contextlib.ExitStack() as held:
+        held.callback(times.close)
+        try:
+            front.lifecycle.check()
+            upload = held.enter_context(front.bodies.upload())
+            body = await read_json(request, upload)
+            held.enter_context(front.lifecycle.request())
+            generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
+            generation.headers = request.headers
+            generation.client = key_of(request.scope)
+            generation.explain = explains(front.config.cache.explain_cache, request.headers)
+            held.callback(generation.close)
+            held.callback(lambda: front.access.spend(request.scope, generation.spent()))
+            times.mark("body is here")
+            images = held.enter_context(front.media.memory.lease(generation.client))
+            async with within(deadline):
+                made = await prepare(body, upload)
+                await front.read(kind, made, generation.build, images, generation.client)
+            del body, made  # body and answer may be large
+            upload.close()
+            generation.submit()
+            shape = make_shape(generation)
+            if not generation.job.asked.stream:
+                return await _answer(front, request.receive, generation, shape, deadline, held)
+            async with watched(request.receive, generation.flow):
+                first = await _first(generation)
+        except Exception as error:
+            times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
+            raise
+        events = _events(front, request.receive, generation, shape, first, times)
+        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.links)
+
+
+async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
+    """Read a request without generation and return the job.
+
+    ``kind``: the endpoint's kind of request. ``prepare``: changes the body before the reading. Raises
+    WeftError, also when the server takes no requests or ``request_timeout`` passes.
+    """
+    deadline = asyncio.get_running_loop().time() + front.section.request_timeout
+    front.lifecycle.check()
+    with front.bodies.upload() as upload:
+        body = await read_json(request, upload)
+        with front.lifecycle.request():
+            async with within(deadline):
+                made = await prepare(body, upload)
+                return await front.read(kind, made, lambda job: job, client=key_of(request.scope))
+
+
+async def _answer(
+    front: Front,
+    receive: Receive,
+    generation: Generation,
+    shape: AnswerShape,
+    deadline: float,
+    held: contextlib.ExitStack,
+) -> Response:
+    async with watched(receive, generation.flow):
+        while not generation.done:
+            for delta in await generation.next():
+                shape.take(delta)
+    usage = generation.usage()
+    pieces = shape.whole(usage)
+    if not generation.job.asked.heavy and usage.total_tokens <= LONG_ANSWER:
+        made = b"".join(pieces)
+        generation.succeeded()
+        return Response(made, media_type="application/json")
+    return EventStream(
+        _pieces(front, generation, pieces),
+        deadline + SEND_GRACE,
+        held.pop_all(),
+        generation.flow,
+        front.links,
+        JSON,
+    )
+
+
+async def _pieces(
+    front: Front, generation: Generation, pieces: Iterator[bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Yield a long answer. Each piece is made, in a thread, after the client took the previous piece.
+
+    Record the success of ``generation`` after the last piece. A client that leaves earlier is no success.
+    """
+
+    def take() -> bytes:
+        made = bytearray()
+        while len(made) < PIECE and (piece := next(pieces, b"")):
+            made += piece
+        return bytes(made)
+
+    while piece := await front.in_thread(take):
+        yield piece
+    generation.succeeded()
+
+
+async def _first(generation: Generation) -> list[TextDelta]:
+    """Wait for the first deltas and return them. So a request refused by the engine gets an HTTP error, not
+    a stream.
+
+    Return an empty list if the engine has not answered for so long that the stream must begin.
+    """
+    deltas: list[TextDelta] = []
+    with Silence(generation.flow) as silence:
+        while not deltas and not silence.due:
+            deltas = await generation.next()
+    return deltas
+
+
+async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[bytes]:
+    """Return the events of one delta."""
+
+    def encode() -> list[bytes]:
+        return [shape.form.event(chunk) for chunk in shape.chunks(delta)]
+
+    return encode() if shape.weight(delta) < HEAVY else await front.in_thread(encode)
+
+
+async def _encode_end(front: Front, shape: AnswerShape, usage: Usage) -> list[bytes]:
+    """Return the events after the last delta. The events may repeat the whole answer and count tokens of
+    parts."""
+
+    def encode() -> list[bytes]:
+        return [shape.form.event(chunk) for chunk in shape.closing(usage)]
+
+    return encode() if usage.total_tokens <= LONG_ANSWER else await front.in_thread(encode)
+
+
+async def _events(
+    front: Front,
+    receive: Receive,
+    generation: Generation,
+    shape: AnswerShape,
+    first: Sequence[TextDelta],
+    times: RequestTimes,
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. A failure becomes the last event."""
+    try:
+        async with watched(receive, generation.flow):
+            with Silence(generation.flow) as silence:
+                deltas = first
+                opened = False
+                while True:
+                    # The opening waits for the first delta, so that keep-alive comments may come before the
+                    # opening.
+                    if deltas and not opened:
+                        opened = True
+                        for chunk in shape.opening():
+                            yield shape.form.event(chunk)
+                    for delta in deltas:
+                        for data in await _encode(front, shape, delta):
+                            yield data
+                            silence.sent()
+                    if generation.done:
+                        break
+                    deltas = await generation.next()
+                    if silence.due:
+                        yield shape.form.idle
+                        silence.sent()
+            for data in await _encode_end(front, shape, generation.usage()):
+                yield data
+            if shape.form.end:
+                yield shape.form.end
+            generation.succeeded()
+    except GeneratorExit:  # closed early: the client did not read the stream by the deadline
+        times.failed(DeadlineExceeded.code)
+        raise
+    except Cancelled as error:
+        times.failed(error.info().code)
+    except WeftError as error:
+        times.failed(error.info().code)
+        for chunk in shape.failed(error.info()):
+            yield shape.form.event(chunk)
+    except Exception:
+        log.exception("a stream failed")
+        times.failed("internal_error")
+        internal = WeftError("the server failed to answer this request")
+        for chunk in shape.failed(internal.info()):
+            yield shape.form.event(chunk)

@@ -1,0 +1,1 @@
+"""Grammar backends, and the lowering of grammars to the languages of backends."""

@@ -1,0 +1,1 @@
+"""Grammar compilation in guarded processes, and the service for engines."""

@@ -1,0 +1,1 @@
+"""A step's plan as tensors: columns, staging buffers and micro-batches."""

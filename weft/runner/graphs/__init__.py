@@ -1,0 +1,1 @@
+"""Captured decode steps: CUDA graphs, and programs on a CPU."""

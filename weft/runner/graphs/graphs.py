@@ -1,0 +1,442 @@
+"""Decode steps captured and replayed: one launch replaces hundreds. On a GPU the captures are CUDA graphs.
+
+If every row of a decode step has the same number of tokens, the step is a function of the slots of its rows:
+ids, positions, block tables and cache writes are derived on the device. So a graph reads one external column,
+at a fixed address:
+
+    slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot
+    logits     [most tokens, vocab]; likewise hidden states, ids and positions: outputs of a replay,
+               read before the next replay
+
+The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
+for buckets of rows and of context; both bound the launch grids. Other steps, and all steps with prompt rows,
+are launched op by op.
+
+With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
+step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
+
+On a CPU, a capture is a list of operator calls (weft/runner/graphs/programs.py), made when a step first needs
+the capture.
+
+INVARIANT for ranks, which meet in the middle of a step: the computation of a step, and the order, kinds and
+sizes of its collectives, follow from its plan, the settings and the earlier plans of the epoch, on every rank
+alike. So ``find`` must not look at anything else, for example at the captures of one rank. A rank alone
+decides only between replay, capture and launch of the same calls. Captures name the memory of the epoch and
+end with the epoch.
+
+A spare row is at position 0 of a sequence without blocks. The row reads and writes the null block, which no
+real row reads, and its logits are dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.common.log import get_logger
+from weft.common.progress import progress_bar
+from weft.common.recent import Recent
+from weft.models.base import Model
+from weft.overlap.drive import drive
+from weft.overlap.interleave import interleave
+from weft.parallel.launcher import Launcher
+from weft.runner.batch.batch import BatchBuilder, StepRows
+from weft.runner.batch.plan_columns import even, most_each
+from weft.runner.batch.staging import StagingBuffer
+from weft.runner.graphs.programs import CannotCapture
+from weft.runner.result import Drawn
+from weft.runner.sampling.sampler import End
+from weft.runner.slot_state import SlotState
+from weft.types.exchange import PADS, UNAGREED, Exchange
+from weft.types.plan import Segment, StepPlan, column
+
+log = get_logger(__name__)
+
+Tensor = torch.Tensor
+
+
+class Key(NamedTuple):
+    """Bucket of steps that share one capture."""
+
+    rows: int
+    each: int
+    """Tokens per row."""
+    context: int
+    """Maximum number of positions of a row."""
+    micro_batches: int = 1
+    """2 for a step in micro-batches."""
+    padded: int = 0
+    """Token count that the replicas agreed on (``Agreement.padded_tokens``); 0 without an agreement."""
+    ends: bool = False
+    """True if the captured step also samples its tokens and advances its slots."""
+
+
+class Replayed(NamedTuple):
+    """Outputs of a step that was replayed, captured or launched by ``DecodeGraphs.run``."""
+
+    logits: Tensor
+    """[tokens, vocab], valid until the next step."""
+    rows: Callable[[], StepRows]
+    """Callable that returns the rows for sampling. Call before the next step."""
+    drawn: Drawn | None
+    """Sampled tokens, if the key has ``ends``: the step needs no further sampling. Else None."""
+
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""Maps a function over fixed tensors to a function that repeats the same work. Tests pass the identity."""
+
+MOST_ROWS = 512
+"""Largest number of rows to capture. In larger steps the cost of launches is small."""
+MOST_EXACT = 64
+"""Largest number of rows with exact captures, one per number of rows."""
+MOST_PADDED = PADS[-1]
+"""Largest agreed token count of a replica for which steps are captured. Each agreed count has its own
+capture. A step above this limit contains a prompt on some replica."""
+WORTH_CAPTURING = 2
+"""Number of steps of a bucket before a lazy capture, for settings with many buckets. Rows with drafts come
+and go, so some buckets occur once, and a capture costs about as much as two replays save."""
+MOST_KEPT = 512
+"""Captures kept per runner. A capture takes half a kilobyte per call: tens to hundreds of kilobytes in
+all."""
+FIRST_CONTEXT = 2048
+
+
+def row_buckets(most: int) -> list[int]:
+    """Return bucket sizes 1, 2, 4, 8, 16, 24, 32, ..; steps of 32 from 128 on. The last bucket is ``most``,
+    limited to ``MOST_ROWS``."""
+    most = min(most, MOST_ROWS)
+    fine = [1, 2, 4, *range(8, 128, 8), *range(128, MOST_ROWS + 1, 32)]
+    return [rows for rows in fine if rows < most] + [most]
+
+
+def context_buckets(most: int) -> list[int]:
+    """Return context buckets: 2,048 and multiples by four; the last bucket is ``most``, the longest
+    sequence."""
+    buckets = []
+    context = FIRST_CONTEXT
+    while context < most:
+        buckets.append(context)
+        context *= 4
+    return [*buckets, most]
+
+
+def obstacle(model: Model, backends: Backends) -> str | None:
+    """Return the reason why decode steps of this model cannot be captured; None if capture is possible."""
+    layout = model.mesh.layout
+    if layout.expert and layout.data > 1 and model.device.type != "cpu":
+        return "replicas agree on the expert dispatch in each step"
+    if model.device.type != "cpu" and model.mesh.obstacle is not None:
+        return model.mesh.obstacle
+    if model.asking:
+        return f"{', '.join(model.asking)} reads a value from the device in the middle of a step"
+    if not backends.capturable:
+        return "the attention backend needs the host in every step"
+    return None
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs in one shared memory pool, so at most one graph may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and allocates workspaces, which is impossible inside a capture
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: only calls of this thread are captured and checked.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """Options for the capture of decode steps."""
+
+    max_rows: int
+    """Maximum rows of a step."""
+    capture: Capture
+    progress: bool = False
+    """True to show a progress bar on stderr."""
+    most_each: int = 1
+    """Maximum tokens of a row."""
+    keeps_hidden: bool = True
+    """True if the drafter reads the hidden states of a step."""
+    micro_batches: bool = False
+    """True to capture steps in two micro-batches as well, both in one graph. Requires collectives that can be
+    captured."""
+    lazy: bool = False
+    """True to capture when a step first needs the graph. ``capture`` must then compute the step too, even if
+    capture fails with CannotCapture."""
+    exact: bool = False
+    """True to capture for exact row counts instead of buckets (CPU)."""
+
+
+class DecodeGraphs:
+    """Captured decode steps of one runner. Used from the thread of the runner only."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: list[LayerCache],
+        backends: Backends,
+        builder: BatchBuilder,
+        state: SlotState,
+        max_len: int,
+        options: GraphOptions,
+        launcher: Launcher | None = None,
+        hidden_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        end: End | None = None,
+    ) -> None:
+        """Capture all buckets on spare rows now, unless ``options.lazy``.
+
+        ``max_len``: longest sequence. ``launcher``: launcher of the model's collectives. ``hidden_sink``:
+        called at the end of steps with one token per row, see ``Drafter.hidden_sink``. ``end``: samples such
+        steps inside the capture if the step ``draws`` (``find``); None if drafts are made after each step.
+        """
+        self.keeps = hidden_sink is not None
+        """True if replays call a ``hidden_sink``."""
+        self._hidden_sink = hidden_sink
+        self.replayed = 0
+        """Number of steps that ran as a graph."""
+        self.uncaptured = False
+        """True if the last step was slower than later steps of the same bucket will be: the later steps are
+        replayed."""
+        self._model = model
+        self._cache = cache
+        self._backends = backends
+        self._builder = builder
+        exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
+        self._rows = exact if options.exact else row_buckets(options.max_rows)
+        self._launcher = launcher or Launcher()
+        self._contexts = context_buckets(max_len)
+        self._options = options
+        most = self._rows[-1]
+        device = model.device
+        self._spare = state.spare
+        self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
+        self._on_host = self._slots.numpy() if device.type == "cpu" else None
+        """Host view of ``_slots``, on a CPU: the host may write, because the previous step is complete."""
+        tokens = most * options.most_each
+        self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
+        self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
+        self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        # An end advances every row, but padding rows have no sequence: only exact captures have ends.
+        self._end = end if options.exact else None
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self._wrong = torch.zeros(most, dtype=torch.bool, device=device)
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Views by (rows, tokens per row): slots and logits."""
+        # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
+        self._replays: Recent[Key, Callable[[], None]] = Recent(
+            MOST_KEPT if device.type == "cpu" else sys.maxsize
+        )
+        self._met: dict[Key, int] = {}
+        self._captures = True
+        if not options.lazy:
+            self._capture(options)
+
+    @torch.inference_mode()
+    def _capture(self, options: GraphOptions) -> None:
+        began = time.monotonic()
+        before = _reserved(self._slots.device)
+        # The largest graph comes first, so that the smaller graphs fit into its memory.
+        each = reversed(range(1, options.most_each + 1))
+        micro_batches = (1, 2) if options.micro_batches else (1,)
+        buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
+        keys = [Key(*key) for key in buckets if key[0] >= key[3]]
+        for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
+            self._replays.put(key, options.capture(self._closure(key)))
+        log.info(
+            "%d CUDA graphs for decode, up to %d rows, captured in %.1f s; they take %d MiB",
+            len(keys),
+            self._rows[-1],
+            time.monotonic() - began,
+            (_reserved(self._slots.device) - before) >> 20,
+        )
+
+    def _closure(self, key: Key) -> Callable[[], None]:
+        rows, each, context, micro_batches, padded, ends = key
+        tokens = slice(rows * each)
+        slots = self._slots[:rows]
+        logits = self._logits[tokens]
+        positions = self._positions[tokens]
+        hidden = self._hidden[tokens]
+        ids = self._ids[tokens]
+        parts = slots.chunk(
+            micro_batches
+        )  # micro-batches split rows by number, as ``split`` does; filler rows come last
+        bounds = [_bound(len(part), each, context) for part in parts]
+        exchange = Exchange(rows=padded) if padded else UNAGREED
+
+        def run() -> None:
+            # Build the inputs inside the captured function: slots change between replays, shapes do not.
+            steps = [
+                replace(self._builder.decode(part, of), exchange=exchange)
+                for part, of in zip(parts, bounds, strict=True)
+            ]
+            made = self._hidden_of(steps)
+            if self._options.keeps_hidden:
+                hidden.copy_(made)
+            if each > 1:
+                ids.copy_(torch.cat([step.ids for step in steps]))
+            logits.copy_(drive(self._model.logits(made)))
+            positions.copy_(torch.cat([step.positions for step in steps]))
+            if self._hidden_sink is not None and each == 1:
+                self._hidden_sink(slots, positions, made)
+            if ends and self._end is not None:
+                drawn, wrong = self._end(logits, slots)
+                self._drawn[:rows].copy_(drawn)
+                self._wrong[:rows].copy_(wrong)
+
+        return run
+
+    def _hidden_of(self, steps: list[StepInput]) -> Tensor:
+        """Return the hidden states of a step, or of two interleaved micro-batches.
+
+        With two micro-batches, the collectives of each overlap the compute of the other.
+        """
+        parts = [self._model.hidden(step, self._cache, self._backends) for step in steps]
+        if len(parts) == 1:
+            return drive(parts[0])
+        self._launcher.threaded(True)
+        try:
+            return torch.cat(interleave(parts[0], parts[1]))
+        finally:
+            self._launcher.threaded(False)
+
+    def find(self, plan: StepPlan, draws: bool = False) -> Key | None:
+        """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
+
+        Call exactly once per step: the call counts steps per bucket and resets ``uncaptured``. ``draws``:
+        True if ``end`` can draw all rows.
+        """
+        self.uncaptured = False
+        rows = plan.decode
+        padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
+        each = 1 if padded and not plan.rows else most_each(plan)  # no rows here: other replicas have rows
+        if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
+            return None
+        longest = int(rows.start.max(initial=0)) + each
+        if longest > self._contexts[-1] or padded > MOST_PADDED:
+            return None
+        bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
+        ends = draws and each == 1 and bool(bucket) and self._end is not None
+        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends)
+        if plan.micro_batches > 1 and not self._options.micro_batches:
+            return None
+        if not self._options.lazy:
+            return key
+        if padded:  # rounding up to the bucket may exceed the agreed token count
+            if bucket * each > padded or not self._model.capturable(padded):
+                return None
+        elif self._options.exact and not self._model.capturable(bucket * each):
+            return None
+        if each > 1 or padded:
+            self._met[key] = met = self._met.get(key, 0) + 1
+            if met < WORTH_CAPTURING:
+                self.uncaptured = self._captures
+                return None
+        return key
+
+    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> Replayed:
+        """Run the step of ``plan`` as a replay, or capture the step, or launch op by op. Outputs stay valid
+        until the next call.
+
+        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read.
+        """
+        rows = plan.decode.rows
+        each = key.each
+        if (views := self._views.get((rows, each))) is None:
+            self._views[rows, each] = views = self._slots[:rows], self._logits[: rows * each]
+        slots, logits = views
+        # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
+        if self._on_host is not None and each == 1:
+            self._on_host[:rows] = plan.decode.slot
+            self._on_host[rows : key.rows] = self._spare
+            staged = [slots]
+        else:
+            staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
+            slots.copy_(staged[0])
+            self._slots[rows : key.rows] = self._spare
+        # Every branch below launches the same calls in the same order, so ranks may take different branches.
+        if key in self._replays:
+            self.replay(key)
+        elif self._captures and self._model.mesh.launcher.direct:
+            self.uncaptured = True
+            self._capture_now(key)
+        else:
+            self._closure(key)()
+
+        def left() -> StepRows:
+            ids, positions = self._ids[: rows * each], self._positions[: rows * each]
+            return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
+
+        drawn = None
+        if key.ends:
+            drawn = Drawn(self._drawn.numpy()[:rows].copy(), self._wrong.numpy()[:rows].copy())
+        return Replayed(logits, left, drawn)
+
+    def hidden(self, key: Key, rows: int) -> Tensor:
+        """Return hidden states [rows * tokens per row, hidden] of the last replayed step, valid until the
+        next step."""
+        return self._hidden[: rows * key.each]
+
+    def replay(self, key: Key) -> None:
+        """Launch the captured step of ``key`` on the present contents of the slot column."""
+        replay = self._replays.get(key)
+        assert replay is not None, f"no capture of {key}"
+        replay()
+        self.replayed += 1
+
+    def forget(self) -> None:
+        """Drop lazy captures and step counts at the end of an epoch: captures may name memory of the epoch.
+
+        No replay may be running.
+        """
+        if self._options.lazy:
+            self._replays.clear()
+            self._met.clear()
+
+    def _capture_now(self, key: Key) -> None:
+        """Capture a step while computing the step. If capture is impossible, log once and capture nothing
+        from now on.
+
+        The step is computed in both cases.
+        """
+        try:
+            self._replays.put(key, self._options.capture(self._closure(key)))
+        except CannotCapture as error:
+            log.warning("decode steps are not captured as graphs: %s", error)
+            self._captures = self.uncaptured = False
+
+
+def _bound(rows: int, each: int, context: int) -> Segment:
+    """Return ``rows`` rows of ``each`` tokens that end at ``context``: upper bounds for shapes."""
+    zero = column([0] * rows)
+    count = column([each] * rows)
+    return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
+
+
+def _bucket(buckets: list[int], size: int) -> int:
+    """Return the smallest bucket of at least ``size``."""
+    return buckets[bisect_left(buckets, size)]
+
+
+def _reserved(device: torch.device) -> int:
+    """Return the bytes of GPU memory reserved by torch; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

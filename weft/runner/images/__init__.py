@@ -1,0 +1,1 @@
+"""Image embeddings of a step: encoding, storage, sends and receives."""

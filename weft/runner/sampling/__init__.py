@@ -1,0 +1,1 @@
+"""Sampling of a step's tokens, and the parameters of sequences."""

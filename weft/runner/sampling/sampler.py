@@ -1,0 +1,460 @@
+"""Sampler: the parameters of every slot, and one call per step that turns logits into tokens.
+
+``slots`` stores the parameters from ``AllocSlot``. Host copies decide which rows need masks, penalties,
+filters or logprobs. Ids and positions come only from device tensors, so ``sample`` of step N + 1 may be
+launched before step N was read. No function here waits for a CUDA device.
+
+Order: ``sample`` reads the host copies at call time. Call ``sample`` of a step before any slot is allocated
+or freed for a later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from weft.ops import sampling as ops
+from weft.ops.cpu import sampling as direct
+from weft.ops.upload import upload
+from weft.runner.sampling.slot_params import (
+    DIRECT,
+    FLOATS,
+    GREEDY,
+    INTS,
+    LISTS,
+    MASK,
+    MIN_P,
+    PENALTY,
+    STAGE,
+    TOP_K,
+    TOP_P,
+    SlotParams,
+)
+from weft.runner.sampling.token_lists import pairs_of, words_of
+from weft.runner.sampling.token_logprobs import LogprobTensors, assembled
+from weft.runner.slot_state import SlotState
+from weft.types.plan import TokenMasks
+
+Tensor = torch.Tensor
+
+End: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function of logits [rows, >= vocab] and slots (int64 [rows], on the device). Returns tokens int64 [rows]
+and errors bool [rows]. See ``Sampler.end``."""
+
+NO_MASKS = TokenMasks()
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits processed at once (rows * vocabulary). Bounds the memory of a step with many rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRows:
+    """Rows of logits to sample (S entries), and rows for logprobs of known prompt tokens (P entries).
+
+    ``*_host`` are numpy integers, the other columns int64 on the device. ``position`` is the absolute
+    position of the predicted token: the token to draw (sampled entries), or a token in the history (prompt
+    entries). ``logits_row`` is a row of the logits.
+    """
+
+    slot_host: np.ndarray
+    slot: Tensor
+    logits_row: Tensor
+    position: Tensor
+    prompt_slot_host: np.ndarray
+    prompt_slot: Tensor
+    prompt_logits_row: Tensor
+    prompt_position: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """Samples of a step on the device, in the order of ``SampleRows``."""
+
+    tokens: Tensor
+    """int64 [S]; 0 where ``error``, so that later steps can compute with the token until the host reads the
+    error."""
+    error: Tensor
+    """bool [S]."""
+    logprobs: LogprobTensors | None
+    """Entries of slots with logprobs enabled; None without such entries."""
+    prompt_logprobs: LogprobTensors | None
+    """The P entries; None without such entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """R entries of one class, on the device except ``slot_host``."""
+
+    slot_host: np.ndarray
+    slot: Tensor
+    logits_row: Tensor
+    position: Tensor
+    floats: Tensor
+    ints: Tensor
+    words: Tensor
+    """int32 [masks, .]: allowed tokens as bits, for the whole step."""
+    mask: Tensor
+    """int64: index of each row's mask; any number for rows without a mask."""
+
+    def at(self, rows: slice) -> _Rows:
+        return _Rows(
+            self.slot_host[rows],
+            self.slot[rows],
+            self.logits_row[rows],
+            self.position[rows],
+            self.floats[rows],
+            self.ints[rows],
+            self.words,
+            self.mask[rows] if len(self.mask) else self.mask,
+        )
+
+    def real(self, name: str) -> Tensor:
+        return self.floats[:, FLOATS.index(name)]
+
+    def whole(self, name: str) -> Tensor:
+        return self.ints[:, INTS.index(name)]
+
+    def noise(self) -> ops.Noise:
+        return ops.Noise(seed=self.whole("seed"), choice=self.whole("choice"), position=self.position)
+
+
+class Sampler:
+    """Samples one group's steps. Owned by the runner and used from its thread only."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, processed: bool = False
+    ) -> None:
+        """``processed``: return logprobs of sampled tokens after steps 1 to 6 of the sampling rule instead of
+        before."""
+        self._vocab = vocab_size
+        self._processed = processed
+        self._device = torch.device(device)
+        self.slots = SlotParams(num_slots, vocab_size, self._device)
+        """Parameters per slot. The runner allocates and frees slots here."""
+        empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_masks = empty.int(), empty
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        history: Tensor,
+        num_prompt: Tensor,
+        masks: TokenMasks = NO_MASKS,
+    ) -> SampleOutput:
+        """Draw the tokens of a step by the sampling rule (``weft/ops/sampling.py``).
+
+        logits: [L, >= vocab] of any float dtype, never written. history: int [slots, max_len]; content from
+        an entry's position on is arbitrary. num_prompt: int64 [slots]. ``masks``: grammar masks for some of
+        the S entries. Logprobs of sampled tokens ignore the masks, unless the sampler was made with
+        ``processed``.
+        """
+        tokens, error = self._draw_all(logits, rows, history, num_prompt, masks)
+        return SampleOutput(
+            tokens=tokens,
+            error=error,
+            logprobs=self._sampled_logprobs(logits, rows, tokens, history, num_prompt, masks),
+            prompt_logprobs=self._prompt_logprobs(logits, rows, history),
+        )
+
+    def end(self, state: SlotState, moves: bool, logits: Tensor) -> End | None:
+        """Return a function that ends a decode step in one call of the CPU extension; None if the extension
+        cannot process ``logits``.
+
+        The function requires one token per row, ``direct`` slots and no masks. Besides sampling, the function
+        writes ids into the history and advances lengths and, with ``moves``, recurrent states.
+        """
+        if not direct.serves(logits):
+            return None
+        floats, ints = (torch.from_numpy(rows) for rows in (self.slots.floats, self.slots.ints))
+        columns = (
+            floats[:, FLOATS.index("temperature")],
+            floats[:, FLOATS.index("min_p")],
+            ints[:, INTS.index("seed")],
+            ints[:, INTS.index("choice")],
+        )
+        live = state.live if moves else None
+
+        def end(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            return direct.end_decode(
+                logits, slots, self._vocab, columns, state.history, state.num_computed, live
+            )
+
+        return end
+
+    def _draw_all(
+        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
+    ) -> tuple[Tensor, Tensor]:
+        entries = len(rows.slot_host)
+        classes = self._classes_of(rows, masks)
+        if (classes == GREEDY).all() and direct.serves(logits):
+            tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
+            return tokens.masked_fill_(error, 0), error
+        # Sort entries by class, draw class by class, and restore the order of entries at the end.
+        order = np.argsort(classes, kind="stable")
+        permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
+        step = self._rows_of(rows, order, permuted, masks)
+        tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
+        error = torch.zeros(entries, dtype=torch.bool, device=self._device)
+        for kind, part in self._parts(classes[order], direct.serves(logits)):
+            drawn, wrong = self._draw(logits, step.at(part), int(kind), history, num_prompt)
+            tokens[part], error[part] = drawn.masked_fill(wrong, 0), wrong
+        if permuted is not None:
+            tokens = torch.empty_like(tokens).index_copy_(0, permuted, tokens)
+            error = torch.empty_like(error).index_copy_(0, permuted, error)
+        return tokens, error
+
+    def _classes_of(self, rows: SampleRows, masks: TokenMasks) -> np.ndarray:
+        """Return the class bits of each entry: int64 [S]."""
+        classes: np.ndarray = self.slots.classes[rows.slot_host]
+        classes[masks.entries] |= MASK
+        return classes
+
+    def _rows_of(self, rows: SampleRows, order: np.ndarray, place: Tensor | None, masks: TokenMasks) -> _Rows:
+        """Gather the entries ``order``. ``place``: ``order`` on the device, None if ``order`` is the
+        identity."""
+        slots = rows.slot_host[order]
+        at = slice(None) if place is None else place
+        return _Rows(
+            slots,
+            rows.slot[at],
+            rows.logits_row[at],
+            rows.position[at],
+            upload(self.slots.floats[slots], self._device),
+            upload(self.slots.ints[slots], self._device),
+            *self._upload_masks(masks, order),
+        )
+
+    def _upload_masks(self, masks: TokenMasks, order: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Upload masks: (words int32 [masks, .], index of the mask of each entry in ``order``). Without
+        masks, return two empty tensors."""
+        if not len(masks.entries):
+            return self._no_masks
+        words, places = words_of(masks, order)
+        return upload(words, self._device), upload(places, self._device)
+
+    # --- one class of rows ---
+
+    def _chunk(self) -> int:
+        return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
+
+    def _parts(self, classes: np.ndarray, whole: bool) -> Iterator[tuple[int, slice]]:
+        """Yield (class, slice) for runs of equal classes, cut into chunks. ``classes`` must be sorted.
+
+        ``whole``: do not cut classes that the CPU extension draws directly.
+        """
+        kinds, starts = np.unique(classes, return_index=True)
+        ends = np.append(starts, len(classes))[1:]
+        for kind, start, end in zip(kinds, starts, ends, strict=True):
+            size = end - start if whole and kind & ~MASK in DIRECT else self._chunk()
+            for begin in range(start, end, size):
+                yield int(kind), slice(begin, min(begin + size, end))
+
+    def _take(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return rows of the logits without padded columns: [R, V]. On a CPU, consecutive rows are returned
+        as a view."""
+        logits = logits[:, : self._vocab]
+        if rows.device.type == "cpu":
+            first = int(rows[0])
+            count = len(rows)
+            if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
+                return logits[first : first + count]
+        return logits[rows]
+
+    def _draw(
+        self, logits: Tensor, rows: _Rows, kind: int, history: Tensor, num_prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draw rows of one class: (tokens int64 [R], error bool [R]). Tokens of rows with an error are
+        arbitrary."""
+        # Prefer the CPU extension: directly on the logits if steps 1 to 3 do nothing, else on the changed x.
+        if (fast := direct.serves(logits)) and kind & ~MASK in DIRECT:
+            masks = (rows.words, rows.mask) if kind & MASK else None
+            return self._draw_directly(logits, rows.logits_row, rows, kind, masks)
+        if kind == GREEDY:
+            return ops.greedy(self._take(logits, rows.logits_row))
+        x, error = self._changed(logits, rows, kind, fast, history, num_prompt)
+        if kind & GREEDY or (fast and not kind & (TOP_K | TOP_P)):
+            tokens, wrong = self._draw_directly(x, None, rows, kind) if fast else ops.greedy(x)
+            return tokens, error | wrong
+        x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+        return self._sample(x, rows, kind), error | ops.broken(x)
+
+    def _changed(
+        self, logits: Tensor, rows: _Rows, kind: int, fast: bool, history: Tensor, num_prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Apply steps 1 to 3: (x [R, V], error bool [R]). The error covers values that steps 1 to 3 may
+        hide."""
+        x, error = self._changeable(logits, rows, kind, fast)
+        if kind & LISTS:
+            self._apply_lists(x, rows, history, num_prompt)
+        if kind & PENALTY:
+            self._apply_penalties(x, rows, history, num_prompt)
+        return x, error
+
+    def _changeable(self, logits: Tensor, rows: _Rows, kind: int, fast: bool) -> tuple[Tensor, Tensor]:
+        """Return x [R, V] after masks, and error bool [R]: broken rows, before steps 1 to 3 hide the cause.
+
+        x is a view of the logits if no step changes x.
+        """
+        if kind & MASK and fast:
+            return direct.allow_bits(logits, rows.logits_row, self._vocab, (rows.words, rows.mask))
+        x = ops.to_x(self._take(logits, rows.logits_row), self._vocab)
+        if not kind & (LISTS | PENALTY | MASK):
+            return x, torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
+        error = ops.broken(x)
+        x = x.clone(memory_format=torch.contiguous_format)
+        if kind & MASK:
+            ops.allow_bits_(x, rows.words[rows.mask])
+        return x, error
+
+    def _draw_directly(
+        self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int, masks: direct.Masks | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run steps 4 to 7, without top_k and top_p, in the CPU extension.
+
+        ``at``: rows of ``x`` to draw; None for all. ``masks``: masks that were not applied to ``x`` yet.
+        """
+        place = torch.arange(len(x)) if at is None else at
+        if kind & GREEDY:
+            return direct.greedy(x, place, self._vocab, masks)
+        columns = (rows.real("temperature"), rows.real("min_p"), rows.whole("seed"), rows.whole("choice"))
+        return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
+
+    def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
+        """Run steps 6 and 7 on rows of one class: [R, V] -> int64 [R]."""
+        noise = rows.noise()
+        if not kind & (TOP_K | TOP_P):
+            return ops.sample_open(x, rows.real("min_p") if kind & MIN_P else None, noise)
+        filters = self._filters(rows, kind)
+        widths = ops.WIDTHS[kind >> STAGE :]
+        if self._device.type != "cpu":
+            widths = widths[:1] if kind & TOP_K else ()
+        return ops.sample_filtered(x, filters, noise, widths)
+
+    def _filters(self, rows: _Rows, kind: int) -> ops.Filters:
+        return ops.Filters(
+            top_k=rows.whole("top_k"),
+            top_p=rows.real("top_p"),
+            min_p=rows.real("min_p"),
+            all_top_k=bool(kind & TOP_K),
+        )
+
+    def _apply_penalties(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        longest = history.shape[1]
+        # [R, longest]: on a CPU only up to the last position; elsewhere reading that position would wait for
+        # the device
+        if self._device.type == "cpu":
+            longest = int(rows.position.max())
+        penalties = ops.Penalties(
+            repetition=rows.real("repetition_penalty"),
+            frequency=rows.real("frequency_penalty"),
+            presence=rows.real("presence_penalty"),
+        )
+        ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
+
+    def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        # Collect (row, id) pairs over all rows, then change x with one call per effect.
+        lists = [self.slots.lists[slot] for slot in rows.slot_host]
+        entries = [(row, of) for row, of in enumerate(lists) if of is not None]
+        allowed = [(row, of.allowed) for row, of in entries if of.allowed is not None]
+        if allowed:
+            chosen = np.zeros(len(lists), dtype=bool)
+            chosen[[row for row, _ in allowed]] = True
+            ops.allow_only_(x, upload(chosen, self._device), *pairs_of(allowed, self._device))
+        banned = pairs_of([(row, of.banned) for row, of in entries], self._device)
+        always = torch.ones(len(banned[0]), dtype=torch.bool, device=self._device)
+        stop = pairs_of([(row, of.stop) for row, of in entries], self._device)
+        early = rows.position - num_prompt[rows.slot] < rows.whole("min_tokens")
+        masks = [(*banned, always), (*stop, early[stop[0]])]
+        for row, of in entries:
+            if of.words is not None:
+                words = of.words
+                # Index with the slot on the host: a tensor index would be read back from the device.
+                ids = history[int(rows.slot_host[row])]
+                done = ops.completes(ids, rows.position[row], words.prefixes, words.lengths)
+                masks.append((torch.full_like(words.last, row), words.last, done))
+        ops.mask_entries_(x, *(torch.cat(columns) for columns in zip(*masks, strict=True)))
+        bias = pairs_of([(row, of.bias_ids) for row, of in entries], self._device)
+        if len(bias[0]):
+            values = np.concatenate([of.bias for _, of in entries])
+            ops.add_bias_(x, *bias, upload(values, self._device))
+
+    # --- logprobs ---
+
+    def _sampled_logprobs(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        tokens: Tensor,
+        history: Tensor,
+        num_prompt: Tensor,
+        masks: TokenMasks,
+    ) -> LogprobTensors | None:
+        asked = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
+        entries = np.flatnonzero(asked >= 0)
+        if not len(entries):
+            return None
+        # Processed logprobs depend on the class of a row, so rows are sorted by class, as in ``_draw_all``.
+        if self._processed:
+            classes = self._classes_of(rows, masks)[entries]
+            by_class = np.argsort(classes, kind="stable")
+            order = entries[by_class]
+            place = upload(order, self._device)
+            step = self._rows_of(rows, order, place, masks)
+            parts = [
+                self._processed_logprobs(
+                    logits, step.at(part), kind, tokens[place[part]], int(asked.max()), history, num_prompt
+                )
+                for kind, part in self._parts(classes[by_class], False)
+            ]
+            return assembled(parts, entries, asked[entries], order)
+        if len(entries) == len(asked):
+            return self._logprobs(logits, rows.logits_row, tokens, entries, asked)
+        index = upload(entries, self._device)
+        return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, asked[entries])
+
+    def _processed_logprobs(
+        self,
+        logits: Tensor,
+        rows: _Rows,
+        kind: int,
+        tokens: Tensor,
+        top: int,
+        history: Tensor,
+        num_prompt: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (ids, values, rank, broken) of the distribution that ``tokens`` were drawn from.
+
+        ``rows`` are of one class. x has passed steps 1 to 3, and unless greedy also steps 5 and 6.
+        """
+        x, _ = self._changed(logits, rows, kind, False, history, num_prompt)
+        if not kind & GREEDY:
+            x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+            if kind & (TOP_K | TOP_P | MIN_P):
+                x = ops.only_kept(x, self._filters(rows, kind))
+        return *ops.logprobs_of(x, tokens, top), ops.broken(x)
+
+    def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
+        count = len(rows.prompt_slot_host)
+        if not count:
+            return None
+        # A placeholder id lies outside the vocabulary and has no logprob. Any valid id may replace the
+        # placeholder.
+        tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
+        asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
+        return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)
+
+    def _logprobs(
+        self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, asked: np.ndarray
+    ) -> LogprobTensors:
+        top = int(asked.max())
+        parts = []
+        for begin in range(0, len(entries), self._chunk()):
+            part = slice(begin, begin + self._chunk())
+            untouched = ops.to_x(self._take(logits, logits_rows[part]), self._vocab)
+            made = ops.logprobs_of(untouched, tokens[part], top)
+            parts.append((*made, ops.broken(untouched)))
+        return assembled(parts, entries, asked)

@@ -1,0 +1,1 @@
+"""Images of sequences: embeddings in the cache, and transfers of embeddings."""

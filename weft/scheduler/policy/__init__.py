@@ -1,0 +1,1 @@
+"""Policies of the scheduler: order of waiting sequences, costs, chunks and drafts."""

@@ -1,0 +1,1 @@
+"""Transfers of KV caches and image embeddings, as seen by the scheduler."""

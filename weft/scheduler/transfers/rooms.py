@@ -1,0 +1,299 @@
+"""KV transfers in the scheduler: answers to offers, and effects of transfer events on sequences.
+
+The receiver answers an offer at once. A parallel sample waits until the first sample has received the KV (or
+has ended): full blocks are then found in the cache, and only the rest is sent. If blocks are missing, the
+offer is postponed and answered as soon as blocks are free, without another offer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from weft.common.errors import ErrorInfo, InvalidRequest, RanksLost, Unavailable
+from weft.common.log import get_logger
+from weft.config.sections.all import TransferSection
+from weft.scheduler.room_book import RoomRecord
+from weft.scheduler.sequence import Awaiting, Fetching, Sequence
+from weft.scheduler.state import SchedulerState
+from weft.types.messages import LogprobColumns, Submit, TokenEvent, TransferStats
+from weft.types.rooms import (
+    MOST_SECONDS,
+    Admitted,
+    CancelRoom,
+    FirstToken,
+    PostponeRoom,
+    RefuseRoom,
+    ReserveRoom,
+    RoomBound,
+    RoomEvent,
+    RoomFailed,
+    RoomFreed,
+    RoomKey,
+    RoomLanded,
+    RoomRequest,
+    RoomWanted,
+)
+
+POSTPONE_S = 1.0
+"""Seconds after which a postponed sender offers again, in case an answer was lost."""
+
+_log = get_logger(__name__)
+_logprobs: msgspec.msgpack.Decoder[LogprobColumns] = msgspec.msgpack.Decoder(LogprobColumns)
+
+
+class SchedulerRooms:
+    """Handles transfer events and decides the answers. ``state.rooms`` has the records."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        transfer: TransferSection,
+        vocab_size: int,
+        starved: Callable[[], bool],
+        promised: Callable[[], list[int]],
+    ) -> None:
+        """``starved``: returns True if a sequence of the group lacks blocks for admission.
+
+        ``promised``: returns the blocks of each KV cache group still to be taken by prefills in progress.
+        """
+        self._state = state
+        self._book = state.rooms
+        self._role = transfer.role
+        self._watermark = transfer.decode_watermark
+        self._vocab_size = vocab_size
+        self._starved, self._promised = starved, promised
+        self._next: RoomRecord | None = None
+        """The first postponed receiver by key; no later receiver gets blocks. Cache of ``_first``."""
+        self._heard = False
+        """True if an event arrived since the last answers: cache hits may have changed."""
+        self._book.decodes = transfer.role == "decode"
+        self._book.pulled = transfer.transfer_mode == "pull"
+
+    def check(self, submit: Submit) -> None:
+        """Raise InvalidRequest if this group cannot take part with the transfer parameters."""
+        ticket = submit.room
+        if ticket is None:
+            return
+        if self._role != ("prefill" if ticket.sends else "decode"):
+            part = "prefill for" if ticket.sends else "decode what was prefilled by"
+            raise InvalidRequest(f"a group of role {self._role} does not {part} another group", param="room")
+        if not (math.isfinite(ticket.seconds) and 0 < ticket.seconds <= MOST_SECONDS):
+            raise InvalidRequest(f"seconds must be above 0 and at most {MOST_SECONDS:g}", param="room")
+        if self._book.get(ticket.key) is not None:
+            raise InvalidRequest(
+                "this transfer exists already: a retry needs a new attempt number", param="room"
+            )
+
+    def on(self, event: RoomEvent) -> None:
+        """Handle ``event``. Events of unknown transfers are ignored, but an unknown offer is cancelled."""
+        record = self._book.get(event.key)
+        self._heard = True
+        match event:
+            case RoomWanted(key, offer):
+                self._wanted(key, record, offer)
+            case RoomLanded(_, first) if record is not None:
+                self._landed(record, first)
+            case RoomFailed(_, error) if record is not None:
+                self._failed(record, error)
+            case RoomFreed() if record is not None:
+                self._failed(record, Unavailable("the transfer has ended").info())
+                if self._book.get(event.key) is record:
+                    self._book.close(record)
+            case RoomBound():
+                pass  # computed entries are exported whether or not the receiver is known
+
+    def requests(self) -> list[RoomRequest]:
+        """Answer open offers as far as possible. Return all requests to transfers since the last call, in
+        order."""
+        book = self._book
+        if book.offers:
+            for record in list(book.offers.values()):
+                self._answer(record)
+        if book.later:
+            self._look_again()
+        self._heard = False
+        if not book.requests:
+            return []
+        asked, book.requests = book.requests, []
+        return asked
+
+    def expire(self, now: float) -> None:
+        """Return receivers with late transfers to the router."""
+        for sequence in self._book.late(now):
+            self._state.evict(sequence, "the KV cache of a sequence did not arrive in time")
+
+    def lose(self) -> None:
+        """Return running sequences to the router after ranks were lost, with the code "group_lost".
+
+        Applies to sequences with a transfer or with images from another group. Waiting sequences are not
+        affected.
+        """
+        lost = RanksLost("processes of the group that computed the sequence were lost").info()
+        for sequence in self._state.running.snapshot():
+            if sequence.room is not None or sequence.relies:
+                self._state.evict(sequence, lost.message, lost)
+
+    def stats(self) -> TransferStats | None:
+        """Return the transfer statistics of the scheduler; None for a group without transfers."""
+        if self._role == "unified":
+            return None
+        states = [type(s.state) for s in self._state.live.values() if s.fetches]
+        return TransferStats(
+            awaiting=states.count(Awaiting),
+            fetching=states.count(Fetching),
+            blocks_on_hold=self._state.caches.num_on_hold(),
+            evictions=self._book.evictions,
+        )
+
+    # ---- receiver
+
+    def _wanted(self, key: RoomKey, record: RoomRecord | None, offer: Admitted) -> None:
+        if record is None or record.over or not record.sequence.fetches:
+            gone = Unavailable("the sequence has ended in the decode group").info()
+            self._book.requests.append(CancelRoom(key=key, error=gone))
+        elif isinstance(record.sequence.state, Awaiting):
+            self._book.wanted(record, offer)
+
+    def _answer(self, record: RoomRecord) -> None:
+        """Answer an offer, unless the sequence waits for its first sample or for a grammar."""
+        offer = record.offer
+        sequence = record.sequence
+        request = self._state.requests[sequence.request]
+        if offer is None or sequence.awaits:
+            return
+        if request.leader is not sequence and not request.prompt_computed:
+            return
+        del self._book.offers[record.key]
+        self._book.requests.append(self._reserve(record, offer))
+
+    def _look_again(self) -> None:
+        """Answer postponed offers in order, as far as blocks are free. Called several times per step, so must
+        be cheap."""
+        while (record := self._first()) is not None and (offer := record.offer) is not None:
+            if not (self._heard or self._room_for(record.needed)):
+                return
+            answer = self._reserve(record, offer)
+            if isinstance(answer, PostponeRoom):
+                return
+            self._book.requests.append(answer)
+
+    def _reserve(self, record: RoomRecord, offer: Admitted) -> ReserveRoom | PostponeRoom | RefuseRoom:
+        state = self._state
+        caches = state.caches
+        sequence = record.sequence
+        length = record.length
+        if offer.num_prompt != length or len(offer.dims.kinds) != len(caches.kinds):
+            return self._refuse(record, "the sequence or the KV cache groups of the two sides differ")
+        # reach: the received positions, the first decode row and its drafts.
+        reach = max(min(length + 1 + state.kv.drafts, sequence.limit), length + 1)
+        if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
+            reach = length + 1  # without drafts in the first row
+            if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
+                why = "the sequence does not fit into the cache: raise --kv-cache-memory"
+                return self._refuse(record, why)
+        hashes = state.hashes(sequence, length)
+        hits = caches.fetch_hit(hashes, length)
+        record.needed = caches.fetch_needed(hashes, hits, length, reach)
+        if self._is_behind(sequence) or not self._room_for(record.needed):
+            return self._put_off(record)
+        if sequence.chain is not None:
+            state.counts.prefix_queries += length
+            state.counts.prefix_hits += hits
+        sent_blocks = [kind.block_size for kind in offer.dims.kinds]
+        tables, blocks = self._book.reserve(record, hashes, hits, reach, sent_blocks)
+        sequence.move(Fetching(tables))
+        return ReserveRoom(key=record.key, start=hits, blocks=blocks)
+
+    def _refuse(self, record: RoomRecord, why: str) -> RefuseRoom:
+        self._book.answered(record)
+        return RefuseRoom(key=record.key, error=Unavailable(why).info())
+
+    def _put_off(self, record: RoomRecord) -> PostponeRoom:
+        first = self._first()
+        self._book.later[record.key] = record
+        if first is None or record.sequence.key < first.sequence.key:
+            self._next = record
+        return PostponeRoom(key=record.key, seconds=POSTPONE_S)
+
+    def _first(self) -> RoomRecord | None:
+        """Return the first postponed receiver by key; None without one."""
+        later = self._book.later
+        if self._next is None or later.get(self._next.key) is not self._next:
+            self._next = min(later.values(), key=lambda record: record.sequence.key, default=None)
+        return self._next
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Return True if an earlier sequence was postponed."""
+        first = self._first()
+        return first is not None and first.sequence.key < sequence.key
+
+    def _room_for(self, needed: list[int]) -> bool:
+        """Return True if ``needed`` blocks are free beside the blocks of running and of earlier sequences.
+
+        With other sequences running, ``decode_watermark`` of each pool must stay free as well.
+        """
+        state = self._state
+        if self._starved() and state.waiting:
+            return False
+        # Without other sequences, a watermark would only block the transfer.
+        alone = not state.running and not any(s.tables for s in state.live.values())
+        needed = [n + p for n, p in zip(needed, self._promised(), strict=True)]
+        return state.caches.fits(needed, spare=0.0 if alone else self._watermark)
+
+    def _landed(self, record: RoomRecord, first: tuple[FirstToken, ...]) -> None:
+        sequence = record.sequence
+        state = self._state
+        state.part(record.key)
+        self._book.close(record)
+        tables = sequence.tables
+        if not isinstance(sequence.state, Fetching) or tables is None:
+            return  # a sender, or the sequence has ended
+        found = next((f for f in first if f.choice == sequence.choice and f.token < self._vocab_size), None)
+        if found is None:
+            _log.warning("a transfer has no first token of its sequence")
+            state.evict(sequence, "the first token of a sequence was lost in the transfer")
+            return
+        # Hits at the receiver, not at the sender.
+        sequence.num_cached = min(record.hits, sequence.num_prompt)
+        state.landed(sequence, tables, found.token)
+        finish, stop_id = sequence.ending() or (None, None)
+        error = sequence.constraint.failure if sequence.constraint is not None else None
+        if finish is not None:
+            state.end(sequence, finish, error)
+        self._book.events.append(
+            TokenEvent(
+                sequence=sequence.id,
+                token_ids=() if error is not None else (found.token,),
+                logprobs=None if error is not None else _unpacked(found),
+                num_cached=sequence.num_cached,
+                finish=finish,
+                stop_id=stop_id,
+                error=error,
+                position=sequence.num_output - 1,
+            )
+        )
+
+    # ---- sender and receiver
+
+    def _failed(self, record: RoomRecord, error: ErrorInfo) -> None:
+        """Return the sequence of a failed transfer to the router, if still live. The blocks stay pinned until
+        freed."""
+        state = self._state
+        sequence = record.sequence
+        record.over = True
+        state.part(record.key)
+        if state.live.get(sequence.id) is sequence:
+            state.evict(sequence, "the KV transfer of the sequence failed", error)
+
+
+def _unpacked(first: FirstToken) -> LogprobColumns | None:
+    if not first.logprobs:
+        return None
+    try:
+        return _logprobs.decode(first.logprobs)
+    except (msgspec.DecodeError, ValueError, UnicodeDecodeError):
+        _log.warning("the logprobs of a sequence's first token cannot be read")
+        return None
