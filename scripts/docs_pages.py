@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # mkdocs loads the hook by path: the packages of 
 
 from weft.common import env, errors  # noqa: E402
 from weft.config import flags  # noqa: E402
-from weft.config.sections import Config  # noqa: E402
+from weft.config.sections.all import Config  # noqa: E402
 
 HOME = "index.md"
 """Generated page of the site: README.md."""
@@ -67,7 +67,9 @@ def _flag(setting: flags.Setting) -> str:
 
 
 def metric_list() -> str:
-    """Return a table of all metrics of docs/metrics.txt, with the help texts of weft/front/metrics.py."""
+    """Return a table of all metrics of docs/metrics.txt, with the help texts of
+    weft/front/monitoring/metrics.py.
+    """
     help_texts = metric_help()
     places = {name: place for place, name in enumerate(help_texts)}
     rows = []
@@ -90,7 +92,7 @@ def metric_help() -> dict[str, str]:
     name, in a dict (``name: (help, ...)``), in a tuple (``(name, help, ...)``) or in a call
     (``gauge(name, help, ...)``). A constant of the module may stand for the string.
     """
-    tree = ast.parse((ROOT / "weft/front/metrics.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "weft/front/monitoring/metrics.py").read_text(encoding="utf-8"))
     constants = {
         node.targets[0].id: node.value
         for node in tree.body

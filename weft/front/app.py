@@ -22,6 +22,7 @@ from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
+from weft.front.monitoring.metrics import CONTENT_TYPE
 from weft.front.openai.chat import chat
 from weft.front.openai.completions import completions
 from weft.front.openai.embeddings import embeddings
