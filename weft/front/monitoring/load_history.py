@@ -183,11 +183,14 @@ def _sample(
     grown: list[_Growth],
     latencies: tuple[tuple[int, ...], ...],
 ) -> Sample:
-    sums = [sum(values) for values in zip(*grown, strict=True)] or [0] * len(_COUNTERS)
     return Sample(
-        second,
-        span,
-        *sums,
+        second=second,
+        span=span,
+        output=sum(one.output for one in grown),
+        prompts=sum(one.prompts for one in grown),
+        steps=sum(one.steps for one in grown),
+        decode_rows=sum(one.decode_rows for one in grown),
+        prefill_rows=sum(one.prefill_rows for one in grown),
         running=sum(one.stats.running for one in engines),
         waiting=sum(one.stats.waiting for one in engines),
         kv_usage=max((one.stats.kv_usage for one in engines), default=0.0),
