@@ -32,8 +32,8 @@ bool amx_permitted();
 namespace amx {
 
 constexpr int kTileRows = 16;
-constexpr int kTileDepth = 32;                             // k per tile
-constexpr int kTileSize = kTileRows * kTileDepth;          // elements per tile
+constexpr int kTileDepth = 32;                     // k per tile
+constexpr int kTileSize = kTileRows * kTileDepth;  // elements per tile
 
 inline thread_local int configured = 0;  // rows of this thread's tiles 0 .. 5; 0: no shape
 
@@ -95,11 +95,11 @@ inline __attribute__((always_inline)) void put(float* to, int64_t row) {
 enum class Kind { bf16, bytes, signed_bytes };
 
 // The next k of R x C tiles of sums. (Instructions take tiles as literals, and so are compiler macros.)
-#define WEFT_AMX_PRODUCTS(multiply)                  \
-  multiply(0, 4, 6);                                 \
+#define WEFT_AMX_PRODUCTS(multiply)                         \
+  multiply(0, 4, 6);                                        \
   if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair); \
-  if constexpr (R == 2) multiply(2, 5, 6);           \
-  if constexpr (C == 2) multiply(1, 4, 7);           \
+  if constexpr (R == 2) multiply(2, 5, 6);                  \
+  if constexpr (C == 2) multiply(1, 4, 7);                  \
   if constexpr (R == 2 && C == 2) multiply(3, 5, 7)
 
 template <int R, int C, Kind kind = Kind::bf16>

@@ -34,9 +34,8 @@
 //   T                        type of lines and outputs
 //   key, rest, value         elements of a key's two parts, which may lie apart (rest may be 0), and of a value;
 //                            multiples of 16
-//   group, window, scale     rows per query in a piece; keys visible to a query, 0: all; factor of scores, times log2(e)
-//   pack_q<E>(piece, to)     writes the piece's rows, [rows, key + rest]
-//   point(lines, piece, tile, low, high)
+//   group, window, scale     rows per query in a piece; keys visible to a query, 0: all; factor of scores, times
+//   log2(e) pack_q<E>(piece, to)     writes the piece's rows, [rows, key + rest] point(lines, piece, tile, low, high)
 //                            finds the keys and values of positions low .. high of a tile; others are `kZeros`
 //   copied                   elements of memory per key of a tile for `point`, `Lines::copies`; 0 for none
 //   out(piece, row)          address of a row's `value` output elements
@@ -63,7 +62,7 @@ constexpr int kSplit = 512;
 constexpr int kRows = 192;
 constexpr int kMaxDim = 1024;
 constexpr int kFetchRows = 32;  // pieces with more rows compute long enough on a tile to need no prefetch
-constexpr int kStep = 12;  // rows with a common softmax computation; at most kLanes
+constexpr int kStep = 12;       // rows with a common softmax computation; at most kLanes
 // Keys * rows of 128 elements (key and value) below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 13;
 
@@ -89,8 +88,8 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
   }
   // a[4 g + c] contains, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
   for (int c = 0; c < 4; ++c) {
-    b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);        // lane groups 0, 2
-    b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);    // 1, 3
+    b[c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);      // lane groups 0, 2
+    b[4 + c] = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);  // 1, 3
     b[8 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
     b[12 + c] = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
   }
@@ -193,14 +192,13 @@ inline void hold(vf& x) {
 
 // C = (C * alpha) + A B for R rows and 16 N columns, with all accumulators in registers.
 template <class E, int R, int N>
-inline void micro(int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c,
-                  int64_t ldc, const float* alpha) {
+inline void micro(int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c, int64_t ldc,
+                  const float* alpha) {
   vf sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n)
-      sum[r][n] = alpha ? load(c + r * ldc + n * kLanes) * splat(alpha[r]) : splat(0.0f);
+    for (int n = 0; n < N; ++n) sum[r][n] = alpha ? load(c + r * ldc + n * kLanes) * splat(alpha[r]) : splat(0.0f);
   for (int k = 0; k < words; ++k) {
     vf line[N];
 #pragma GCC unroll 4
@@ -222,15 +220,21 @@ inline void micro(int words, const uint32_t* a, int64_t lda, const uint32_t* b, 
 }
 
 template <class E, int N>
-inline void micro_rows(int rows, int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
-                       float* c, int64_t ldc, const float* alpha) {
+inline void micro_rows(int rows, int words, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c,
+                       int64_t ldc, const float* alpha) {
   switch (rows) {
-    case 1: return micro<E, 1, N>(words, a, lda, b, ldb, c, ldc, alpha);
-    case 2: return micro<E, 2, N>(words, a, lda, b, ldb, c, ldc, alpha);
-    case 3: return micro<E, 3, N>(words, a, lda, b, ldb, c, ldc, alpha);
-    case 4: return micro<E, 4, N>(words, a, lda, b, ldb, c, ldc, alpha);
-    case 5: return micro<E, 5, N>(words, a, lda, b, ldb, c, ldc, alpha);
-    default: return micro<E, 6, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    case 1:
+      return micro<E, 1, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    case 2:
+      return micro<E, 2, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    case 3:
+      return micro<E, 3, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    case 4:
+      return micro<E, 4, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    case 5:
+      return micro<E, 5, N>(words, a, lda, b, ldb, c, ldc, alpha);
+    default:
+      return micro<E, 6, N>(words, a, lda, b, ldb, c, ldc, alpha);
   }
 }
 
@@ -279,8 +283,8 @@ struct PackBf16 {
 
   static void pack_q(const bf16* from, int count, bf16* to) { std::memcpy(to, from, count * sizeof(bf16)); }
   static void pack_k(const bf16* const* rows, const bf16* const* ahead, int dim, bf16* to, float*) {
-    transpose(reinterpret_cast<const uint32_t* const*>(rows), reinterpret_cast<const uint32_t* const*>(ahead),
-              dim / 2, reinterpret_cast<uint32_t*>(to));
+    transpose(reinterpret_cast<const uint32_t* const*>(rows), reinterpret_cast<const uint32_t* const*>(ahead), dim / 2,
+              reinterpret_cast<uint32_t*>(to));
   }
   static void pack_v(const bf16* const* rows, const bf16* const* ahead, int dim, bf16* to) {
     for (int r = 0; r < kTile; r += 2) {
@@ -421,18 +425,16 @@ struct Wide : Registers<Wide<T>> {
 };
 // ---- pieces and states ----
 
-inline int64_t lowest(int64_t position, int window) {
-  return window ? std::max<int64_t>(0, position - window + 1) : 0;
-}
+inline int64_t lowest(int64_t position, int window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
 struct Piece {
-  int32_t row, head;          // sequence; whatever the scene calls heads
-  int32_t token, queries;     // first query in the segment
-  int64_t position;           // of the first query
-  int64_t low, high;  // keys to attend to: keys visible to some query, or a part of these from a split on
-  int64_t partial = -1;       // of the first split's state, if divided
-  int64_t base = 0;  // for use by the scene
-  float* carry = nullptr;  // state between parts; null with a single part
+  int32_t row, head;               // sequence; whatever the scene calls heads
+  int32_t token, queries;          // first query in the segment
+  int64_t position;                // of the first query
+  int64_t low, high;               // keys to attend to: keys visible to some query, or a part of these from a split on
+  int64_t partial = -1;            // of the first split's state, if divided
+  int64_t base = 0;                // for use by the scene
+  float* carry = nullptr;          // state between parts; null with a single part
   bool first = true, last = true;  // part of the keys
 
   int first_split() const { return int(low / kSplit); }
@@ -673,8 +675,8 @@ class Worker {
     alignas(64) float alpha[E::kBlock + kLanes];
     E::gemm(count, kTile, dim_, q_ + int64_t(row) * dim_, dim_, k_, scores_, nullptr, exact);
     for (int at = 0; at < count; at += kStep)
-      softmax(piece, tile, state, row + at, std::min(count - at, kStep), masked, scores_ + at * kTile,
-              p_ + at * kTile, alpha + at);
+      softmax(piece, tile, state, row + at, std::min(count - at, kStep), masked, scores_ + at * kTile, p_ + at * kTile,
+              alpha + at);
     E::gemm(count, s_.value, kTile, p_, kTile, v_, state.o + int64_t(row) * s_.value, alpha, exact);
   }
 
@@ -688,8 +690,8 @@ class Worker {
   }
 
   // Turns scores into weights, and updates the state's maximum and sum. `alpha`: factor for the state's o.
-  void softmax(const Piece& piece, int64_t tile, const State& state, int row, int count, bool masked, float* s,
-               elem* p, float* alpha) {
+  void softmax(const Piece& piece, int64_t tile, const State& state, int row, int count, bool masked, float* s, elem* p,
+               float* alpha) {
     alignas(64) float base[kLanes];
     for (int r = 0; r < count; ++r) {
       float* line = s + r * kTile;
@@ -803,7 +805,9 @@ class Attending {
     }
   }
   int64_t floats() const { return State::floats(scene_.value); }
-  float* partial(const Piece& piece) const { return reinterpret_cast<float*>(memory_->data()) + piece.partial * floats(); }
+  float* partial(const Piece& piece) const {
+    return reinterpret_cast<float*>(memory_->data()) + piece.partial * floats();
+  }
 
   const S scene_;
   std::vector<Piece> pieces_;
@@ -845,8 +849,12 @@ struct Rows {
     const int64_t rows = offsets.size(0) - 1;
     TORCH_CHECK(table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous(), "attend: rows");
     TORCH_CHECK(starts.size(0) == rows && table.dim() == 2 && table.size(0) == rows, "attend: rows");
-    return {offsets.const_data_ptr<int32_t>(), starts.const_data_ptr<int64_t>(), table.const_data_ptr<int64_t>(), rows,
-            table.size(1), block};
+    return {offsets.const_data_ptr<int32_t>(),
+            starts.const_data_ptr<int64_t>(),
+            table.const_data_ptr<int64_t>(),
+            rows,
+            table.size(1),
+            block};
   }
 
   // Checks that every table entry to be read names a block of the cache.

@@ -25,8 +25,8 @@ struct Grouped {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
-  const uint8_t* codes;  // 8-bit cache, instead of `cache`, with
-  const float* line_scales;   // a scale for each line
+  const uint8_t* codes;      // 8-bit cache, instead of `cache`, with
+  const float* line_scales;  // a scale for each line
   int heads, kv_heads, group, dim, window;
   float scale;
   std::shared_ptr<const float[]> sinks;  // per head, times log2(e), or null
@@ -102,8 +102,8 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                 "attend: the sinks must be [", heads, "] in q's dtype");
     drawn = std::make_shared<float[]>(size_t(heads));
     for (int64_t i = 0; i < heads; ++i) {
-      const float sink = q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i]
-                                                       : widen(sinks->const_data_ptr<bf16>()[i]);
+      const float sink =
+          q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i] : widen(sinks->const_data_ptr<bf16>()[i]);
       drawn[i] = sink * kLog2E;
     }
   }

@@ -12,13 +12,13 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kUnpacked = 256;  // k at a time, to stay in the L1 cache
+constexpr int64_t kUnpacked = 256;                 // k at a time, to stay in the L1 cache
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // rows of a tile: registers for sums, and for unpacking
-constexpr int64_t kManyRows = 13;  // rows from which codes are unpacked in memory, with AVX-512
-constexpr int64_t kDearRows = 9;  // the same for expensive groups: fewer than 32 k, or minimums
-constexpr int kTotalRows = 7;  // rows of a tile: registers for sums and totals
-constexpr int kTurn = 8;  // steps at a time: the size of the smallest common groups
-constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kManyRows = 13;                  // rows from which codes are unpacked in memory, with AVX-512
+constexpr int64_t kDearRows = 9;                   // the same for expensive groups: fewer than 32 k, or minimums
+constexpr int kTotalRows = 7;                      // rows of a tile: registers for sums and totals
+constexpr int kTurn = 8;                           // steps at a time: the size of the smallest common groups
+constexpr int64_t kLine = 64;                      // bytes of a cache line
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -49,7 +49,7 @@ constexpr uint16_t e2m1_bf16(int code) {
 }
 
 struct Tables {
-  alignas(64) uint16_t integers[32], e2m1[32], sixes[64];  // of i - 16; of i & 15; of i - 32
+  alignas(64) uint16_t integers[32], e2m1[32], sixes[64];                        // of i - 16; of i & 15; of i - 32
   alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first two: of 0 to 15
   constexpr Tables() : integers(), e2m1(), sixes(), size_low(), size_high(), e2m1_low(), e2m1_high() {
     for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
@@ -168,7 +168,8 @@ struct Int6 {
     const __m512i fours = _mm512_set1_epi16(15);
     // both halves: (fours & both) | (upper & more)
     const __m512i first = _mm512_ternarylogic_epi32(_mm512_and_si512(fours, both), upper, more, 0xf8);
-    const __m512i second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(both, 4), upper, _mm512_srli_epi16(more, 2), 0xf8);
+    const __m512i second =
+        _mm512_ternarylogic_epi32(_mm512_srli_epi16(both, 4), upper, _mm512_srli_epi16(more, 2), 0xf8);
     return {{recast<Pairs>(_mm512_permutex2var_epi16(low, first, high)),
              recast<Pairs>(_mm512_permutex2var_epi16(low, second, high))}};
   }
@@ -193,7 +194,8 @@ struct Int6 {
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
-      return small_bf16(((w[word] >> (4 * half) & 15) | (w[32 + word % 16] >> (word / 16 * 4 + half * 2) & 3) << 4) - 32);
+      return small_bf16(((w[word] >> (4 * half) & 15) | (w[32 + word % 16] >> (word / 16 * 4 + half * 2) & 3) << 4) -
+                        32);
     });
   }
 #endif
@@ -243,7 +245,8 @@ struct E4M3 {
     return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
 #else
     Bf16::Step step;
-    for (int half = 0; half < 2; ++half) step.w[half] = pairs_of(from_codes(w + 32 * half), from_codes(w + 32 * half + 16));
+    for (int half = 0; half < 2; ++half)
+      step.w[half] = pairs_of(from_codes(w + 32 * half), from_codes(w + 32 * half + 16));
     return step;
 #endif
   }
@@ -358,7 +361,8 @@ template <class Read, int rows>
 #if WEFT_AVX2
 __attribute__((noinline))
 #else
-inline __attribute__((always_inline))
+inline
+    __attribute__((always_inline))
 #endif
 void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride, int64_t count, vf (&to)[rows][2]) {
   using F = typename Read::F;
@@ -616,7 +620,8 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Ro
       const int64_t count = range.end - range.begin;
       if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
       for (int64_t row = 0; row < rows; ++row)
-        for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x.x[row * x.x_stride + range.begin + k]);
+        for (int64_t k = 0; k < count; ++k)
+          memory[size_t(row * count + k)] = widen(x.x[row * x.x_stride + range.begin + k]);
       add_rows<Unpacked, kRows>(range, made, {memory.data(), count, x.sums, x.sums_stride}, rows, sums);
     });
   }
@@ -691,7 +696,8 @@ void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to
 
 // The same, scaled and rounded; `exact`: without rounding.
 template <class C, bool minimums, bool exact>
-void scaled_steps(const Coding& coding, const Head& head, const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
+void scaled_steps(const Coding& coding, const Head& head, const C& codes, const uint8_t* from, int64_t steps,
+                  uint8_t* to) {
   vf scale[2], minimum[2];
   for (int half = 0; half < 2; ++half) {
     scale[half] = scales_of(coding, head, half);

@@ -30,7 +30,16 @@
 
 namespace weft {
 
-enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5, bytes = 6, nibbles = 7 };  // the last two: rounded.h
+enum class Numbers : int64_t {
+  none = 0,
+  int4 = 1,
+  int8 = 2,
+  e2m1 = 3,
+  e4m3 = 4,
+  int6 = 5,
+  bytes = 6,
+  nibbles = 7
+};  // the last two: rounded.h
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
@@ -41,7 +50,7 @@ struct Coding {
   int64_t group = 0;  // k per group; even
 
   static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, see rounded.h
-  static constexpr int64_t kSpan = 256;  // k with a common upper level
+  static constexpr int64_t kSpan = 256;                         // k with a common upper level
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
@@ -88,7 +97,8 @@ struct Rows {
 
 // sums[row, column] of `rows` rows times the block at `w`, float32 [rows, 32]; without bias and the rows' factors.
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums);
-void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows, float* sums);
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows,
+                float* sums);
 
 // Sum of each group of x, float32 [rows, groups], each in one fixed order.
 void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums);

@@ -27,7 +27,7 @@ inline uint8_t eight_byte(const Coding& coding, int code) {
 
 struct Published {
   const uint8_t *values, *zeros, *scales;  // zeros: null without zero points
-  int64_t line, groups;  // bytes per row of values, scales per row
+  int64_t line, groups;                    // bytes per row of values, scales per row
 
   int code(bool four, int64_t row, int64_t k) const {
     if (!four) return values[row * line + k];
@@ -85,14 +85,15 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, std::vector<int64_t> given) {
   const Coding coding = Coding::of(given);
-  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 && !coding.rounds_rows() &&
-                  coding.scales != Scales::halves && coding.scales != Scales::levels,
+  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
+                  !coding.rounds_rows() && coding.scales != Scales::halves && coding.scales != Scales::levels,
               "pack_coded: numbers, scales and zero points as the coding says");
   TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
   const int64_t rows = values.size(0), groups = coding.groups(inputs);
   TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
   TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
-  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte, rows, groups), "pack_coded: scales");
+  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte, rows, groups),
+              "pack_coded: scales");
   TORCH_CHECK(!zeros || fits(*zeros, at::kByte, rows, groups), "pack_coded: zeros");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = coding.offset(inputs);
@@ -123,7 +124,8 @@ Tensor pack_bytes(const Tensor& values, bool gated) {
       for (int column = 0; column < kBlock; ++column) {
         const int64_t row = layout.row(block, column);
         for (int64_t k = 0; row >= 0 && k < layout.inputs; ++k)
-          to[(k / kByteDepth * kBlock + column) * kByteDepth + k % kByteDepth] = uint8_t(from[row * layout.inputs + k] + 128);
+          to[(k / kByteDepth * kBlock + column) * kByteDepth + k % kByteDepth] =
+              uint8_t(from[row * layout.inputs + k] + 128);
       }
     }
   });
@@ -135,7 +137,8 @@ Tensor pack_bytes(const Tensor& values, bool gated) {
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated) {
   const int64_t rows = values.size(0), groups = divide_up(inputs, kByteTileDepth);
   TORCH_CHECK(fits(values, at::kByte, rows, divide_up(inputs, 2)) && fits(scales, at::kFloat, rows, groups) &&
-                  fits(zeros, at::kByte, rows, groups), "pack_nibbles: values, scales and zeros");
+                  fits(zeros, at::kByte, rows, groups),
+              "pack_nibbles: values, scales and zeros");
   TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = Coding{Numbers::nibbles}.offset(inputs), line = values.size(1);
@@ -155,7 +158,8 @@ Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& ze
           std::memcpy(head + 4 * column, scale + row * groups + group, 4);
           head[4 * kBlock + column] = zero[row * groups + group];
           const int code = from[row * line + k / 2] >> (k % 2 * 4) & 15;
-          uint8_t& byte = head[kNibbleHead + (within / kByteDepth * kLanes + column % kLanes) * kByteDepth + within % kByteDepth];
+          uint8_t& byte =
+              head[kNibbleHead + (within / kByteDepth * kLanes + column % kLanes) * kByteDepth + within % kByteDepth];
           byte = uint8_t(byte | code << (column / kLanes * 4));
         }
       }
@@ -183,7 +187,9 @@ namespace {
 enum class Kind : int64_t { q8_0 = 0, q4_0 = 1, q4_k = 2, q6_k = 3 };
 
 int64_t numbers_of(Kind kind) { return kind == Kind::q8_0 || kind == Kind::q4_0 ? 32 : 256; }
-int64_t bytes_of(Kind kind) { return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210; }
+int64_t bytes_of(Kind kind) {
+  return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210;
+}
 
 constexpr int64_t kDropBytes = 1 << 20;  // bytes of a mapped file to drop at a time
 
@@ -217,7 +223,8 @@ int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
       return block[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
     default: {  // 128 numbers in 64 bytes, and in 32 of high bits
       const int64_t part = i / 128, in = i % 128;
-      return (block[part * 64 + in % 64] >> (in / 64 * 4) & 15) | (block[128 + part * 32 + in % 32] >> (in / 32 * 2) & 3) << 4;
+      return (block[part * 64 + in % 64] >> (in / 64 * 4) & 15) |
+             (block[128 + part * 32 + in % 32] >> (in / 32 * 2) & 3) << 4;
     }
   }
 }
@@ -260,8 +267,9 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
   TORCH_CHECK(given >= 0 && given <= 3, "pack_ggml: kind");
   const Kind kind = Kind(given);
   const Coding coding = coding_of(kind);
-  TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 2 && (blocks.size(0) == 0 || blocks.stride(1) == 1) &&
-                  inputs % numbers_of(kind) == 0 && blocks.size(1) == inputs / numbers_of(kind) * bytes_of(kind),
+  TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 2 &&
+                  (blocks.size(0) == 0 || blocks.stride(1) == 1) && inputs % numbers_of(kind) == 0 &&
+                  blocks.size(1) == inputs / numbers_of(kind) * bytes_of(kind),
               "pack_ggml: blocks");
   TORCH_CHECK(!gated || blocks.size(0) % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, blocks.size(0), gated};
@@ -297,7 +305,8 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
   TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "rows are bfloat16 or float32");
   TORCH_CHECK(coding && !coding.rounds_rows() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) && packed.size(1) == coding.offset(inputs),
+                  packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) &&
+                  packed.size(1) == coding.offset(inputs),
               "the packed table is of another shape");
   TORCH_CHECK(!factors || (factors->scalar_type() == at::kFloat && factors->numel() == rows), "factors");
   const Tensor list = ids.contiguous();

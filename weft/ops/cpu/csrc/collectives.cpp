@@ -38,9 +38,13 @@ struct Wide<double> {
 };
 
 template <class T>
-inline void round_to(float value, T* to) { *to = static_cast<T>(value); }
+inline void round_to(float value, T* to) {
+  *to = static_cast<T>(value);
+}
 template <>
-inline void round_to(float value, bf16* to) { narrow(value, to); }
+inline void round_to(float value, bf16* to) {
+  narrow(value, to);
+}
 inline void round_to(double value, double* to) { *to = value; }
 
 template <class T>
@@ -69,11 +73,16 @@ void add_bytes(const std::vector<const char*>& parts, int64_t count, char* out) 
 
 Adder adder(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kDouble: return add_bytes<double>;
-    case at::kFloat: return add_bytes<float>;
-    case at::kBFloat16: return add_bytes<bf16>;
-    case at::kHalf: return add_bytes<at::Half>;
-    default: TORCH_CHECK(false, "no sums of ", dtype, " in shared memory");
+    case at::kDouble:
+      return add_bytes<double>;
+    case at::kFloat:
+      return add_bytes<float>;
+    case at::kBFloat16:
+      return add_bytes<bf16>;
+    case at::kHalf:
+      return add_bytes<at::Half>;
+    default:
+      TORCH_CHECK(false, "no sums of ", dtype, " in shared memory");
   }
 }
 
@@ -142,8 +151,7 @@ class Ring {
       for (int64_t begin = 0; begin < longest; begin += shared_.bytes) {
         announce(kExchange, x, ends[size]);
         std::copy(ends.begin(), ends.end(), shared_.note().begin);
-        if (begin < ends[size])
-          std::memcpy(shared_.data(), from + begin, std::min(shared_.bytes, ends[size] - begin));
+        if (begin < ends[size]) std::memcpy(shared_.data(), from + begin, std::min(shared_.bytes, ends[size] - begin));
         shared_.meet();
         for (int peer = 0; peer < size; ++peer) {
           longest = std::max(longest, shared_.note(peer).bytes);

@@ -53,7 +53,9 @@ struct Pool {
     for (int64_t s = begin; s < count; ++s)
       lines[size_t(s)] = sources.at(group.row, group.first + s) + s / ratio * 2 * size;
     in_steps(size, [&](int64_t i, int lanes) {
-      const auto gate = [&](int64_t s) { return take(lines[size_t(s)] + size + i, lanes) + take(bias + s * size + i, lanes); };
+      const auto gate = [&](int64_t s) {
+        return take(lines[size_t(s)] + size + i, lanes) + take(bias + s * size + i, lanes);
+      };
       vf most = gate(begin);
       for (int64_t s = begin + 1; s < count; ++s) most = vmax(most, gate(s));
       vf sum = splat(0.0f), made = splat(0.0f);

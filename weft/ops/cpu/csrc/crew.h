@@ -108,7 +108,7 @@ class Crew {
   int threads_ = 1;
   int64_t began_ = 0;
   uint32_t made_ = 0, at_ = 0;  // of the leader: jobs made, jobs seen to end
-  Gate shown_, ended_;  // jobs that may begin (kClosed: no more jobs); jobs that have ended
+  Gate shown_, ended_;          // jobs that may begin (kClosed: no more jobs); jobs that have ended
   std::atomic<bool> failed_{false};
   std::exception_ptr failure_;  // written by the thread that set `failed_`, read after all jobs
 };

@@ -201,9 +201,14 @@ void recur_all(const Panel& p, const float* from, float* to, float* strip) {
     int lines = most;
     while (column + lines * kLanes > p.v_dim) lines /= 2;
     switch (lines) {
-      case 4: recur<4>(p, column, from, to, strip); break;
-      case 2: recur<2>(p, column, from, to, strip); break;
-      default: recur<1>(p, column, from, to, strip);
+      case 4:
+        recur<4>(p, column, from, to, strip);
+        break;
+      case 2:
+        recur<2>(p, column, from, to, strip);
+        break;
+      default:
+        recur<1>(p, column, from, to, strip);
     }
     column += lines * kLanes;
   }
@@ -279,8 +284,8 @@ class Worker {
   }
 
   // One head's part of the convolution. Channels begin at `base`; the state is [copies.., heads, K - 1, dim].
-  void convolved(const T* x, int head, int heads, int dim, int64_t base, T* state, int64_t from, int64_t to,
-                 int tokens, float* made) {
+  void convolved(const T* x, int head, int heads, int dim, int64_t base, T* state, int64_t from, int64_t to, int tokens,
+                 float* made) {
     const int64_t channel = base + int64_t(head) * dim, size = int64_t(K - 1) * dim;
     const T* past = from < 0 ? nullptr : state + (from * heads + head) * size;
     convolve<K, T>(x + channel, c_.qkvz_stride, tokens, dim, c_.taps + channel, c_.channels(), past,
@@ -308,8 +313,7 @@ class Worker {
       const T* z = c_.qkvz + (first + t) * c_.qkvz_stride + c_.channels() + column;
       T* to = c_.out + (first + t) * c_.out_stride + column;
       const vf by = splat(1.0f / std::sqrt(dot(o, o, dim) / float(dim) + c_.eps));
-      for (int i = 0; i < dim; i += kLanes)
-        store(to + i, load(o + i) * by * load(c_.norm + i) * silu(load(z + i)));
+      for (int i = 0; i < dim; i += kLanes) store(to + i, load(o + i) * by * load(c_.norm + i) * silu(load(z + i)));
     }
   }
 
@@ -337,7 +341,8 @@ void run(const Call<T>& c, int64_t rows, int64_t tokens) {
 template <class T>
 T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t lines, int64_t dim) {
   TORCH_CHECK(part.dim() == 5 && part.is_contiguous() && part.size(0) == state.size(0) &&
-                  part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines && part.size(4) == dim,
+                  part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines &&
+                  part.size(4) == dim,
               "delta_net: state of shape ", part.sizes());
   return part.mutable_data_ptr<T>();
 }
@@ -415,9 +420,12 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
     c.each = each;
     check_rows(c, rows, tokens, state.size(0));
     switch (lines) {
-      case 3: return run<T, 4>(c, rows, tokens);
-      case 2: return run<T, 3>(c, rows, tokens);
-      default: return run<T, 2>(c, rows, tokens);
+      case 3:
+        return run<T, 4>(c, rows, tokens);
+      case 2:
+        return run<T, 3>(c, rows, tokens);
+      default:
+        return run<T, 2>(c, rows, tokens);
     }
   };
   if (qkvz.scalar_type() == at::kFloat) return go(float());

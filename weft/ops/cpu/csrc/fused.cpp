@@ -83,8 +83,8 @@ namespace {
 
 // Process one head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
 template <class T, class W>
-void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim,
-               int64_t half, T* line, T* to) {
+void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim, int64_t half,
+               T* line, T* to) {
   if (weight) {
     norm_row<T, W>(from, nullptr, weight, eps, dim, nullptr, line);
     from = line;
@@ -117,8 +117,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   };
   const bool wide = is_float(q_weight) || is_float(k_weight);
   for (const auto* weight : {&q_weight, &k_weight})
-    TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) &&
-                                         wide == is_float(*weight)),
+    TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) && wide == is_float(*weight)),
                 "qkv_rope_cache: norm weight");
   TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : qkv.scalar_type()),
               "qkv_rope_cache: the cache has another dtype");

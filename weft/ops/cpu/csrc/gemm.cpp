@@ -34,7 +34,8 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   const Layout& layout = product.layout;
 #if WEFT_AMX
   if constexpr (std::is_same_v<typename F::X, bf16>)
-    if (use_brgemm && amx_permitted() && !product.coding.rounds_rows() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows) {
+    if (use_brgemm && amx_permitted() && !product.coding.rounds_rows() && layout.inputs > kDeep &&
+        row_end - row_begin > kBrgemmRows) {
       for (int64_t block = block_begin; block < block_end; block += kDeepBlocks)
         run_deep<F>(product, row_begin, row_end, block, std::min(block_end, block + kDeepBlocks));
       return;
@@ -78,7 +79,8 @@ struct Loop {
 // A product as a loop for a crew; the crew owns data shared by the parts.
 template <class F>
 Loop loop_of(Product<typename F::X> product, Crew& crew) {
-  const int64_t blocks = product.layout.blocks(), bytes = blocks * block_bytes<F>(product.coding, product.layout.inputs);
+  const int64_t blocks = product.layout.blocks(),
+                bytes = blocks * block_bytes<F>(product.coding, product.layout.inputs);
   std::shared_ptr<float[]> sums;
   if (product.coding.minimums()) {
     sums = std::make_shared<float[]>(size_t(product.rows * product.coding.groups(product.layout.inputs)));
@@ -91,9 +93,8 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
   if (product.coding.rounds_rows()) {  // rounded once for all parts
     const Rounding rounding = rounding_of(product, 0, product.rows);
     rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.bytes()));
-    crew.later(1, [product, rounding, rounded](int64_t) {
-      round_rows(rounding, product.x, product.x_stride, rounded.get());
-    });
+    crew.later(
+        1, [product, rounding, rounded](int64_t) { round_rows(rounding, product.x, product.x_stride, rounded.get()); });
     product.bytes = rounding.in(rounded.get());
   }
   const bool alone = bytes <= alone_bytes;
@@ -215,8 +216,8 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
   check_x(x);
   const Layout layout{x.size(1), rows, activation != 0};
   const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
-  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps,
-              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps, "x has ",
+              layout.inputs, " inputs, and the packed weight is for others");
   TORCH_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
               ", and the packed weight is for another dtype");
   return multiply(x, packed, layout, bias, scales, activation, {});
@@ -226,7 +227,8 @@ namespace {
 
 void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
   TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) && layout.inputs > 0,
+                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) &&
+                  layout.inputs > 0,
               "x has ", layout.inputs, " inputs, and the packed weight is for others");
 }
 
@@ -267,8 +269,8 @@ Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows
     check_coded(packed[i], layout, coding);
     Tensor to = out.narrow(1, begin, rows[i]);
     if (to.numel() == 0) continue;
-    run_any(layout, from, packed[i], part(bias, begin, rows[i]), part(factors, begin, rows[i]), Activation::none, coding,
-            to, &loops);
+    run_any(layout, from, packed[i], part(bias, begin, rows[i]), part(factors, begin, rows[i]), Activation::none,
+            coding, to, &loops);
   }
   leave(std::move(loops));
   return out;

@@ -32,9 +32,9 @@ namespace {
 constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // bytes of x per chunk
 constexpr int64_t kBrgemmRows = 32;
 constexpr int64_t kMadeDepth = 64;  // k unpacked to bf16 at a time
-constexpr int64_t kDeep = 4096;  // products by AMX with more k take kDeepPart at a time, for kDeepRows rows
+constexpr int64_t kDeep = 4096;     // products by AMX with more k take kDeepPart at a time, for kDeepRows rows
 constexpr int64_t kDeepPart = 2048, kDeepRows = 256, kDeepBlocks = 64;  // the sums of kDeepRows rows take 2 MB
-constexpr int64_t kCodedRows = 384;  // rows with sums in memory at a time
+constexpr int64_t kCodedRows = 384;                                     // rows with sums in memory at a time
 
 // Returns a number of rows per part: parts of similar size, at most `most`. A small last part would cost a full read
 // (and unpacking) of the weights.
@@ -87,8 +87,8 @@ struct Product {
   Out* out;
   int64_t out_stride;
   float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
-  Coding coding = {};  // coding of quantized weights; `scales` are then factors of rows
-  const float* x_sums = nullptr;  // [rows, groups] for codings with minimums: `for_rows`
+  Coding coding = {};                // coding of quantized weights; `scales` are then factors of rows
+  const float* x_sums = nullptr;     // [rows, groups] for codings with minimums: `for_rows`
   const bf16* x_tiles = nullptr;     // for AMX, rows from `tiled` on: `for_rows`
   int64_t tiled = 0;
   ByteRows bytes = {};  // for codings that round rows: `for_rows`
@@ -159,14 +159,15 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
 // bytes (exact).
 struct SumScales {
   const uint8_t* at = nullptr;
-  int64_t bytes = 0;  // from one group to the next
-  int64_t steps = 0;  // tile steps per group
+  int64_t bytes = 0;    // from one group to the next
+  int64_t steps = 0;    // tile steps per group
   bool halves = false;  // float16; float32 otherwise
 
   static SumScales of(const Coding& coding, const uint8_t* w, int64_t inputs) {
     const bool numbers = coding.scales == Scales::floats || coding.scales == Scales::halves;
     if (!WEFT_AMX || !amx_permitted() || !numbers || (coding.group % 32 != 0 && coding.group < inputs)) return {};
-    return {w, coding.offset(coding.group), divide_up(std::min(coding.group, inputs), 32), coding.scales == Scales::halves};
+    return {w, coding.offset(coding.group), divide_up(std::min(coding.group, inputs), 32),
+            coding.scales == Scales::halves};
   }
 };
 
@@ -304,18 +305,19 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
     int64_t step = 0, until = 0;
     const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, bool add, float* to)
                          __attribute__((always_inline)) {
-      add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
-      while (step < last) {
-        if (step == until) right.at = weights.at(step, until);
-        for (const int64_t stop = std::min(until, last); step < stop; ++step) {
-          for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
-          amx::step<R, 2>(left, right);
-          left.at = static_cast<const char*>(left.at) + left.deep;
-          right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
-        }
-      }
-      amx::put<R, 2>(to, kBlock);
-    };
+                           add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
+                           while (step < last) {
+                             if (step == until) right.at = weights.at(step, until);
+                             for (const int64_t stop = std::min(until, last); step < stop; ++step) {
+                               for (int64_t i = 0; i < each && next < next_end; ++i, next += 64)
+                                 __builtin_prefetch(next, 0, 2);
+                               amx::step<R, 2>(left, right);
+                               left.at = static_cast<const char*>(left.at) + left.deep;
+                               right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
+                             }
+                           }
+                           amx::put<R, 2>(to, kBlock);
+                         };
     const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
       if (!scales.at) return sum(tiles_of, steps, !fresh, total);
       if (fresh) std::fill(total, total + rows * kBlock, 0.0f);
@@ -474,8 +476,8 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
 #if WEFT_AMX
   if constexpr (std::is_same_v<X, bf16>)
     if (use_brgemm && amx_permitted() && (end - begin > amx::kTileRows || product.layout.inputs % amx::kTileDepth)) {
-      product.x_tiles = tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin,
-                                      product.layout.inputs);
+      product.x_tiles =
+          tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin, product.layout.inputs);
       product.tiled = begin;
     }
 #endif
@@ -533,8 +535,8 @@ void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& f
   NextBlock<ByteSteps> ahead(next, product.layout.inputs, divide_up(end - begin, kByteTile));
   for (int64_t row = begin; row < end;) {
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, kByteTile)), at = row - x.first;
-    byte_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, w, product.layout.inputs, finish,
-                              out, product.out_stride, ahead.take(w));
+    byte_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, w, product.layout.inputs,
+                              finish, out, product.out_stride, ahead.take(w));
     row += rows, out += rows * product.out_stride;
   }
 }
@@ -587,7 +589,8 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
 // Many rows of many k times blocks [block_begin, block_end). Rows and weights of all k would not fit the L2 cache. So
 // all blocks process some k of kDeepRows rows, then the next k; sums wait in memory.
 template <class F>
-void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, int64_t block_begin, int64_t block_end) {
+void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, int64_t block_begin,
+              int64_t block_end) {
   const Layout& layout = product.layout;
   const Coding& coding = product.coding;
   const int64_t inputs = layout.inputs, bytes = block_bytes<F>(coding, inputs);
@@ -625,7 +628,8 @@ void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, 
           steps = w + ahead;
         else
           make_all(makes_steps<F>(w), k, until, made);
-        run_amx(part, Stored(steps, until - k), scales, finish, row, end, block * layout.width(), next, next_bytes, &of);
+        run_amx(part, Stored(steps, until - k), scales, finish, row, end, block * layout.width(), next, next_bytes,
+                &of);
       }
     }
   }

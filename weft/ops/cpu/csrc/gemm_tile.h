@@ -82,7 +82,7 @@ struct Bf16 {
   struct Step {
     Pairs w[2];
   };
-  static constexpr int depth = 2;       // k per step
+  static constexpr int depth = 2;        // k per step
   static constexpr int64_t bytes = 128;  // bytes of weights per step
   static Step load(const uint8_t* w) { return {{load_as<Pairs>(w), load_as<Pairs>(w + 64)}}; }
   static Pairs x(const bf16* from) { return Pairs{} + load_as<uint32_t>(from); }
@@ -112,9 +112,7 @@ inline int int8_slot(int column, int k) {
 }
 
 // Stored byte for bf16: sign and magnitude for the table, otherwise two's complement. -127 to 127.
-inline uint8_t int8_code(int value) {
-  return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value);
-}
+inline uint8_t int8_code(int value) { return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value); }
 
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -157,7 +155,7 @@ struct Int8Bf16 : Bf16 {
     const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
     const __m512i sign = _mm512_set1_epi8(char(0x80));
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+    return {{ recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high)) }};
 #else
     Step step;
     for (int half = 0; half < 2; ++half) {
@@ -185,7 +183,7 @@ struct Finish {
   bool scaled = false, biased = false;
   Activation activation = Activation::none;  // of the first 16 columns, times the last 16
   int columns = kBlock;                      // outputs of this block: at most 32, or 16 with an activation
-  float limit = 0.0f;  // > 0: gates are at most `limit`, and their factors within +-limit
+  float limit = 0.0f;                        // > 0: gates are at most `limit`, and their factors within +-limit
   float alpha = 1.0f;                        // swiglu: gate * sigmoid(alpha * gate) * (up + 1)
 };
 

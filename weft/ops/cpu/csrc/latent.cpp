@@ -26,7 +26,7 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kProductRows = 112;  // eight tiles
+constexpr int64_t kProductRows = 112;       // eight tiles
 constexpr int64_t kProductGrain = 1 << 15;  // matrix elements below which waking a thread costs more than it gains
 
 template <class T>
@@ -51,8 +51,9 @@ struct HeadMatrices {
   void multiply(int64_t head, const T* x, int64_t x_stride, int64_t rows, T* out, int64_t out_stride) const {
     const Layout layout{inputs, outputs, false};
     const int64_t block_bytes = divide_up(inputs, F::depth) * F::bytes, blocks = layout.blocks();
-    const Product<T> product{layout,  x,       rows, x_stride,  data + head * blocks * block_bytes,
-                             nullptr, nullptr, Activation::none, out, out_stride};
+    const Product<T> product{
+        layout,           x,   rows,      x_stride, data + head * blocks * block_bytes, nullptr, nullptr,
+        Activation::none, out, out_stride};
     const auto summed = for_rows(product, 0, rows);
     Finish finish;
     for (int64_t block = 0; block < blocks; ++block) {
@@ -182,7 +183,8 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
   const int64_t* place = writes.const_data_ptr<int64_t>();
   const int64_t places = cache.size(0) * cache.size(1);
   for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ", places);
+    TORCH_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ",
+                places);
   Tensor q = empty_tensor({tokens, q_weight ? first : 0}, joined.options());
   by_dtype(joined, "latent_rope_cache", [&]<class T>(T) {
     const T *from = joined.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
@@ -320,10 +322,11 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
     });
     const Absorbed<T> scene{given, q, latent, begin, group, given.window, given.scale, width, 0, given.lora};
     run_later<E>(scene, std::move(pieces));
-    over_heads(given.heads, end - begin, values.inputs * values.outputs, [=](int64_t head, int64_t first, int64_t count) {
-      values.multiply(head, latent + (first * given.heads + head) * given.lora, int64_t(given.heads) * given.lora, count,
-                      given.out + (begin + first) * given.out_stride + head * given.value, given.out_stride);
-    });
+    over_heads(
+        given.heads, end - begin, values.inputs * values.outputs, [=](int64_t head, int64_t first, int64_t count) {
+          values.multiply(head, latent + (first * given.heads + head) * given.lora, int64_t(given.heads) * given.lora,
+                          count, given.out + (begin + first) * given.out_stride + head * given.value, given.out_stride);
+        });
   }
 }
 
@@ -388,8 +391,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
     for (int64_t i = begin; i < end; ++i) {
       const Part& piece = pieces[size_t(i / groups)];
       given.rows.blocks(piece.row, piece.begin, piece.begin, piece.end, [&](int at, int64_t id, int64_t offset, int n) {
-        for (int r = 0; r < n; ++r)
-          given.take_latent(id, offset + r, lines + (at + r) * given.lora);
+        for (int r = 0; r < n; ++r) given.take_latent(id, offset + r, lines + (at + r) * given.lora);
       });
       for (int64_t head = i % groups * some; head < (i % groups + 1) * some; ++head) {
         T* to = made + (head * total + piece.base) * stride;
@@ -431,7 +433,8 @@ void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
   std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // first piece of each row
   int64_t carried = 0;
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;
-  for (int64_t row = given.rows.count; row-- > 0;) from[size_t(row)] = std::min(from[size_t(row)], from[size_t(row) + 1]);
+  for (int64_t row = given.rows.count; row-- > 0;)
+    from[size_t(row)] = std::min(from[size_t(row)], from[size_t(row) + 1]);
   for (Piece& piece : all) {
     piece.partial = carried;  // until the piece is cut
     const bool whole = piece.low / most == (piece.high - 1) / most;
@@ -479,9 +482,9 @@ struct Inputs {
   int64_t lora;
 
   void check() const {
-    TORCH_CHECK(q.dim() == 3 && out.dim() == 3 && cache.dim() == 3 && out.size(0) == q.size(0) &&
-                    out.size(1) == q.size(1),
-                "latent: shapes");
+    TORCH_CHECK(
+        q.dim() == 3 && out.dim() == 3 && cache.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1),
+        "latent: shapes");
     TORCH_CHECK(q.scalar_type() == out.scalar_type(), "latent: dtypes");
     const int64_t rope = 2 * cos.size(1), nope = q.size(2) - rope, value = out.size(2);
     check_lines(cache, scales, rotated, q.scalar_type(), lora, rope);
@@ -500,23 +503,12 @@ struct Inputs {
     rows.check(q.size(0), cache.size(0), int(window));
     with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
       const int rope = int(2 * cos.size(1));
-      f(Given<T>{rows,
-                 q.const_data_ptr<T>(),
-                 out.mutable_data_ptr<T>(),
-                 q.stride(0),
-                 out.stride(0),
+      f(Given<T>{rows, q.const_data_ptr<T>(), out.mutable_data_ptr<T>(), q.stride(0), out.stride(0),
                  scales ? nullptr : cache.const_data_ptr<T>(),
                  scales ? static_cast<const uint8_t*>(cache.const_data_ptr()) : nullptr,
-                 scales ? scales->const_data_ptr<float>() : nullptr,
-                 scales ? rotated->const_data_ptr<T>() : nullptr,
-                 Angles::of(cos, sin, q.size(0), interleaved),
-                 int(q.size(1)),
-                 int(q.size(2)) - rope,
-                 rope,
-                 int(lora),
-                 int(out.size(2)),
-                 int(window),
-                 float(scale * 1.4426950408889634)},
+                 scales ? scales->const_data_ptr<float>() : nullptr, scales ? rotated->const_data_ptr<T>() : nullptr,
+                 Angles::of(cos, sin, q.size(0), interleaved), int(q.size(1)), int(q.size(2)) - rope, rope, int(lora),
+                 int(out.size(2)), int(window), float(scale * 1.4426950408889634)},
         E());
     });
   }
@@ -530,7 +522,8 @@ void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
                      int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated) {
-  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, scales, rotated, window, scale, lora};
+  const Inputs inputs{q,      cos,   sin,    interleaved, out,    cache, offsets,
+                      starts, table, scales, rotated,     window, scale, lora};
   inputs.check();
   if (q.size(0) == 0) return;
   inputs.go(engine, [&]<class T, class E>(const Given<T>& given, E) {
@@ -545,7 +538,8 @@ void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
                      int64_t engine, int64_t budget, const std::optional<Tensor>& scales,
                      const std::optional<Tensor>& rotated) {
-  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, scales, rotated, window, scale, lora};
+  const Inputs inputs{q,      cos,   sin,    interleaved, out,    cache, offsets,
+                      starts, table, scales, rotated,     window, scale, lora};
   inputs.check();
   if (q.size(0) == 0) return;
   inputs.go(engine, [&]<class T, class E>(const Given<T>& given, E) {

@@ -36,7 +36,8 @@ void describe_attention(torch::Library& m) {
   m.impl("compress_groups", kCpu, TORCH_FN(compress_groups));
   m.def(
       "latent_rope_cache(Tensor joined, Tensor? q_weight, Tensor weight, float eps, Tensor cos, Tensor sin, "
-      "bool interleaved, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None, Tensor(c!)? rotated=None) -> Tensor");
+      "bool interleaved, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None, Tensor(c!)? rotated=None) -> "
+      "Tensor");
   m.def(
       "latent_absorbed(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
       "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
@@ -71,8 +72,9 @@ void describe_products(torch::Library& m) {
   m.impl("qkv_rope_cache", kCpu, TORCH_FN(qkv_rope_cache));
   m.impl("gated", kCpu, TORCH_FN(gated));
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
-  m.def("linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
-        " -> Tensor");
+  m.def(
+      "linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
+      " -> Tensor");
   m.def("linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, int[] codings) -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
@@ -90,8 +92,9 @@ void describe_products(torch::Library& m) {
   m.impl("pack_nibbles", kCpu, TORCH_FN(pack_nibbles));
   m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
   m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
-  m.def("embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
-        " ScalarType dtype) -> Tensor");
+  m.def(
+      "embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
+      " ScalarType dtype) -> Tensor");
   m.impl("pack_coded", kCpu, TORCH_FN(pack_coded));
   m.def("weight_bytes(int[] sizes) -> Tensor", TORCH_FN(weight_bytes));
   m.impl("pack_ggml", kCpu, TORCH_FN(pack_ggml));

@@ -44,8 +44,8 @@ namespace {
 
 constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed in several parts
 constexpr int64_t kItemsPerThread = 8;
-constexpr int64_t kFewTokens = 16;  // too few to divide in phases 2 and 5
-constexpr int64_t kColumns = 1024;  // of an item of phase 5
+constexpr int64_t kFewTokens = 16;        // too few to divide in phases 2 and 5
+constexpr int64_t kColumns = 1024;        // of an item of phase 5
 constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines before others arrive
 
 using Optional = std::optional<Tensor>;
@@ -116,8 +116,8 @@ class Moe {
     };
     hidden = sizes[0], intermediate = sizes[3], shared = sizes[4], gated_shared = sizes[5];
     activation = Activation(sizes[6]), limit = float(numbers[1]), alpha = float(numbers[2]);
-    rule = {sizes[1], sizes[2], Scoring(sizes[7]), sizes[8] != 0, sizes[9], sizes[10], sizes[11] != 0,
-            float(numbers[0]), nullptr};
+    rule = {sizes[1],  sizes[2],       Scoring(sizes[7]), sizes[8] != 0, sizes[9],
+            sizes[10], sizes[11] != 0, float(numbers[0]), nullptr};
     const int64_t experts = rule.experts, k = rule.top_k, here = sizes[12];
     TORCH_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
     TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
@@ -137,7 +137,8 @@ class Moe {
     TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
     if (this->correction) {
       TORCH_CHECK(this->correction->scalar_type() == at::kFloat && this->correction->numel() == experts &&
-                      this->correction->is_contiguous(), "moe: correction");
+                      this->correction->is_contiguous(),
+                  "moe: correction");
       rule.correction = this->correction->const_data_ptr<float>();
     }
     if (this->table) {
@@ -176,15 +177,18 @@ class Moe {
                                    packed.numel() == blocks * matrix.coding.offset(matrix.layout.inputs)),
                 "moe: ", what, " is packed for another shape");
     TORCH_CHECK(matrix.coding || (dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
-                    packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
+                                  packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
                 "moe: ", what, " is packed for another shape");
     const int64_t rows = matrix.matrices * matrix.layout.rows;
     TORCH_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
-                                   matrix.scales->is_contiguous()), "moe: scales of ", what);
-    TORCH_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ", what);
-    TORCH_CHECK(!matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
-                                 (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
-                "moe: bias of ", what);
+                                   matrix.scales->is_contiguous()),
+                "moe: scales of ", what);
+    TORCH_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ",
+                what);
+    TORCH_CHECK(
+        !matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
+                         (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
+        "moe: bias of ", what);
   }
 };
 
@@ -204,8 +208,15 @@ class Pass {
 
  public:
   Pass(const Moe& moe, const X* x, int64_t x_stride, const int64_t* ids, int64_t tokens, X* out, Scratch& scratch)
-      : moe_(moe), rule_(moe.rule), x_(x), x_stride_(x_stride), ids_(ids), tokens_(tokens), out_(out),
-        width_(divide_up(moe.router.layout.rows, kLanes) * kLanes), slots_(tokens * rule_.top_k) {
+      : moe_(moe),
+        rule_(moe.rule),
+        x_(x),
+        x_stride_(x_stride),
+        ids_(ids),
+        tokens_(tokens),
+        out_(out),
+        width_(divide_up(moe.router.layout.rows, kLanes) * kLanes),
+        slots_(tokens * rule_.top_k) {
     threads_ = team();
     scratch.begin(bytes(moe, tokens));
     logits_ = scratch.take<float>(tokens * width_);
@@ -285,7 +296,8 @@ class Pass {
     phases.push_back(p.items_of(p.third_));
     const int64_t pieces = divide_up(p.moe_.hidden, p.slots_ * p.moe_.hidden <= kAddedAlone ? p.moe_.hidden : kColumns);
     const int64_t columns = divide_up(p.moe_.hidden, pieces), all = divide_up(p.tokens_, kFewTokens) * pieces;
-    phases.push_back({all, [all] { return all; }, [&p, pieces, columns](int64_t i) {
+    phases.push_back({all, [all] { return all; },
+                      [&p, pieces, columns](int64_t i) {
                         const int64_t begin = i / pieces * kFewTokens, column = i % pieces * columns;
                         p.combine(begin, std::min(p.tokens_, begin + kFewTokens), column,
                                   std::min(p.moe_.hidden, column + columns));
@@ -357,8 +369,8 @@ class Pass {
   // Tiles times blocks per item, so that there are several items for each thread.
   double target(double cost) const { return std::max(1.0, cost / double(threads_ * kItemsPerThread)); }
 
-  void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin,
-                 int64_t end, double target) {
+  void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin, int64_t end,
+                 double target) {
     const int64_t chunk = chunk_of(end - begin, matrix.layout.inputs * int64_t(sizeof(X)));
     const int64_t blocks = matrix.layout.blocks();
     for (int64_t row = begin; row < end; row += chunk) {
@@ -397,7 +409,8 @@ class Pass {
                 Activation activation, Out* out, int64_t out_stride) const {
     using Given = typename Format::X;
     const int64_t first = item.expert * matrix.layout.rows, rows = item.row_end - item.row_begin;
-    const uint8_t* weights = static_cast<const uint8_t*>(matrix.packed->const_data_ptr()) + item.expert * matrix.bytes();
+    const uint8_t* weights =
+        static_cast<const uint8_t*>(matrix.packed->const_data_ptr()) + item.expert * matrix.bytes();
     const Product<Given, Out> product{matrix.layout,
                                       x,
                                       rows,
@@ -494,9 +507,7 @@ class Pass {
 
   // --- the end ---
 
-  float shared_gate(int64_t token) const {
-    return 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
-  }
+  float shared_gate(int64_t token) const { return 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts])); }
 
   // Writes the weighted sum of one token's local experts, in top-k order; 0 without any.
   void add_up(int64_t token, X* out) const {
@@ -535,8 +546,7 @@ class Pass {
       over_lanes(column_end - column_begin, [&](int64_t i, int lanes) {
         const int64_t at = column_begin + i;
         vf sum = load_n(made_ + place[0] * hidden + at, lanes) * splat(weight[0]);
-        for (int64_t j = 1; j < k; ++j)
-          sum = fma(load_n(made_ + place[j] * hidden + at, lanes), splat(weight[j]), sum);
+        for (int64_t j = 1; j < k; ++j) sum = fma(load_n(made_ + place[j] * hidden + at, lanes), splat(weight[j]), sum);
         if (moe_.shared) sum = fma(load_n(shared_made_ + token * hidden + at, lanes), splat(gate), sum);
         store_n(out_ + token * hidden + at, sum, lanes);
       });
@@ -649,8 +659,7 @@ Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
 
 // Returns experts int64 [T, k] (global numbers), weights float32 [T, k], and the shared expert's factor float32 [T, 1],
 // or [T, 0] without a gate.
-std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids,
-                                             const Moe& moe) {
+std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids, const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
   Tensor chosen = empty_tensor({x.size(0), k}, x.options().dtype(at::kLong));
@@ -660,24 +669,24 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
     const Tensor list = checked_ids(ids, moe, x.size(0));
     int64_t* to = chosen.mutable_data_ptr<int64_t>();
     float *weight = weights.mutable_data_ptr<float>(), *gate = gates.mutable_data_ptr<float>();
-    by_format(moe, x, data_of(list), nullptr,
-              [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
-                P::run_route(pass, to + begin * k, weight + begin * k, gate + begin);
-              });
+    by_format(moe, x, data_of(list), nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
+      P::run_route(pass, to + begin * k, weight + begin * k, gate + begin);
+    });
   }
   return {chosen, weights, gates};
 }
 
 // x [T, hidden]; places int64 [T, k] of local experts, -1: elsewhere. With scales float32 [T, k]: sums [T, 1, hidden]
 // in x's dtype. Without scales: float32 [T, k, hidden].
-Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales,
-                const Moe& moe) {
+Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales, const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
   TORCH_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
-                  given_places.size(1) == k, "moe: places must be int64 [tokens, ", k, "]");
-  TORCH_CHECK(!given_scales || (given_scales->scalar_type() == at::kFloat && given_scales->sizes() == given_places.sizes()),
-              "moe: scales must be float32 [tokens, ", k, "]");
+                  given_places.size(1) == k,
+              "moe: places must be int64 [tokens, ", k, "]");
+  TORCH_CHECK(
+      !given_scales || (given_scales->scalar_type() == at::kFloat && given_scales->sizes() == given_places.sizes()),
+      "moe: scales must be float32 [tokens, ", k, "]");
   const Tensor places = given_places.contiguous(), scales = given_scales ? given_scales->contiguous() : Tensor();
   const int64_t* place = places.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < places.numel(); ++i)
@@ -700,7 +709,9 @@ Tensor moe_shared(const Tensor& given, const Moe& moe) {
   const Tensor x = checked(given, moe);
   Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
-  by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) { P::run_shared(pass, to + begin * moe.hidden); });
+  by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
+    P::run_shared(pass, to + begin * moe.hidden);
+  });
   return out;
 }
 
@@ -735,7 +746,8 @@ void finish(const Tensor& total, const float* scales, const float* shared, const
 // float32 [T, A], separate experts (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
 Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
                   at::ScalarType dtype) {
-  TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1), "moe: total must be [T, A, hidden]");
+  TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1),
+              "moe: total must be [T, A, hidden]");
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "moe: bfloat16 or float32");
   TORCH_CHECK(given.scalar_type() == (scales ? at::kFloat : dtype), "moe: total is of another dtype");
   const Tensor total = given.contiguous();

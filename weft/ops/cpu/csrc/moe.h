@@ -16,13 +16,13 @@ class Moe;
 // gated shared expert, its gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate,
 // activation, scoring, renormalize, groups, top groups, top2, local experts. numbers: scale, limit, alpha. codings:
 // four numbers (Coding::of) for each of gate_up, down and the two shared matrices; zeros for a matrix without a coding.
-std::shared_ptr<const Moe> make_moe(
-    Tensor router, std::optional<Tensor> router_bias, std::optional<Tensor> correction, std::optional<Tensor> table,
-    Tensor gate_up, std::optional<Tensor> gate_up_scales, std::optional<Tensor> gate_up_bias, Tensor down,
-    std::optional<Tensor> down_scales, std::optional<Tensor> down_bias, std::optional<Tensor> shared_gate_up,
-    std::optional<Tensor> shared_gate_up_scales, std::optional<Tensor> shared_down,
-    std::optional<Tensor> shared_down_scales, std::vector<int64_t> sizes, std::vector<double> numbers,
-    std::vector<int64_t> codings);
+std::shared_ptr<const Moe> make_moe(Tensor router, std::optional<Tensor> router_bias, std::optional<Tensor> correction,
+                                    std::optional<Tensor> table, Tensor gate_up, std::optional<Tensor> gate_up_scales,
+                                    std::optional<Tensor> gate_up_bias, Tensor down, std::optional<Tensor> down_scales,
+                                    std::optional<Tensor> down_bias, std::optional<Tensor> shared_gate_up,
+                                    std::optional<Tensor> shared_gate_up_scales, std::optional<Tensor> shared_down,
+                                    std::optional<Tensor> shared_down_scales, std::vector<int64_t> sizes,
+                                    std::vector<double> numbers, std::vector<int64_t> codings);
 
 int64_t nbytes(const Moe& moe);  // of all weights
 

@@ -117,9 +117,8 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
 std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab,
                                   const std::optional<Tensor>& words, const std::optional<Tensor>& places);
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& temperature,
-                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice,
-                                  const Tensor& position, const std::optional<Tensor>& words,
-                                  const std::optional<Tensor>& places);
+                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice, const Tensor& position,
+                                  const std::optional<Tensor>& words, const std::optional<Tensor>& places);
 std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots, int64_t vocab,
                                       const Tensor& temperature, const Tensor& min_p, const Tensor& seed,
                                       const Tensor& choice, const Tensor& history, const Tensor& num_computed,

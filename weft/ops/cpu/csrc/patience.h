@@ -29,7 +29,7 @@ class Patience {
   void ended(bool in_time) { late_ = in_time ? 0 : late_ + (late_ < kLate); }
 
  private:
-  static constexpr int kLate = 4;  // a run this long is no accident
+  static constexpr int kLate = 4;    // a run this long is no accident
   static constexpr int kProbe = 16;  // a failed probe costs limit / kProbe per wait
 
   const Duration limit_;

@@ -3,9 +3,10 @@
 //   registers  values made by calls; a register is emptied by the last call that reads it
 //   call       operator, arguments (constants and registers, in the order of its schema), registers for its results
 //
-// weft/runner/programs.py builds a program as numbers (`Code`), because a call from Python takes as long as a small
-// operator, and a program has a thousand arguments. A program belongs to one thread: two threads may not call `run` at
-// the same time. If a call throws, the registers are emptied and the exception passes; the program can run again.
+// weft/runner/graphs/programs.py builds a program as numbers (`Code`), because a call from Python takes as long as a
+// small operator, and a program has a thousand arguments. A program belongs to one thread: two threads may not call
+// `run` at the same time. If a call throws, the registers are emptied and the exception passes; the program can run
+// again.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -28,8 +29,8 @@ namespace {
 constexpr int64_t kConstant = -1, kList = -2;
 
 struct Argument {
-  int64_t source = kConstant;       // a register, kConstant or kList
-  c10::IValue value;  // the constant
+  int64_t source = kConstant;     // a register, kConstant or kList
+  c10::IValue value;              // the constant
   std::vector<Argument> entries;  // the entries of a list
   bool optional_entries = false;  // true for a list of optional tensors
 };
@@ -38,24 +39,24 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
   std::vector<int64_t> results;  // a register for each, or -1
-  bool list;  // true if the results are one list of tensors
-  std::vector<int64_t> dead;  // registers without a reader after this call
-  bool reads = true;  // true if the call itself reads results of earlier calls
+  bool list;                     // true if the results are one list of tensors
+  std::vector<int64_t> dead;     // registers without a reader after this call
+  bool reads = true;             // true if the call itself reads results of earlier calls
 };
 
 // Kinds of arguments, each with the numbers that follow. A place is an index in the lists of values beside the code.
 enum Code : int64_t {
   kNone = 0,
-  kTensor = 1,  // place
-  kRead = 2,    // register
-  kInt = 3,     // value
-  kFloat = 4,   // place
-  kBool = 5,    // value
-  kString = 6,  // place
-  kInts = 7,  // count, values
-  kType = 8,  // place of a tensor of the type
-  kDevice = 9,  // place of a tensor on the device
-  kObject = 10,  // place
+  kTensor = 1,    // place
+  kRead = 2,      // register
+  kInt = 3,       // value
+  kFloat = 4,     // place
+  kBool = 5,      // value
+  kString = 6,    // place
+  kInts = 7,      // count, values
+  kType = 8,      // place of a tensor of the type
+  kDevice = 9,    // place of a tensor on the device
+  kObject = 10,   // place
   kTensors = 11,  // whether optional, count, arguments
 };
 
@@ -69,10 +70,23 @@ constexpr int64_t kHeldBytes = 1 << 20;
 
 // True if an operation reads its inputs at the call, not in a loop (crew.h). Others make views, or memory.
 bool reads_memory(const c10::OperatorHandle& op) {
-  static const std::set<std::string> later = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
-      "aten::_unsafe_view", "weft_cpu::linear", "weft_cpu::linear_coded", "weft_cpu::linear_parts", "weft_cpu::rms_norm",
-      "weft_cpu::add_rms_norm_", "weft_cpu::qkv_rope_cache", "weft_cpu::gated", "weft_cpu::attend", "weft_cpu::moe",
-      "weft_cpu::latent_rope_cache", "weft_cpu::latent_absorbed", "weft_cpu::latent_multiply"};
+  static const std::set<std::string> later = {"aten::empty",
+                                              "aten::empty_like",
+                                              "aten::empty_strided",
+                                              "aten::new_empty",
+                                              "aten::_unsafe_view",
+                                              "weft_cpu::linear",
+                                              "weft_cpu::linear_coded",
+                                              "weft_cpu::linear_parts",
+                                              "weft_cpu::rms_norm",
+                                              "weft_cpu::add_rms_norm_",
+                                              "weft_cpu::qkv_rope_cache",
+                                              "weft_cpu::gated",
+                                              "weft_cpu::attend",
+                                              "weft_cpu::moe",
+                                              "weft_cpu::latent_rope_cache",
+                                              "weft_cpu::latent_absorbed",
+                                              "weft_cpu::latent_multiply"};
   const auto& schema = op.schema();
   if (later.count(schema.name())) return false;
   const auto& returns = schema.returns();
@@ -83,9 +97,19 @@ bool reads_memory(const c10::OperatorHandle& op) {
 
 // Products that ATen divides over threads. ATen does not divide inside a region.
 bool is_heavy(const c10::OperatorHandle& op) {
-  static const std::set<std::string> heavy = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm",
-      "aten::mv", "aten::addmv", "aten::_scaled_mm", "aten::_int_mm", "aten::convolution", "aten::linear",
-      "aten::matmul", "aten::_scaled_dot_product_flash_attention_for_cpu"};
+  static const std::set<std::string> heavy = {"aten::mm",
+                                              "aten::addmm",
+                                              "aten::bmm",
+                                              "aten::baddbmm",
+                                              "aten::addbmm",
+                                              "aten::mv",
+                                              "aten::addmv",
+                                              "aten::_scaled_mm",
+                                              "aten::_int_mm",
+                                              "aten::convolution",
+                                              "aten::linear",
+                                              "aten::matmul",
+                                              "aten::_scaled_dot_product_flash_attention_for_cpu"};
   return heavy.count(op.schema().name()) > 0;
 }
 
@@ -255,8 +279,8 @@ class Program : public torch::CustomClassHolder {
   // Replaces the list on the stack by its tensors.
   void spread(const Call& call) {
     const c10::List<Tensor> made = stack_.at(0).toTensorList();
-    TORCH_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(),
-                " tensors, and ", call.results.size(), " when it was captured");
+    TORCH_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(), " tensors, and ",
+                call.results.size(), " when it was captured");
     stack_.clear();
     for (size_t i = 0; i < made.size(); ++i) stack_.push_back(made.get(i));
   }

@@ -45,10 +45,10 @@ struct ByteSteps {
 struct ByteRows {
   int8_t* codes = nullptr;
   int64_t first = 0, depth = 0;  // depth: k per row in memory, a multiple of 64
-  bool tiles = false;             // for AMX
-  int64_t rows = 0;  // a multiple of 16
-  float* steps = nullptr;         // [groups, rows]
-  int32_t* sums = nullptr;  // [groups, rows], sums of codes
+  bool tiles = false;            // for AMX
+  int64_t rows = 0;              // a multiple of 16
+  float* steps = nullptr;        // [groups, rows]
+  int32_t* sums = nullptr;       // [groups, rows], sums of codes
 
   // Offset of k `k`, a multiple of 64, of row `row`.
   int64_t at(int64_t row, int64_t k) const {
@@ -121,7 +121,8 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
       const float largest = row < of.rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
       // A value that is not finite makes all results of the row NaN, whatever the codes.
       const bool finite = largest <= std::numeric_limits<float>::max();
-      const float inverse = finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
+      const float inverse =
+          finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
       int32_t sum = 0;
       for (int64_t k = begin; k < begin + group; k += kByteTileDepth) {
         int8_t* const to = made.codes + made.at(row, k);
@@ -143,7 +144,9 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
 using ByteSums = __m512i;
 inline ByteSums no_sums() { return _mm512_setzero_si512(); }
 inline __m512i four_bytes(const int8_t* x) { return _mm512_set1_epi32(load_as<int32_t>(x)); }
-inline vf as_floats(ByteSums x, int32_t less) { return _mm512_cvtepi32_ps(_mm512_sub_epi32(x, _mm512_set1_epi32(less))); }
+inline vf as_floats(ByteSums x, int32_t less) {
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(x, _mm512_set1_epi32(less)));
+}
 inline ByteSums dot_bytes(ByteSums sum, __m512i x, __m512i w) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sum, w, x);
@@ -177,7 +180,9 @@ inline __m256i dot_eight(__m256i sum, __m256i x, __m256i w) {
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 #endif
 }
-inline ByteSums dot_bytes(ByteSums sum, __m256i x, ByteSums w) { return {dot_eight(sum.a, x, w.a), dot_eight(sum.b, x, w.b)}; }
+inline ByteSums dot_bytes(ByteSums sum, __m256i x, ByteSums w) {
+  return {dot_eight(sum.a, x, w.a), dot_eight(sum.b, x, w.b)};
+}
 inline ByteSums load_bytes(const uint8_t* w) { return {eight(w), eight(w + 32)}; }
 inline __m256i low_eight(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 inline ByteSums low_halves(ByteSums w) { return {low_eight(w.a), low_eight(w.b)}; }
@@ -239,8 +244,8 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
 }
 
 template <class Out>
-using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&, Out*,
-                          int64_t, Ahead);
+using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&,
+                          Out*, int64_t, Ahead);
 template <class Out, int... rows>
 constexpr std::array<ByteTile<Out>, sizeof...(rows)> make_byte_tiles(std::integer_sequence<int, rows...>) {
   return {byte_tile<Out, rows + 1>...};
@@ -363,8 +368,8 @@ void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, i
     amx::settle();
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t* from = sums + r * kBlock;
-      finish_bytes(_mm512_load_si512(from), _mm512_load_si512(from + kLanes), x.sums[first + r], x.steps[first + r], finish,
-                   out + (row - begin + r) * out_stride);
+      finish_bytes(_mm512_load_si512(from), _mm512_load_si512(from + kLanes), x.sums[first + r], x.steps[first + r],
+                   finish, out + (row - begin + r) * out_stride);
     }
   }
 }
@@ -410,7 +415,8 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
           const int64_t at = r * kBlock + half * kLanes;
           vf total = from ? load(totals + at) : splat(0.0f);
           for (int64_t i = 0; i < until - from; ++i)
-            total = fma(as_floats(_mm512_load_si512((*part)[i] + at), 0), scale[i] * splat(steps[i * x.rows + r]), total);
+            total =
+                fma(as_floats(_mm512_load_si512((*part)[i] + at), 0), scale[i] * splat(steps[i * x.rows + r]), total);
           store(totals + at, total);
         }
       }

@@ -23,7 +23,7 @@ struct Rule {
   Scoring scoring;
   bool renormalize;
   int64_t groups, top_groups;  // groups 1: none
-  bool top2;  // a group counts by the sum of its best two scores, otherwise by the best
+  bool top2;                   // a group counts by the sum of its best two scores, otherwise by the best
   float scale;
   const float* correction;  // [experts] or null: added for the choice only
 };
@@ -50,9 +50,7 @@ inline void over_lanes(int64_t n, F f) {
   for (int64_t i = 0; i < n; i += kLanes) f(i, int(std::min<int64_t>(kLanes, n - i)));
 }
 
-inline float softplus_root(float x) {
-  return std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));
-}
+inline float softplus_root(float x) { return std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x))); }
 
 // Scores of all experts; `from` and `to` have `n` elements.
 inline void score(const float* from, int64_t n, Scoring scoring, float* to) {
@@ -61,9 +59,8 @@ inline void score(const float* from, int64_t n, Scoring scoring, float* to) {
     return;
   }
   if (scoring == Scoring::sigmoid) {
-    over_lanes(n, [&](int64_t i, int lanes) {
-      store_n(to + i, sigmoid_times(splat(1.0f), load_n(from + i, lanes)), lanes);
-    });
+    over_lanes(
+        n, [&](int64_t i, int lanes) { store_n(to + i, sigmoid_times(splat(1.0f), load_n(from + i, lanes)), lanes); });
     return;
   }
   float most = from[0];

@@ -62,7 +62,9 @@ void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n,
   });
   const vf scale = splat(inverse_rms(reduce_add(squares), n, eps));
   const T* from = delta ? stream : x;
-  in_steps(n, [&](int64_t i, int lanes) { put(normed + i, take(from + i, lanes) * scale * take(weight + i, lanes), lanes); });
+  in_steps(n, [&](int64_t i, int lanes) {
+    put(normed + i, take(from + i, lanes) * scale * take(weight + i, lanes), lanes);
+  });
 }
 
 template <class F>

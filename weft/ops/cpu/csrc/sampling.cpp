@@ -79,8 +79,7 @@ Top top_of(const T* x, int64_t n, const int32_t* mask, float* groups) {
       largest = vmax(here, largest);
     }
     if (any_nan(check))
-      for (int64_t i = begin; i < end; ++i)
-        top.nan |= std::isnan(widen(x[i])) || (kMasked && widen(x[i]) == kInf);
+      for (int64_t i = begin; i < end; ++i) top.nan |= std::isnan(widen(x[i])) || (kMasked && widen(x[i]) == kInf);
     const float value = reduce_max(largest);
     if (value > top.value) top.value = value, block = begin;
   }
@@ -284,8 +283,7 @@ Masks masks_of(const std::optional<Tensor>& words, const std::optional<Tensor>& 
                const char* op) {
   if (!words.has_value()) return {};
   Masks made{*words, places.value(), (of.vocab + 31) / 32};
-  TORCH_CHECK(made.places.dim() == 1 && made.places.size(0) == of.count && made.places.is_contiguous(), op,
-              ": places");
+  TORCH_CHECK(made.places.dim() == 1 && made.places.size(0) == of.count && made.places.is_contiguous(), op, ": places");
   TORCH_CHECK(made.words.dim() == 2 && made.words.size(1) == made.width && made.words.is_contiguous(), op, ": words");
   made.first = made.words.const_data_ptr<int32_t>();
   made.place = made.places.const_data_ptr<int64_t>();
@@ -317,8 +315,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int6
     spread(of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* row = x + of.index[r] * of.stride;
-        const Top top = masks.first ? top_of<true>(row, vocab, masks.of(r), nullptr)
-                                    : top_of<false>(row, vocab, nullptr, nullptr);
+        const Top top =
+            masks.first ? top_of<true>(row, vocab, masks.of(r), nullptr) : top_of<false>(row, vocab, nullptr, nullptr);
         id[r] = top.id;
         wrong[r] = top.broken();
       }
@@ -328,9 +326,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int6
 }
 
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& temperature,
-                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice,
-                                  const Tensor& position, const std::optional<Tensor>& words,
-                                  const std::optional<Tensor>& places) {
+                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice, const Tensor& position,
+                                  const std::optional<Tensor>& words, const std::optional<Tensor>& places) {
   const Rows of = check(logits, rows, vocab, "sample");
   const Masks masks = masks_of(words, places, of, "sample");
   for (const Tensor* column : {&temperature, &min_p, &seed, &choice, &position})
@@ -387,12 +384,14 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
                                       const Tensor& temperature, const Tensor& min_p, const Tensor& seed,
                                       const Tensor& choice, const Tensor& history, const Tensor& num_computed,
                                       const std::optional<Tensor>& live) {
-  constexpr double kGreedy = 1e-5;  // see weft/runner/slot_params.py
+  constexpr double kGreedy = 1e-5;  // see weft/runner/sampling/slot_params.py
   TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1) && slots.dim() == 1 &&
-                  slots.is_contiguous() && slots.size(0) <= logits.size(0), "end_decode_: logits");
+                  slots.is_contiguous() && slots.size(0) <= logits.size(0),
+              "end_decode_: logits");
   TORCH_CHECK(history.dim() == 2 && history.is_contiguous() && num_computed.dim() == 1 &&
                   num_computed.is_contiguous() && num_computed.size(0) == history.size(0) &&
-                  (!live || (live->is_contiguous() && live->numel() == history.size(0))), "end_decode_: slots");
+                  (!live || (live->is_contiguous() && live->numel() == history.size(0))),
+              "end_decode_: slots");
   const int64_t count = slots.size(0), length = history.size(1), most = temperature.size(0);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   const Column<double> t(temperature, most, at::kDouble, "temperature"), p(min_p, most, at::kDouble, "min_p");

@@ -65,7 +65,7 @@ class Segment {
                 " ranks");
     TORCH_CHECK(bytes >= 64 && bytes % 64 == 0, "the bytes of a slot must be a multiple of 64");
     length_ = kHead + 2 * size * (kNoteBytes + bytes);
-    struct stat found {};
+    struct stat found{};
     if (rank == 0) TORCH_CHECK(ftruncate(fd, length_) == 0, "no shared memory: ", strerror(errno));
     TORCH_CHECK(fstat(fd, &found) == 0 && found.st_size == length_, "the segment is of another size");
     void* at = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

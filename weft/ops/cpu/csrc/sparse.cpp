@@ -32,8 +32,13 @@ struct Entries {
     TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
     TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2)), "sparse: ", dim,
                 " elements of entries of ", cache.size(2));
-    return {cache.const_data_ptr<T>(), table.const_data_ptr<int64_t>(), table.size(1), cache.size(1),
-            cache.size(0),             cache.size(2),                    last ? cache.size(2) - dim : 0};
+    return {cache.const_data_ptr<T>(),
+            table.const_data_ptr<int64_t>(),
+            table.size(1),
+            cache.size(1),
+            cache.size(0),
+            cache.size(2),
+            last ? cache.size(2) - dim : 0};
   }
 
   const T* at(int64_t row, int64_t entry) const {
@@ -105,9 +110,9 @@ struct Chosen {
         continue;
       }
       const int64_t number = place - list.window;
-      lines.k[at] = lines.v[at] =
-          number < 0 ? entries.at(list.row, list.low + place)
-                     : groups.at(list.row, chosen ? chosen[piece.token * top + number] : number);
+      lines.k[at] = lines.v[at] = number < 0
+                                      ? entries.at(list.row, list.low + place)
+                                      : groups.at(list.row, chosen ? chosen[piece.token * top + number] : number);
     }
   }
   float sink(const Piece& piece, int row, float most) const {
@@ -211,8 +216,8 @@ namespace {
 
 // --- the choice of groups -------------------------------------------------------------------------------------
 
-constexpr int64_t kTogether = 8;  // tokens with a common packed tile
-constexpr int64_t kTiles = 16;  // tiles per item of work
+constexpr int64_t kTogether = 8;      // tokens with a common packed tile
+constexpr int64_t kTiles = 16;        // tiles per item of work
 constexpr int64_t kScores = 4 << 20;  // scores in memory at a time (one token may have more)
 
 struct Asked {

@@ -1,4 +1,4 @@
-// Copies and digests of spans of bytes (weft/transfer/digests.py defines the digest, in Python).
+// Copies and digests of spans of bytes (weft/disagg/protocol/digests.py defines the digest, in Python).
 //
 //   digest_spans(memory, spans, seeds)          spans: int64 [n, 2], offset and length        -> int64 [n]
 //   copy_spans(source, target, spans, seeds)    spans: int64 [n, 3], from, to and length      -> int64 [n]
@@ -112,9 +112,9 @@ void check_memory(const Tensor& memory, const char* what) {
 int64_t check_spans(const Tensor& spans, const Tensor& seeds, int64_t columns) {
   TORCH_CHECK(spans.scalar_type() == at::kLong && spans.dim() == 2 && spans.size(1) == columns && spans.is_contiguous(),
               "spans are not int64 [n, ", columns, "]");
-  TORCH_CHECK(seeds.scalar_type() == at::kLong && seeds.dim() == 1 && seeds.is_contiguous() &&
-                  seeds.size(0) == spans.size(0),
-              "seeds are not int64 [n], one a span");
+  TORCH_CHECK(
+      seeds.scalar_type() == at::kLong && seeds.dim() == 1 && seeds.is_contiguous() && seeds.size(0) == spans.size(0),
+      "seeds are not int64 [n], one a span");
   return spans.size(0);
 }
 

@@ -36,9 +36,7 @@ inline void store_n(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, __mmask16(
 
 inline vf widen16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline vf load(const bf16* p) { return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline vf load_n(const bf16* p, int n) {
-  return widen16(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p));
-}
+inline vf load_n(const bf16* p, int n) { return widen16(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p)); }
 inline __m256i narrow16(vf x) {
 #if WEFT_AVX512_BF16
   return (__m256i)_mm512_cvtneps_pbh(x);  // numbers below 2^-126 become zero
@@ -52,9 +50,7 @@ inline __m256i narrow16(vf x) {
 #endif
 }
 inline void store(bf16* p, vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
-inline void store_n(bf16* p, vf x, int n) {
-  _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), narrow16(x));
-}
+inline void store_n(bf16* p, vf x, int n) { _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), narrow16(x)); }
 
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
@@ -71,7 +67,7 @@ inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 inline uint32_t at_least(const uint32_t* p, uint32_t low) {
   return _mm512_cmpge_epu32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(int32_t(low)));
 }
-inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }  // x - floor(x); 0 for infinities
+inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }   // x - floor(x); 0 for infinities
 inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for exp2v
 
 #elif !WEFT_AVX2

@@ -153,7 +153,8 @@ inline vf fraction(vf x) { return {fraction8(x.a), fraction8(x.b)}; }
 
 // In two steps; the first is exact for 1 <= x < 2. No single power of two reaches all results.
 inline __m256 scale8(__m256 x, __m256 n) {
-  const __m256 whole = _mm256_min_ps(_mm256_max_ps(_mm256_floor_ps(n), _mm256_set1_ps(-252.0f)), _mm256_set1_ps(254.0f));
+  const __m256 whole =
+      _mm256_min_ps(_mm256_max_ps(_mm256_floor_ps(n), _mm256_set1_ps(-252.0f)), _mm256_set1_ps(254.0f));
   const __m256i power = _mm256_cvtps_epi32(whole), part = _mm256_srai_epi32(power, 1), one = _mm256_set1_epi32(127);
   const auto factor = [&](__m256i of) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(of, one), 23)); };
   return x * factor(part) * factor(_mm256_sub_epi32(power, part));
