@@ -11,13 +11,13 @@ steps. ``--whole N`` also computes a prompt of N tokens from its first token, as
 
 * ``added``: extra milliseconds per token compared with depth 0, i.e. the time of attention to the context.
 * ``floor``: the roofline of ``added``, the larger of two times. The first is the extra cache bytes of a token
-  at
-  memory bandwidth (decode; the tokens of a chunk share their reads). The second is the extra operations at the
-  rate of a matrix product (1024 x 1024 x 1024 in bf16). Both rates are measured in the same process just before
-  (``bench.gemm``).
+  at memory bandwidth (decode; the tokens of a chunk share the reads). The second is the extra operations at
+  the rate of a matrix product (1024 x 1024 x 1024 in bf16). Both rates are measured in the same process just
+  before (``bench.gemm``).
 * ``share``: floor divided by added. Caches that fit in the CPU's cache may beat the floor.
 * Memory: the peak resident set over all steps minus the resident set before the first step (weights loaded,
-  caches full), beside the planned size of a step. Also the total, beside weights, caches and the planned size.
+  caches full), beside the planned size of a step. Also the total, beside weights, caches and the planned
+  size.
 """
 
 from __future__ import annotations

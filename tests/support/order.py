@@ -1,7 +1,7 @@
-"""The order of test files: those that wait and those that compute come by turns.
+"""Interleave test files that wait with test files that compute.
 
-Tests of servers and ranks wait for processes and time-outs a good part of their time, and their folders are
-neighbours in the alphabet. Where all processes of ``make test`` are among them at once, the cores are idle.
+Tests of servers and ranks mostly wait for processes and time-outs, and their folders are neighbours in the
+alphabet. If all processes of ``make test`` ran such tests at once, the cores would be idle.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 WAIT = frozenset(("api", "bench", "bench_compare", "clients", "cluster", "faults", "front", "launch"))
 WAIT |= {"links", "media", "overlap", "parallel", "transports"}
-"""Folders of tests/ whose tests wait for others; those of the other folders compute."""
+"""Folders of tests/ whose tests wait for processes; tests of the other folders compute."""
 
 
 def by_turns(files: Sequence[Path]) -> list[Path]:
-    """``files`` (below tests/), either kind in its own order, and spread evenly over the other."""
+    """Return ``files`` (below tests/) with the two kinds evenly interleaved, each kind in its original order."""
     kinds: dict[bool, list[Path]] = {True: [], False: []}
     for file in files:
         kinds[file.parts[0] in WAIT].append(file)
