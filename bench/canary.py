@@ -177,7 +177,9 @@ class Canary:
 
 
 class Memory:
-    """Sample the resident megabytes of one process, or with ``whole`` of the process and all its descendants."""
+    """Sample the resident megabytes of one process, or with ``whole`` of the process and all its
+    descendants.
+    """
 
     def __init__(self, pid: int, *, whole: bool = False) -> None:
         self._pid = pid

@@ -37,7 +37,9 @@ ENGINES = {"weft": "", "weft-tp2": "--tensor-parallel-size 2 --threads 1"}
 
 @contextlib.contextmanager
 def company(count: int) -> Iterator[None]:
-    """Run ``count`` processes that only compute. The processes end with the context, also after an exception."""
+    """Run ``count`` processes that only compute. The processes end with the context, also after an
+    exception.
+    """
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield

@@ -56,7 +56,9 @@ VARIANTS = {
 
 @dataclass
 class Load:
-    """Hold the observations of one run: token times of the decoding streams, and the outcome of the prompts."""
+    """Hold the observations of one run: token times of the decoding streams, and the outcome of the
+    prompts.
+    """
 
     streams: list[list[float]] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -128,7 +130,9 @@ class Clients:
         return times[0] - began
 
     def _pictures_of(self, number: int) -> list[str]:
-        """Return the images of a prompt. The share ``--duplicates`` of all images repeats an earlier image."""
+        """Return the images of a prompt. The share ``--duplicates`` of all images repeats an earlier
+        image.
+        """
         side, share = self._args.image_side, self._args.duplicates
         seeds = range(number * self._args.images, (number + 1) * self._args.images)
         fresh = [seed if int(seed * (1 - share)) != int((seed - 1) * (1 - share)) else 0 for seed in seeds]

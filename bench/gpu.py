@@ -285,7 +285,9 @@ def bench_weft(folder: Path, machine: dict[str, Any], args: argparse.Namespace, 
 
 
 def bench_transformers(folder: Path, rounds: int, tick: Any, device: str = "cuda") -> dict[str, Any]:
-    """Run the same workloads through ``generate`` of transformers, as one static batch. Return the results."""
+    """Run the same workloads through ``generate`` of transformers, as one static batch. Return the
+    results.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -166,7 +166,9 @@ class Drawn:
 
 
 def mutants(value: Any, rng: random.Random) -> list[str]:
-    """Return texts near a value: changed values, more or fewer keys, unusual spellings. Some texts are valid."""
+    """Return texts near a value: changed values, more or fewer keys, unusual spellings. Some texts are
+    valid.
+    """
     result = []
     for _ in range(4):
         separators = rng.choice([(",", ":"), (", ", ": ")])

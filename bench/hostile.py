@@ -212,7 +212,9 @@ def endless_grammars(target: Target) -> list[int]:
 
 
 def large_grammars(target: Target) -> list[int]:
-    """Run eight clients with distinct ``multipleOf`` schemas: the largest accepted divisors, and larger ones."""
+    """Run eight clients with distinct ``multipleOf`` schemas: the largest accepted divisors, and larger
+    ones.
+    """
 
     def send(number: int) -> int:
         divisor = 98_993 - number if number % 2 else 29_989 - number
@@ -250,7 +252,9 @@ def exclusive_grammars(target: Target) -> list[int]:
 
 
 def respond(target: Target, items: list[dict[str, Any]], **fields: Any) -> tuple[int, str | None]:
-    """Store a response made from ``items``. Return its status and id, or (0, None) if the connection ended."""
+    """Store a response made from ``items``. Return its status and id, or (0, None) if the connection
+    ended.
+    """
     asked = {"type": "message", "role": "user", "content": "Hi"}
     body = encoded(target, input=[*items, asked], max_output_tokens=1, store=True, **fields)
     link = http.client.HTTPConnection(target.host, target.port, timeout=120)

@@ -46,7 +46,9 @@ async def send(url: str, bodies: list[bytes], at_once: int) -> float:
 
 
 def sender(url: str, images: int, at_once: int) -> None:
-    """Send all images whenever a line arrives on stdin, and print the seconds. Runs as a process of its own."""
+    """Send all images whenever a line arrives on stdin, and print the seconds. Runs as a process of its
+    own.
+    """
     bodies = []
     for number in range(images):
         body = {"model": MODEL, "max_tokens": 1, "messages": messages([picture(number)])}

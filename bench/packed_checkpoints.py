@@ -178,7 +178,9 @@ def shapes_of(model: str, config: dict[str, Any]) -> dict[str, Shape]:
 
 
 def write(folder: Path, model: str, form: str, *, tiny: bool) -> None:
-    """Write checkpoint ``model`` with its matrices in format ``form``. With ``tiny`` the sizes are minimal."""
+    """Write checkpoint ``model`` with its matrices in format ``form``. With ``tiny`` the sizes are
+    minimal.
+    """
     layers = 2 if tiny else LAYERS
     config = {**_COMMON, **MODELS[model], "num_hidden_layers": layers}
     if tiny:

@@ -45,7 +45,9 @@ STAGES = ("media", "queue", "encode", "transfer", "prefill", "decode")
 
 
 async def ask(url: str, model: str, args: argparse.Namespace) -> float:
-    """Send all requests. Return the tower seconds per request if prefill engines have a tower, otherwise 0."""
+    """Send all requests. Return the tower seconds per request if prefill engines have a tower, otherwise
+    0.
+    """
     side = (args.image_side, args.image_side)
     pictures = [
         [picture(number * args.images + one, side) for one in range(args.images)]

@@ -50,7 +50,9 @@ def differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> i
 
 
 class Session:
-    """Run engines that are loaded together. A failure is recorded for its engine; the other engines continue."""
+    """Run engines that are loaded together. A failure is recorded for its engine; the other engines
+    continue.
+    """
 
     def __init__(
         self, rows: Sequence[Row], setting: Setting, deadlines: Deadlines, vocabulary: int, logs: Path

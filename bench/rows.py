@@ -259,7 +259,9 @@ def build(names: Sequence[str], weft_args: Mapping[str, str], setting: Setting) 
 
 
 def own(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags of Weft rows: the given flags, and ``--quantization`` from the suffix of a row name."""
+    """Return the flags of Weft rows: the given flags, and ``--quantization`` from the suffix of a row
+    name.
+    """
     said = {name: f"--quantization {bits}" for name in names for _, bits in [parted(name)] if bits}
     return {name: flags for name, flags in said.items() if parted(name)[0] == "weft"} | dict(given)
 

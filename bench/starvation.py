@@ -109,7 +109,9 @@ def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
 
 
 def line(name: str, rows: list[Row], exclusive: list[Row]) -> dict[str, Any]:
-    """Return one row of the table: medians over rounds, in milliseconds. Rates are relative to ``exclusive``."""
+    """Return one row of the table: medians over rounds, in milliseconds. Rates are relative to
+    ``exclusive``.
+    """
     alone, beside = [row.alone for row in rows], [row.beside for row in rows]
     ratios = [(b.p50 / a.p50, b.p99 / a.p99) for a, b in zip(alone, beside, strict=True)]
     shares = [row.prompt_rate / other.prompt_rate for row, other in zip(rows, exclusive, strict=True)]

@@ -40,7 +40,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply the gradients, which are equal in all workers. Each worker computes a share of the updates."""
+        """Apply the gradients, which are equal in all workers. Each worker computes a share of the
+        updates.
+        """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         updates = []

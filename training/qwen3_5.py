@@ -61,7 +61,9 @@ class Qwen3_5MoeWithMtp(_Parts, Qwen3_5MoeForConditionalGeneration):
         self.post_init()
 
     def see(self, images: Tensor) -> Tensor:
-        """Return embedding rows [B, tokens, H] of grey images [B, height, width] (uint8) for the text model."""
+        """Return embedding rows [B, tokens, H] of grey images [B, height, width] (uint8) for the text
+        model.
+        """
         config = self.config.vision_config
         grid = grid_of(images, config.patch_size)
         return tower(
@@ -120,7 +122,9 @@ def grey_patches(images: Tensor, patch: int, merge: int) -> Tensor:
 
 
 def patches(images: Tensor, patch: int, merge: int) -> Tensor:
-    """Return patches [B, N, 3 * 2 * patch * patch] in the processor's layout. Colours and frames are equal."""
+    """Return patches [B, N, 3 * 2 * patch * patch] in the processor's layout. Colours and frames are
+    equal.
+    """
     cut = grey_patches(images, patch, merge)[:, :, None]  # [B, N, 1, p * p]
     return cut.expand(-1, -1, 6, -1).reshape(*cut.shape[:2], -1)
 

@@ -114,7 +114,9 @@ def _corpus(n_problems: int) -> Iterator[str]:
 def build_tokenizer(
     folder: Path, vocab_size: int = 1024, n_problems: int = 40_000
 ) -> PreTrainedTokenizerFast:
-    """Learn ``vocab_size`` ids, special tokens first, and save a Hugging Face folder. Return the tokenizer."""
+    """Learn ``vocab_size`` ids, special tokens first, and save a Hugging Face folder. Return the
+    tokenizer.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,6 @@
-"""Drive vLLM's CPU build in its own interpreter through the ``LLM`` class. ``args`` are keywords of ``LLM``."""
+"""Drive vLLM's CPU build in its own interpreter through the ``LLM`` class. ``args`` are keywords of
+``LLM``.
+"""
 
 from __future__ import annotations
 

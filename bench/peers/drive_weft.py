@@ -1,4 +1,6 @@
-"""Drive Weft in the repository's interpreter: an ``LLM`` in this process. ``args`` are keywords of ``LLM``."""
+"""Drive Weft in the repository's interpreter: an ``LLM`` in this process. ``args`` are keywords of
+``LLM``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Grammars over token ids for tests: automata, their matchers, and a compiler that finds automata by number."""
+"""Grammars over token ids for tests: automata, their matchers, and a compiler that finds automata by
+number.
+"""
 
 from __future__ import annotations
 

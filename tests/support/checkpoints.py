@@ -125,7 +125,9 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
 
 
 def spread(model: Any) -> None:
-    """Fill biases, sinks and expert tables that transformers initializes to zero, so that tests cover them."""
+    """Fill biases, sinks and expert tables that transformers initializes to zero, so that tests cover
+    them.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("tid2eid"):
             experts = model.config.n_routed_experts

@@ -15,7 +15,9 @@ WAIT |= {"links", "media", "overlap", "parallel", "transports"}
 
 
 def by_turns(files: Sequence[Path]) -> list[Path]:
-    """Return ``files`` (below tests/) with the two kinds evenly interleaved, each kind in its original order."""
+    """Return ``files`` (below tests/) with the two kinds evenly interleaved, each kind in its original
+    order.
+    """
     kinds: dict[bool, list[Path]] = {True: [], False: []}
     for file in files:
         kinds[file.parts[0] in WAIT].append(file)

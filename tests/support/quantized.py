@@ -142,7 +142,9 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def nvfp4(weight: Tensor, *, divides: bool = False) -> tuple[Tensors, Tensor]:
-    """Return parts with ModelOpt's names, or with compressed-tensors' names if the global scale ``divides``."""
+    """Return parts with ModelOpt's names, or with compressed-tensors' names if the global scale
+    ``divides``.
+    """
     exact = weight.double()
     grouped = exact.unflatten(1, (-1, 16))
     factor = (exact.abs().max() / (6 * 448)).float()

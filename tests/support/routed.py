@@ -41,7 +41,9 @@ def routed(
     shared: int = 24,
     seed: int = 0,
 ) -> Routed:
-    """Return weights of magnitude 1 / sqrt(inputs). Tensors that a model of ``dtype`` stores wide are wide."""
+    """Return weights of magnitude 1 / sqrt(inputs). Tensors that a model of ``dtype`` stores wide are
+    wide.
+    """
     rule, gate, more = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

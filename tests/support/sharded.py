@@ -39,7 +39,9 @@ def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
 
 
 def note_reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, int]]:
-    """Record the bytes read from checkpoints from now on, by thread (a rank) and tensor. Return the record."""
+    """Record the bytes read from checkpoints from now on, by thread (a rank) and tensor. Return the
+    record.
+    """
     read = dict[int, dict[str, int]]()
     tensor, part = WeightFile.tensor, WeightFile.part
 

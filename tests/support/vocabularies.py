@@ -322,7 +322,9 @@ class PlainPieces:
 
 
 def folder(path: Path, **files: Any) -> Path:
-    """Write ``files`` into a folder. ``__`` in a name becomes a dot; content other than bytes becomes JSON."""
+    """Write ``files`` into a folder. ``__`` in a name becomes a dot; content other than bytes becomes
+    JSON.
+    """
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
