@@ -1,13 +1,14 @@
-"""A head with a script instead of a model: a real ROUTER process that speaks the real messages.
+"""Act as an engine with a script instead of a model: a real ROUTER process that speaks the real messages.
 
-Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there is such a file.
+Run as ``python fake_head.py ENDPOINT [FILE]``. With FILE the engine loads until the file exists.
 
-The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
-and over, one token every few milliseconds, until ``max_tokens``.
-HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
-FAKE_LENGTH is its context, FAKE_TICK the seconds of a token.
-With FAKE_MEDIA it appends to that file what it gets of images, a line of JSON a sequence.
-With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
+The seed of a request chooses the behaviour. Without a scripted seed a request gets its own prompt back,
+repeated, one token every few milliseconds, until ``max_tokens``. HeadStats report the engine's view to tests:
+``running`` has the live sequences, ``preemptions`` the received Finish messages.
+
+FAKE_LENGTH is the context length, FAKE_TICK the seconds per token. With FAKE_MEDIA the engine appends
+received images to the file, one line of JSON per sequence. With FAKE_ROLE the engine prefills or decodes: no
+cache is moved, because none exists, but both roles send their messages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from weft.types.media import MediaItem
 HANG = 101
 """No event at all: queued for ever."""
 HANG_AFTER = 102
-"""Three tokens, then nothing."""
+"""Sends frames that are not messages before every token."""
 REJECT = 103
 FAIL = 104
 """Three tokens, then an error."""
@@ -154,7 +155,7 @@ class FakeHead:
         while loaded is not None and not os.path.exists(loaded):
             time.sleep(0.02)
         self.socket = zmq.Context().socket(zmq.ROUTER)
-        self.socket.sndhwm = 0  # by default what a slow front has not taken yet is dropped
+        self.socket.sndhwm = 0  # by default zmq drops messages that a slow API server has not taken yet
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
         self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))
@@ -211,7 +212,7 @@ class FakeHead:
 
     def step(self) -> None:
         if self.stuck:
-            return  # nobody gets anything any more; heartbeats go on
+            return  # send no more tokens; heartbeats continue
         self.steps += 1
         for number, sequence in list(self.live.items()):
             seed = sequence.submit.seed

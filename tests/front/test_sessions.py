@@ -1,4 +1,4 @@
-"""Sessions: who is in which, and what a server keeps of them."""
+"""Membership of sessions, and the state that a server keeps for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from weft.front.sessions import HEADERS, session_of
 
 FLOOD = 60
-"""Prompts that together are several times as long as the cache."""
+"""Number of prompts that together exceed the cache several times."""
 BASE = "Tom has 3 pens and Ann has 4 apples. " * 8
 
 
