@@ -21,7 +21,7 @@ from tests.support.slow import mostly_slow
 
 SLOTS = 8
 SCALE = {"bad_words": 1.0, "nested": 0.2, "long_prompts": 0.5}
-"""Of the attacks; 0.05 by default."""
+"""Scale of an attack; 0.05 by default."""
 EXPECTED = {
     "bad_words": {400},
     "stops": {200},

@@ -16,7 +16,7 @@ from weft.launch.main import main
 
 
 class Seer(BaseHTTPRequestHandler):
-    """Answers a chat with the line whose image it holds, the first line of the test set excepted."""
+    """Answer a chat with the text of its image, except for the first line of the test set."""
 
     known: dict[str, Line]
 

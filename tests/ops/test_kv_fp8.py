@@ -1,4 +1,4 @@
-"""Lines of a cache in 8 bits: what a line becomes, and what is kept of it."""
+"""Lines of an 8-bit cache: their encoding and its precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops import kv_fp8, torch_ops
 from weft.ops.cpu import fused
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Every value of E4M3 that is not NaN, from the definition: 1 sign, 4 exponent (bias 7), 3 mantissa.
+# Every finite value of E4M3 by definition: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
 POSITIVE = sorted(
     {m * 2.0**-9 for m in range(8)}
     | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
