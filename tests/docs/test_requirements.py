@@ -1,4 +1,4 @@
-"""The table of requirements names tests that exist, and leaves none of its requirements out."""
+"""The table of requirements names existing tests and omits no requirement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NOT_IN_CI = {
     "tests/sim/test_cluster.py::test_invariants_hold_over_the_whole_budget": SAMPLED,
     "tests/text/parsing/test_outputs.py::test_five_thousand_outputs_lose_nothing": SAMPLED,
 }
-"""Named tests that ``.ci/run`` does not run, and why. Each stands in a row with others that it runs."""
+"""Named tests that ``.ci/run`` does not run, with reasons. Each is in a row with tests that run."""
 
 
 def rows() -> dict[str, tuple[str, str]]:
@@ -61,7 +61,7 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 def unmet() -> set[str]:
-    """What the second table says is not met, or not shown."""
+    """Return the requirements that the second table lists as unmet or not shown."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     return {line.split("|")[1].strip() for line in lines if re.match(r"\| [A-G]\d+ \|", line)} - rows().keys()
 
@@ -70,7 +70,7 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::[A-Z]\w+)?::(\w+)`")
 
 
 def named(tests: str) -> list[str]:
-    """``path::function`` of each test, without its class."""
+    """Return ``path::function`` of each test, without its class."""
     return [f"{file}::{function}" for file, function in NAMED.findall(tests)]
 
 
@@ -97,7 +97,7 @@ def test_every_named_test_exists() -> None:
 
 @pytest.mark.slow
 def test_every_named_test_runs_in_ci() -> None:
-    """The default or the slow tests have it, as pytest collects them, or it is an exception with a reason."""
+    """Pytest collects each named test among default or slow tests, unless an exception has a reason."""
     files = sorted({name.partition("::")[0] for _, tests in rows().values() for name in named(tests)})
     elsewhere = "not grid and not clients and not agents and not gpu"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]

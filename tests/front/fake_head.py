@@ -31,14 +31,14 @@ from weft.types.media import MediaItem
 HANG = 101
 """No event at all: queued for ever."""
 HANG_AFTER = 102
-"""Sends frames that are not messages before every token."""
+"""Three tokens, then nothing."""
 REJECT = 103
 FAIL = 104
 """Three tokens, then an error."""
 DIE = 105
 """The process ends after three tokens."""
 GARBAGE = 106
-"""Frames that are no messages, before every token."""
+"""Sends frames that are not messages before every token."""
 FLOOD = 107
 """All tokens at once, one event each."""
 FAILED = 108
@@ -48,15 +48,15 @@ STUCK = 109
 EARLY_STOP = 110
 """Ends with a stop id after two tokens."""
 HONEST = 111
-"""Ends at the first of its stop ids."""
+"""Ends at the first of the request's stop ids."""
 DIE_ONCE = 112
-"""The process ends after three tokens, unless they came from elsewhere."""
+"""The process ends after three tokens, unless another engine generated the tokens."""
 SLOW = 113
 """A second before the first token, and another one before the fourth."""
 
 TICK = float(os.environ.get("FAKE_TICK", "0.002"))
 LANDS = 0.03
-"""Seconds until what another head has prefilled goes on here."""
+"""Seconds until the decode engine continues a prefilled sequence."""
 
 
 class Sequence:

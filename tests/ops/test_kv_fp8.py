@@ -117,7 +117,7 @@ def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("extension")
 def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
-    """Given heads that are not rotated, so that nothing but the lines is computed: every code there is."""
+    """The heads are not rotated, so only the lines are computed; the lines contain every code."""
     torch.manual_seed(3)
     heads, kv_heads, block, tokens = 2, 3, 4, 200
     lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
