@@ -37,7 +37,7 @@ def head(number: int, heads: int, votes: int, store: str, results: Any) -> None:
         walls.append(time.perf_counter() - began)
     cpu = time.process_time() - cpu
     results.put((number, walls, cpu / votes))
-    time.sleep(0.5)  # keep the wake-up sockets open until every other process has read its last vote
+    time.sleep(0.5)  # no process leaves while another still reads
 
 
 def main() -> None:

@@ -184,6 +184,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     vocabulary = json.loads((setting.model / "config.json").read_text())["vocab_size"]
     records: dict[str, dict[str, Any]] = {}
     interrupted = False
+    # SIGTERM becomes KeyboardInterrupt, so that finished measurements are still written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for together in [[row] for row in ready] if args.one_at_a_time else [ready]:

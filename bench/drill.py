@@ -196,6 +196,7 @@ class Drill:
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
             await asyncio.sleep(2.0)
+            # The reference state: all pools at rest, all processes with their roles.
             free = await self._pools(http)
             whole = set(processes(self._root).values()), len(processes(self._root))
             load = [asyncio.create_task(self._client(http, number)) for number in range(self._args.clients)]

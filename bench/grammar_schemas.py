@@ -282,9 +282,7 @@ _check("duration")(
 
 
 def _moment(text: str) -> object:
-    """Parse an RFC 3339 timestamp; raise ValueError. Digits beyond microseconds are cut because Python
-    rejects them.
-    """
+    """Parse an RFC 3339 timestamp; raise ValueError. Digits beyond microseconds are cut."""
     if not re.fullmatch(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)", text, re.ASCII):
         raise ValueError(text)
     return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text))

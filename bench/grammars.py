@@ -117,11 +117,13 @@ def tried(
     tally.compile_ms.append((time.process_time_ns() - start) / 1e6)
     tally.taken += 1
     oracle = Oracle(schema)
+    # Check that the grammar never allows an invalid text: walk through the masks at random.
     rng = random.Random(seed)
     for _ in range(2):
         made = walk(compiled.matcher(), model, rng, tally)
         if made is not None and not oracle.valid(made):
             tally.broken.append((text, made))
+    # Check that the grammar accepts valid values, and mutants only if they are valid.
     for value in values:
         spelled = [spelling(value, schema), spelling(value, {})]
         if not oracle.valid(spelled[0]):
@@ -151,6 +153,7 @@ def walk(matcher: Matcher, model: Model, rng: random.Random, tally: Tally) -> st
             tally.walked += 1
             return model.tokenizer.decode(ids)
         allowed[list(model.ends)] = False
+        # Prefer short and, late in the walk, closing tokens: unbiased walks seldom reach an end.
         wanted = model.closing if rng.random() < (0.3 if step < 40 else 0.9) else model.short
         choices = np.flatnonzero(allowed & wanted)
         if not len(choices) or rng.random() < (0.1 if step < 60 else 0.02):

@@ -69,6 +69,7 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answered:
                 if line == "data: [DONE]":
                     made.whole = time.monotonic() - begun
                     return made
+                # The first token is the first event with content; the role event comes earlier.
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:

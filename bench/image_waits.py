@@ -85,6 +85,8 @@ def shares(spans: Sequence[ReadSpan], head: str = "prefill") -> dict[str, float]
         raise ValueError(f"no head {head} wrote spans of prompts")
     computing, ready, waiting = found.values()
     seconds = max(end for _, end in whole) - min(begin for begin, _ in whole)
+    # Each state counts only where no earlier state applies: lengths of unions, minus the union of earlier
+    # states.
     lost = length(computing + ready) - length(computing)
     images = length(computing + ready + waiting) - length(computing + ready)
     nothing = seconds - length(whole)
@@ -240,7 +242,7 @@ async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> li
     ) as http:
         asked = Asked(http, server, args)
         root = server.pid or 0
-        await asked.image()  # warm up: the first image allocates buffers
+        await asked.image()  # warm up
         if kind == "turns":
             return await in_turns(asked, root, args)
         await beside(asked, heads(root)["prefil"], args, kind == "images and text")

@@ -27,6 +27,7 @@ def cache_bytes(spec: ModelSpec, context: int, size: int) -> int:
     element.
     """
     elements = 0
+    # An index reads all keys of the context, but only if there is something to select.
     if spec.index is not None and spec.mla is not None:
         width = spec.mla.kv_lora + spec.mla.rope
         elements += spec.layers * min(context, spec.index.top) * width

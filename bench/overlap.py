@@ -101,6 +101,7 @@ def of_one_delay(core: EngineCore, args: argparse.Namespace) -> dict[int, dict[s
     learnt, base = {size: OverlapPolicy("auto") for size in args.concurrency}, 0
     for turn in range(args.rounds + args.warm):
         for size in args.concurrency:
+            # Rotate the order of modes, so that no mode always runs first.
             modes = MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]
             for mode in modes:
                 policy = learnt[size] if mode == "auto" else OverlapPolicy(mode)

@@ -116,6 +116,7 @@ class Sender:
         keys = [RoomKey(prompt, self.gen, 1) for prompt in range(self.prompts)] if sends else []
         transfer = self.runner.transfer
         assert transfer is not None
+        # Transfers are set up before the clock starts; only prefill and its exports are timed.
         for prompt, key in enumerate(keys):
             offer = r.Admitted(key=key, num_prompt=self.length, dims=transfer.dims)
             tables = tuple(blocks_of(kind[prompt]) for kind in self.tables)

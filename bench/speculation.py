@@ -187,6 +187,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 engine.round(questions, batch, params, count=False)
         answers: list[list[Any]] = []
         for number in range(args.rounds):
+            # Alternate the order of engines, so that a drift of the machine affects all alike.
             order = engines if number % 2 == 0 else engines[::-1]
             answers += [engine.round(questions, batch, params, count=True) for engine in order]
         assert all(answer == answers[0] for answer in answers), "answers differ"

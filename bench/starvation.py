@@ -113,6 +113,7 @@ def line(name: str, rows: list[Row], exclusive: list[Row]) -> dict[str, Any]:
     ``exclusive``.
     """
     alone, beside = [row.alone for row in rows], [row.beside for row in rows]
+    # Ratios pair rounds, because a slow round is slow for both.
     ratios = [(b.p50 / a.p50, b.p99 / a.p99) for a, b in zip(alone, beside, strict=True)]
     shares = [row.prompt_rate / other.prompt_rate for row, other in zip(rows, exclusive, strict=True)]
 

@@ -138,6 +138,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for turn in range(args.warm + args.rounds):
             for batch in batches:
                 for engine in engines.values():
+                    # Alternate the order, so that a drift of the machine affects both alike.
                     kinds = [None, grammar] if turn % 2 else [grammar, None]
                     for kind in kinds:
                         engine.round(batch, args.tokens, kind, turn, count=turn >= args.warm)

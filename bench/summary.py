@@ -57,6 +57,7 @@ def pairs(result: Mapping[str, Any]) -> list[Pair]:
         base, of_peer = rows.parted(peer)
         if record.get("weft"):
             continue
+        # A peer with 8 or 4 bits is compared with both Weft rows of the same width.
         for bits in (of_peer, rows.ROUNDED[of_peer]) if of_peer else ("",):
             mine = f"weft-{bits}" if bits else "weft"
             own = result["engines"].get(mine)

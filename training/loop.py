@@ -241,6 +241,7 @@ def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) ->
     run = Run(args.out, script, recipe)
     if rank == 0:
         print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, step {run.step}", flush=True)
+    # Pools of workers are 1000 apart, and a resumed run starts behind all of them: no problem repeats.
     first_pool, run.pool = run.pool + 1000 * rank, run.pool + 1000 * args.workers
     stream = script.batches(run.tokenizer, recipe, first_pool, recipe.batch_tokens // args.workers)
     progress = Progress(run, args.log)

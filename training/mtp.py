@@ -41,7 +41,7 @@ class MtpLayer(DeepseekV3DecoderLayer):
 
 @dataclass
 class ChainKeys:
-    """Keys of all chained steps, later ones behind earlier ones; to ``transformers`` it is a cache."""
+    """Hold the keys of all chained steps in order. ``transformers`` uses the object as a cache."""
 
     latent: Tensor | None = None
     rotated: Tensor | None = None

@@ -70,7 +70,7 @@ AT_IMPORT = (
 )  # fmt: skip
 """Variables that a process may read at import. A copy requires the same values as in the first nursery."""
 FREE = ("PYTHONPATH", "GOMP_SPINCOUNT", "TORCHINDUCTOR_", "TORCH_NCCL_", "WEFT_API_KEY", "WEFT_ADMIN_KEY")
-"""Variables among ``AT_IMPORT`` prefixes without effect: the root is in the path, a single thread waits for
+"""Variables of ``AT_IMPORT`` without effect here: the root is in the path, a single thread waits for
 no other, and there is no GPU."""
 MOST = 1 << 18
 HIGH = 700

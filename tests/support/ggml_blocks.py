@@ -65,6 +65,7 @@ def _fit_q4_k(block: np.ndarray) -> np.ndarray:
     exact = (groups + (np.float32(m) * minimum)[:, None]) / (np.float32(d) * scale)[:, None]
     codes = np.clip(np.round(exact), 0, 15).astype(np.uint8).reshape(4, 2, 32)
     packed = np.empty(12, np.uint8)
+    # GGML's layout: 6-bit scales and minimums; the upper 2 bits of the last four fill the first eight bytes.
     packed[:4] = scale[:4] | scale[4:] >> 4 << 6
     packed[4:8] = minimum[:4] | minimum[4:] >> 4 << 6
     packed[8:] = (scale[4:] & 15) | (minimum[4:] & 15) << 4
