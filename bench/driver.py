@@ -71,8 +71,8 @@ def _alive(pid: int) -> bool:
 
 
 class Driver:
-    """Own one driver process and its descendants. ``close`` ends the whole tree; the death of this process
-    does too.
+    """Own one driver process and its descendants. ``close`` and the death of the parent end the whole
+    tree.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

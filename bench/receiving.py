@@ -55,7 +55,7 @@ MOST_OPEN = 64
 
 
 def decode(config: EngineConfig, endpoint: str, core: int) -> None:
-    """Run the decode engine. This is the body of its process."""
+    """Run the decode engine, as the body of a process."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     run_head(config, Listener(endpoint))
@@ -86,7 +86,7 @@ class Script:
         self.ended: Counter[str] = Counter()
 
     def offer(self, number: int, peer: r.Peer) -> r.RoomKey:
-        """Open a transfer and offer it. Return its key."""
+        """Open and offer a transfer. Return the key."""
         key = r.RoomKey(number, 0, self.incarnation)
         self.rooms.open(r.RoomTicket(key, True, peer, ROOM_S))
         self._asked.append(r.OfferRoom(key=key, num_prompt=self._length, num_cached=0))

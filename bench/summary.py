@@ -130,7 +130,7 @@ def table(found: Sequence[Pair]) -> list[str]:
 
 
 def absent(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the failures of peers with their messages, from the newest result that has them."""
+    """Return the failures of peers with their messages, from the newest result with a failure."""
     said: dict[tuple[str, str], str] = {}
     for result in sorted(results, key=lambda one: str(one["date"])):
         for name in result["engines"]:

@@ -64,7 +64,7 @@ def dims(blocks: int) -> r.GroupDims:
 
 
 class Rank:
-    """Hold one side: its memory, its transport and its thread."""
+    """Hold one side of a transfer: memory, transport and thread."""
 
     def __init__(self, kind: str, folder: str, number: int, blocks: int, value: int) -> None:
         torch.set_num_threads(1)

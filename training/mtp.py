@@ -80,7 +80,7 @@ class DeepseekV3WithMtp(DeepseekV3ForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers searches the source of the module for the call
+        return True  # transformers would search the source of the defining module
 
     def chain(self, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
         """Return hidden states of drafts. Step s has [B, L - 1 - s, H]; entry i predicts ids[:, i + 2 + s].

@@ -66,7 +66,7 @@ def tree(root: int) -> list[int]:
 
 
 def peak_rss() -> int:
-    """Return the sum of VmHWM in bytes over this process and its descendants. Shared pages count once per
+    """Return the sum of VmHWM in bytes over the process and its descendants. Shared pages count once per
     process.
     """
     total = 0

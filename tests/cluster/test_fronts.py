@@ -103,7 +103,7 @@ def ask_again(server: Running) -> str:
 
 @pytest.mark.real_processes
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
-    """The other server's 400 tokens arrive; the dead one returns; its clients get their tokens elsewhere."""
+    """The other server's 400 tokens arrive; the dead server returns; its clients get all tokens elsewhere."""
     server = start_fake(fronts=2, restarts=3)
     one, other = fronts(server)
     with stream_at(server, {one}) as stays, stream_at(server, {other}) as breaks:

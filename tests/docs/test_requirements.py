@@ -46,7 +46,7 @@ NOT_IN_CI = {
     "tests/sim/test_cluster.py::test_invariants_hold_over_the_whole_budget": SAMPLED,
     "tests/text/parsing/test_outputs.py::test_five_thousand_outputs_lose_nothing": SAMPLED,
 }
-"""Named tests that ``.ci/run`` does not run, with reasons. Each is in a row with tests that run."""
+"""Named tests that ``.ci/run`` does not run, with reasons. Each row also has tests that run."""
 
 
 def rows() -> dict[str, tuple[str, str]]:

@@ -144,7 +144,7 @@ class Engine:
 
 
 def survive(config: EngineConfig, folder: Path, plans: Sequence[Plan], after: int = 3) -> EngineCore:
-    """Let ``plans`` strike a group in order while it answers. Assert that all answers stay the same."""
+    """Let ``plans`` strike a group in order during requests. Assert that all answers stay the same."""
     engine = Engine(config, folder, plans, after)
     try:
         wanted = engine.round()

@@ -36,7 +36,7 @@ PERSON = {
 TOOL = {"type": "function", "function": {"name": "count", "parameters": PERSON, "strict": True}}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 CLOSING = 14
-"""Maximum tokens that close the reasoning; they are not sampled."""
+"""Maximum tokens that close the reasoning; closing tokens are not sampled."""
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 OPENED = {"chat_template_kwargs": {"opened": True}, "thinking_token_budget": 9}
 CASES: dict[str, dict[str, Any]] = {

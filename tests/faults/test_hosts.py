@@ -197,7 +197,7 @@ def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, a
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
 def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bool) -> None:
-    """Other hosts serve meanwhile, or wait for the host if they need its experts."""
+    """Other hosts serve meanwhile, or wait for the host if experts are missing."""
     wanted = alone.texts
     server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
     server.ask()

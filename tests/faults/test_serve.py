@@ -139,7 +139,7 @@ def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
-    """The engine dies in a step and its successor while loading; the worker stays with its weights."""
+    """The engine dies in a step, the next engine while loading; the worker stays with all weights."""
     outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], heads=2, tensor_parallel_size=2)
 
 
@@ -234,9 +234,7 @@ def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
 
 @pytest.mark.grid
 def test_replicas_that_share_experts(outlive: Outlive) -> None:
-    """One replica dies or stops, and with it the expert-parallel group; the other ranks keep their
-    weights.
-    """
+    """One replica dies or stops, and with it the expert-parallel group; the other ranks keep all weights."""
     plans: list[Plan] = [(1, "collective", "kill"), (0, "stage", "stop"), (1, "read", "raise")]
     outlive(plans, data_parallel_size=2, enable_expert_parallel=True)
 

@@ -350,7 +350,9 @@ class _Quiet:
 
 
 def test_who_makes_room() -> None:
-    """A new connection closes the connection that has waited longest for its client, never a served one."""
+    """A new connection closes the connection with the longest wait for its client, never a served
+    connection.
+    """
     every = Connections(most=3)
     a, b, c, d, e, f = ones = [_Quiet() for _ in range(6)]
     assert all(every.opened(one) for one in (a, b, c))

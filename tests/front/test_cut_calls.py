@@ -66,7 +66,7 @@ def post(server: Running, api: str, text: str, *turns: Any, **fields: Any) -> di
 
 
 def back(api: str, arguments: Any) -> list[dict[str, Any]]:
-    """Return a call and its result in the form that a client sends back."""
+    """Return a call and the result, in the form of a client's next request."""
     if api == "chat":
         call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
         return [

@@ -133,7 +133,7 @@ def test_a_model_whose_images_are_refused_is_asked_in_text(without: dict[str, An
 def test_the_header_names_where_the_key_is(
     monkeypatch: pytest.MonkeyPatch, held: str | None, given: tuple[str, ...], header: str
 ) -> None:
-    """A variable that is not set, or that holds another key, is never named."""
+    """A variable that is unset or holds another key is never named."""
     monkeypatch.delenv("WEFT_API_KEY", raising=False)
     if held is not None:
         monkeypatch.setenv("WEFT_API_KEY", held)

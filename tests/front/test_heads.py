@@ -1,4 +1,4 @@
-"""One API server over several engines: load, metrics, health, and streams that outlive their engine."""
+"""One API server over several engines: load, metrics, health, and streams that survive a dead engine."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -
 def test_health_while_a_head_is_started_again(
     start_fake: Any, tmp_path: Path, heads: int, together: bool, state: str
 ) -> None:
-    """/health stays 200, so that no outside watchdog restarts a server that recovers by itself."""
+    """/health stays 200 during recovery, so that no outside watchdog restarts the server."""
     loaded = tmp_path / "loaded"
     loaded.touch()
     server = start_fake(heads=heads, together=together, restarts=1, loaded=[str(loaded)])

@@ -199,7 +199,7 @@ def test_what_whole_bodies_refer_to_counts() -> None:
 
 
 def test_an_upload_that_was_ended_is_no_body() -> None:
-    """An upload that was ended is no valid body, even if its rest arrives at the same moment."""
+    """An ended upload is no valid body, even if the rest arrives at the same moment."""
 
     async def test() -> None:
         bodies = Bodies(1000, memory=1600)

@@ -255,7 +255,7 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
 
 
 def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
-    """A packed gibibyte is refused for its encoding before the server reads it."""
+    """A packed gibibyte is refused for the encoding before the server reads the body."""
     packed = gzip.compress(bytes(1 << 20)) * 1024
     for encoding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
         headers = {"content-type": "application/json", "content-encoding": encoding}
@@ -458,7 +458,7 @@ def test_every_route_that_clients_know(fake: Any) -> None:
 
 
 class Page(HTMLParser):
-    """Check that elements close in order, and collect their references."""
+    """Check that elements close in order, and collect all references."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -273,7 +273,7 @@ def test_a_paused_flow_can_be_released_and_failed(tmp_path: Path) -> None:
 
 
 def begin(server: Any, **fields: Any) -> socket.socket:
-    """Start a stream whose client does not read. Return its socket."""
+    """Start a stream without a reading client. Return the socket."""
     body = json.dumps({"model": server.model, "stream": True, **fields}).encode()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -390,7 +390,7 @@ def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
 
 
 def crowd(server: Any, count: int) -> None:
-    """Assert that ``count`` unread clients use bounded memory, and that other clients are served."""
+    """Assert that ``count`` unread clients use bounded memory, and other clients are served."""
 
     def memory() -> int:
         lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()

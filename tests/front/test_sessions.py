@@ -1,4 +1,4 @@
-"""Membership of sessions, and the state that a server keeps for them."""
+"""Membership of sessions, and the server's state per session."""
 
 from __future__ import annotations
 

@@ -64,9 +64,7 @@ def idle(server: Any) -> bool:
 
 
 def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> None:
-    """Assert that a burst gives the same texts when an engine dies, and that both replicas serve
-    afterwards.
-    """
+    """Assert that a burst gives the same texts when an engine dies, and both replicas serve afterwards."""
     victim = heads(server)[-1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         made = pool.submit(burst, server)

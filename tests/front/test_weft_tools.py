@@ -1,4 +1,4 @@
-"""The bundled model calls a tool over HTTP, by the tags of its template, and solves part of its test set."""
+"""The bundled model calls a tool over HTTP, by the tags of the template, and solves part of the test set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend enforces every seeded schema that it accepts; bench/grammars.py has the full comparison."""
+"""A backend enforces every accepted schema; bench/grammars.py has the full comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas have the meaning of their standards; keywords that no grammar enforces can be left out."""
+"""Schemas have the standard meaning; keywords that no grammar enforces can be left out."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
 def test_help_groups_flags_by_section(
     arguments: list[str], sections: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Flags of every section, and only those, are under its heading; the command's own flags come first."""
+    """Each heading has exactly the flags of the section; the command's own flags come first."""
     with pytest.raises(SystemExit):
         cli.main([*arguments, "--help"])
     heading, found = "", {"": set[str]()}

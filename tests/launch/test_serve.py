@@ -229,7 +229,7 @@ def test_a_head_dies_with_its_parent(checkpoint: str, start: Any) -> None:
 
 
 def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, start: Any) -> None:
-    """A start that the engine refuses also cleans up: it gives status 2 and leaves no folder."""
+    """A start refused by the engine also cleans up: status 2, and no folder remains."""
     server = start(checkpoint, "--port", "0")
     server.url()
     (left,) = Path(server.temporary).iterdir()
@@ -331,7 +331,9 @@ def ended(pid: int) -> bool:
 
 
 def stopped_head(server: Server) -> int:
-    """Wait until the engine listens, then stop it, as if loading never ended. Return its process id."""
+    """Wait until the engine listens, then stop the engine, as if loading never ended. Return the process
+    id.
+    """
     until = time.monotonic() + deadline(60)
     while not list(Path(server.temporary).glob("*/g0/head-0-1")):
         assert time.monotonic() < until

@@ -50,7 +50,7 @@ def ends_in_order(server: Server) -> None:
 
 
 def ends_with_first_tokens(server: Server, base: str) -> None:
-    """Assert that requests that end with their first token do not count as evictions."""
+    """Assert that requests with a single token do not count as evictions."""
     body = {"model": "spool-text", "temperature": 0, "ignore_eos": True}
     with httpx.Client(base_url=base, timeout=deadline(60)) as http:
         for number in range(40):

@@ -79,7 +79,7 @@ def _changed(checkpoints: Any, name: str, folder: Path, **changes: Any) -> str:
 
 
 def test_kimi_k2s_text(checkpoints: Any, tmp_path: Path) -> None:
-    """The published files have their own model type, the old form of rope, and code that is never run."""
+    """The published files have a special model type, the old form of rope, and code that is never run."""
     rope = {
         "type": "yarn",
         "factor": 32.0,

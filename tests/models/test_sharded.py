@@ -211,7 +211,7 @@ def test_ranks_round_what_is_made_up(load_format: str, checkpoints: Any, paged: 
 
 @pytest.mark.parametrize("inputs", [256, 512, 1408, 2816, 192])
 def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
-    """Two ranks that divide ``inputs`` round like one rank that has all of them."""
+    """Two ranks that divide ``inputs`` round like a single rank."""
     build = Build(dtype=torch.float32, device=CPU, quantization="w4a8")
     rounds = build.rounds_inner(inputs)
     assert rounds == (inputs % 256 == 0)

@@ -152,7 +152,7 @@ def _float32(cache: list[LayerCache]) -> list[LayerCache]:
 
 
 def _kept(runner: Any) -> dict[tuple[int, int], torch.Tensor]:
-    """Return a dict that fills during the run: (slot, position) -> logits that gave its token."""
+    """Return a dict that fills during the run: (slot, position) -> logits of the sampled token."""
     kept: dict[tuple[int, int], torch.Tensor] = {}
     sample = runner._sampler.sample
 

@@ -125,8 +125,8 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
 
 
 def spread(model: Any) -> None:
-    """Fill biases, sinks and expert tables that transformers initializes to zero, so that tests cover
-    them.
+    """Fill the biases, sinks and expert tables that transformers initializes to zero, so that tests cover the
+    code.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("tid2eid"):

@@ -1,6 +1,6 @@
-"""Run whole layouts as threads of one process: one scheduler per replica, ranks that follow their engine.
+"""Run whole layouts as threads of one process: one scheduler per replica, and ranks that follow the engine.
 
-Everything except the processes is real: gloo groups, agreement, runners over their shares, dispatch, overlap.
+Everything except the processes is real: gloo groups, agreement, runners over shares, dispatch, overlap.
 """
 
 from __future__ import annotations

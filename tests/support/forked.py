@@ -86,7 +86,7 @@ PATIENCE = 60.0
 _link: socket.socket | None = None
 """Socket to this process's nursery."""
 _nursery: subprocess.Popen[bytes] | None = None
-"""The first nursery; set only in the process that started it."""
+"""The first nursery; set only in the process that started the nursery."""
 _failed = False
 _lock = threading.Lock()
 _real = 0
@@ -227,7 +227,7 @@ def _give_up() -> None:
 
 
 def _first() -> None:
-    """Start the first nursery, from a process that is not itself a copy."""
+    """Start the first nursery, from a real process."""
     global _link, _nursery
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _begun.update(os.environ)

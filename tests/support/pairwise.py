@@ -62,9 +62,7 @@ def _pairs(row: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _lighten(rows: list[dict[str, Any]], cheap: dict[str, Any]) -> None:
-    """Set features to their cheap value in every row whose pairs also occur in other rows. Changes
-    ``rows``.
-    """
+    """Set features to the cheap value in every row whose pairs also occur elsewhere. Changes ``rows``."""
     count = Counter(pair for row in rows for pair in _pairs(row))
     for row in rows:
         for feature, value in cheap.items():

@@ -1,6 +1,6 @@
-"""Find files of publishers, which are not part of this repository.
+"""Find files of publishers, which are not part of the repository.
 
-The environment variable WEFT_REAL_FILES names their folder.
+The environment variable WEFT_REAL_FILES names the folder of the files.
 """
 
 from __future__ import annotations

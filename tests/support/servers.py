@@ -1,4 +1,4 @@
-"""Run server processes for tests: wait until they are ready, and end them with the test."""
+"""Run server processes for tests: wait until ready, and end each server with the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READY = re.compile(r"^weft is ready: (http://\S+) model=(\S+)$")
 
 
 class Running:
-    """Hold a server process and its printed URL, and end it in several ways."""
+    """Hold a server process and the printed URL, and end the process in several ways."""
 
     def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
         self.process = process

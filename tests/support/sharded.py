@@ -15,7 +15,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
-    """Assert that ranks have their cuts of the ``whole`` parameters, zero padding, and full coverage
+    """Assert that ranks have the right cuts of the ``whole`` parameters, zero padding, and full coverage
     together.
     """
     divided = 0

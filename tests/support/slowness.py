@@ -1,6 +1,6 @@
 """Scale deadlines of tests that wait for real processes to the measured slowness of the machine.
 
-Use deadlines only for waits that end early on success. A test that waits for a time-out has its own numbers.
+Use deadlines only for waits that end early on success. Tests of time-outs have fixed numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 10.0
 
 
 def deadline(seconds: float) -> float:
-    """Return ``seconds`` of a fast idle machine as seconds of this machine at this moment."""
+    """Return ``seconds`` of a fast idle machine, converted to the current speed of the local machine."""
     return seconds * slowness()
 
 

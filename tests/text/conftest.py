@@ -128,7 +128,9 @@ def words() -> tokenizers.Tokenizer:
 
 
 def suffix_bpe() -> tokenizers.Tokenizer:
-    """Return a tokenizer whose decoder needs the whole text: it treats the last token differently."""
+    """Return a tokenizer whose decoder needs the whole text, because the last token is decoded
+    differently.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")

@@ -129,7 +129,7 @@ WRONG = (
     '{"a": ' * 80 + "1" + "}" * 80,
     "</parameter>\n<tool_call>",
 )
-"""Malformed arguments, as models write them or limits cut them."""
+"""Malformed arguments: errors of models, and cuts by limits."""
 
 
 @pytest.mark.parametrize("arguments", WRONG)

@@ -1,6 +1,4 @@
-"""From token ids to events: special tokens that are markup reach the parser; clients get only those that are
-text.
-"""
+"""From token ids to events: special tokens of markup reach the parser, and clients get only text."""
 
 from __future__ import annotations
 
