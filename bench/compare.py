@@ -31,7 +31,7 @@ from weft.config.hub import BUNDLED
 
 HERE = Path(__file__).parent
 FORMAT = 1
-# Workload whose prompts show if an engine repeats its tokens.
+#: Workload whose prompts show if an engine repeats its tokens.
 SAME_TOKENS = WORKLOADS["W1"]
 
 

@@ -14,7 +14,7 @@ PEERS = Path(__file__).parent / "peers"
 GGUF = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 #: llama.cpp's types of about 8 and 4 bits.
 LLAMA_CPP = {"int8": "q8_0", "int4": "q4_k_m"}
-# Maximum seconds for one conversion.
+#: Maximum seconds for one conversion.
 DEADLINE = 900
 
 

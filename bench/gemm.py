@@ -28,7 +28,7 @@ from weft.ops.cpu import linear as ops
 Tensor = torch.Tensor
 Call = Callable[[], object]
 
-# (outputs, inputs, True for the gated matrix) of one layer of qwen3-dense-s, and its output head.
+#: (outputs, inputs, True for the gated matrix) of one layer of qwen3-dense-s, and its output head.
 LAYER = ((1280, 768, False), (768, 768, False), (4608, 768, True), (768, 2304, False))
 LAYERS = 12
 HEAD = (16384, 768, False)

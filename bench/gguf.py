@@ -26,13 +26,13 @@ import numpy as np
 
 from bench import machine
 
-# Layers, hidden, intermediate, heads, KV heads, head size, vocabulary.
+#: Layers, hidden, intermediate, heads, KV heads, head size, vocabulary.
 SHAPES = {
     "dense-s": (12, 768, 2304, 12, 4, 64, 16384),
     "tiny": (2, 256, 256, 2, 1, 128, 1024),
     "large": (12, 2048, 6144, 16, 8, 128, 16384),
 }
-# Default type of matrices, and types of matrices by a part of the name.
+#: Default type of matrices, and types of matrices by a part of the name.
 KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "BF16": ("BF16", {}),
     "Q8_0": ("Q8_0", {}),
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "Q6_K": ("Q6_K", {}),
     "Q4_K_M": ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output.": "Q6_K"}),
 }
-# Byte offsets of the float16 scales of a block, and the approximate factor that the scales multiply.
+#: Byte offsets of the float16 scales of a block, and the approximate factor that the scales multiply.
 _SCALES = {"Q8_0": ((0,), 74.0), "Q4_0": ((0,), 4.6), "Q4_K": ((0, 2), 300.0), "Q6_K": ((208,), 1370.0)}
 PROMPT = 16
 TOKENS = 96

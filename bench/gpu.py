@@ -39,7 +39,7 @@ from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 OFFLINE = tuple(one for one in WORKLOADS.values() if one.concurrency is None)
-# The fields of meta-llama/Meta-Llama-3-8B's config.json that decide its speed.
+#: The fields of meta-llama/Meta-Llama-3-8B's config.json that decide its speed.
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.common.cores import usable_cores
 
-# CPU flags that decide which kernels an engine picks.
+#: CPU flags that decide which kernels an engine picks.
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 
 

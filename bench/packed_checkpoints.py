@@ -45,7 +45,7 @@ _TINY = {
     "num_experts": 4,
     "num_local_experts": 4,
 }
-# Fields of config.json. ``LAYERS`` layers have about 650 M parameters.
+#: Fields of config.json. ``LAYERS`` layers have about 650 M parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "architectures": ["Qwen3ForCausalLM"],

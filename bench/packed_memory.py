@@ -41,7 +41,7 @@ from weft.common.allocator import trim_heap
 
 CACHE = 64 << 20
 PROMPT, TOKENS = 256, 8
-# Table name -> (model, format of the matrices, --quantization).
+#: Table name -> (model, format of the matrices, --quantization).
 CASES: dict[str, tuple[str, str, str]] = {
     **{f"dense, --quantization {kind}": ("dense", "16 bits", kind) for kind in ("int8", "fp8", "int4")},
     **{f"dense {form}": ("dense", form, "none") for form in FORMATS if form != "16 bits"},

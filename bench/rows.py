@@ -17,7 +17,7 @@ from bench.converted import Missing
 PEERS = Path(__file__).parent / "peers"
 ROOT = Path(__file__).parent.parent
 
-# Peer -> its environment (a part of ``setup.sh``).
+#: Peer -> its environment (a part of ``setup.sh``).
 ENVIRONMENTS = {
     "vllm": "vllm",
     "vllm-zen": "vllm",
@@ -26,12 +26,12 @@ ENVIRONMENTS = {
     "llamacpp": "llamacpp",
     "openvino": "openvino",
 }
-# Suffixes of row names with quantized weights, as in ``weft-int8``.
+#: Suffixes of row names with quantized weights, as in ``weft-int8``.
 BITS = ("int8", "int4")
 ROUNDED = {"int8": "w8a8", "int4": "w4a8"}
 """Weft with activations in 8 bits as well, beside peers with as many bits: llama.cpp, OpenVINO and vLLM's
 int8 round activations by default."""
-# Engines with quantized rows.
+#: Engines with quantized rows.
 QUANTIZED = ("weft", "vllm", "vllm-zen", "llamacpp", "openvino")
 
 

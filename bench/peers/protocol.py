@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
-# Start time of this process, as early as Python code can read it: ready_s includes the imports.
+#: Start time of this process, as early as Python code can read it: ready_s includes the imports.
 BEGAN = time.perf_counter()
 
 

@@ -16,7 +16,7 @@ from weft.bench.process import ServerFailed, ServerProcess
 from weft.bench.process_memory import Peak, ProcessMemory, Sample, sample, tree
 from weft.common.errors import ConfigError
 
-# Starts a child in a separate session that ignores SIGTERM, holds 64 MiB, and answers on the port.
+#: Starts a child in a separate session that ignores SIGTERM, holds 64 MiB, and answers on the port.
 STUBBORN = """
 import http.server, json, os, signal, subprocess, sys
 child = subprocess.Popen(

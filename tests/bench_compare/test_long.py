@@ -20,7 +20,7 @@ from weft.launch.tiny import write_family
 DEPTH = 131_072
 _FEW = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": long.LONGEST}
 _LATENT = {"qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
-# Models for the C++ attention with few heads: a row of scores over the context is 256 MiB per head.
+#: Models for the C++ attention with few heads: a row of scores over the context is 256 MiB per head.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _FEW,
     "deepseek_v3": {**_FEW, **_LATENT},

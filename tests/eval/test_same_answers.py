@@ -16,7 +16,7 @@ from weft.eval.gsm_mini import score, test_set
 
 MAX_TOKENS = 128
 PLAIN: dict[str, Any] = {"steps_in_flight": 1, "enable_prefix_caching": False, "step_policy": "exclusive"}
-# Name of a variant -> its settings.
+#: Name of a variant -> its settings.
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "chunks of 256, mixed": {"long_prefill_token_threshold": 256, "step_policy": "mixed"},

@@ -25,7 +25,7 @@ TURNS = [
 ]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-# Valid bodies by route. Every field of a route should occur in some body.
+#: Valid bodies by route. Every field of a route should occur in some body.
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/chat/completions",

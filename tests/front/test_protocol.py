@@ -183,7 +183,7 @@ def test_unknown_parameters() -> None:
     assert chat(stream=True, stream_options={"include_obfuscation": False}).usage_in_stream is False
 
 
-# Parameter -> (values without effect, values with an effect).
+#: Parameter -> (values without effect, values with an effect).
 VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "tools": ([[]], [[{"type": "function"}], {}]),
     "functions": ([[]], [[{"name": "f"}]]),

@@ -14,7 +14,7 @@ from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.front_section import check_front
 
-# Series and types in the Grafana dashboards that vLLM ships.
+#: Series and types in the Grafana dashboards that vLLM ships.
 PLOTTED = {
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:prompt_tokens_total": "counter",

@@ -46,7 +46,7 @@ def file_of(pairs: list[bytes], tensors: list[bytes], data: int = 0, version: in
 
 NAMED = pair(b"general.architecture", STRING, text(b"llama"))
 
-# name -> (file, expected error).
+#: name -> (file, expected error).
 LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "does not begin with the letters GGUF"),
     "another format": (b"PK\x03\x04" + bytes(60), "does not begin with the letters GGUF"),

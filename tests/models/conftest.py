@@ -56,7 +56,7 @@ _LLAMA3 = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# name -> (family name in transformers, configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **GPT_OSS_CASES,
     **SPARSE_CASES,
 }
-# Families with another name of the configuration in transformers.
+#: Families with another name of the configuration in transformers.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 

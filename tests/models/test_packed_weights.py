@@ -33,7 +33,7 @@ __all__ = ["plain"]
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
-# Formats whose matrices all stay packed here; q, k and v of the others have different orders of inputs.
+#: Formats whose matrices all stay packed here; q, k and v of the others have different orders of inputs.
 PARTLY = ("fp8 mixed", "gptq", "autoround as gptq")
 """Formats in which some matrices stay plain."""
 WHOLE = [name for name in FORMATS if name not in PARTLY]

@@ -32,7 +32,7 @@ from weft.types.layout import Layout
 CPU = torch.device("cpu")
 F64 = torch.float64
 Tensors = dict[str, torch.Tensor]
-# (name, matrix) -> (parts by suffix of the name, their values), or None to keep the matrix plain.
+#: (name, matrix) -> (parts by suffix of the name, their values), or None to keep the matrix plain.
 Quantize = Callable[[str, torch.Tensor], "tuple[Tensors, torch.Tensor] | None"]
 
 _LINEAR = re.compile(r"(.*(?:_proj|experts\.\d+\.\w+))\.weight$")
@@ -213,8 +213,8 @@ def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
         assert_parts(dict(_load(exact).named_parameters()), on_ranks(Layout(tensor=ranks), load))
 
 
-# (q with 4 heads of 32, k with 2, o, the dense block's second matrix with 96 inputs) -> entries that a rank
-# reads.
+#: (q with 4 heads of 32, k with 2, o, the dense block's second matrix with 96 inputs) -> entries that a rank
+#: reads.
 READS = {
     "fp8 per tensor": (0.5, 0.5, 0.5, 0.5),
     "fp8 per channel": (0.5, 0.5, 0.5, 0.5),

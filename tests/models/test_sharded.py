@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 CLOSE = 1e-12
 """Tolerance relative to the largest logit, in float64: sums have another order."""
 
-# Distinct features of each shape, with 2 ranks. All other cases, and 4 ranks, are in the grid.
+#: Distinct features of each shape, with 2 ranks. All other cases, and 4 ranks, are in the grid.
 DEFAULT = (
     "llama-biases-head-dim",
     "llama-mqa-gelu",

@@ -22,9 +22,9 @@ assert implementations  # registers every one
 
 #: (outputs, inputs): whole blocks, tails of both, odd inputs, one of each.
 SHAPES = ((320, 768), (192, 2304), (70, 33), (34, 64), (6, 1), (2, 130), (34, 4650))
-# Counts up to 64 are the counts of plain matrices (test_cpu_linear).
+#: Counts up to 64 are the counts of plain matrices (test_cpu_linear).
 FEW_ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 100, 512)
-# (numbers, scales, zeros, factors, group): every form, with groups that end within, at and after the inputs.
+#: (numbers, scales, zeros, factors, group): every form, with groups that end within, at and after the inputs.
 FORMS = {
     "int4": ("int4", torch.float32, False, False, 128),
     "int4 zeros": ("int4", torch.float32, True, False, 32),

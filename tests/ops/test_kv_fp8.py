@@ -11,7 +11,7 @@ from weft.ops import kv_fp8, torch_ops
 from weft.ops.cpu import fused
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Every finite value of E4M3 by definition: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
+#: Every finite value of E4M3 by definition: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
 POSITIVE = sorted(
     {m * 2.0**-9 for m in range(8)}
     | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}

@@ -37,7 +37,7 @@ _GROUPED: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-# Class -> (module, config, Weft's rule).
+#: Class -> (module, config, Weft's rule).
 PUBLISHED: dict[str, tuple[Any, Any, Rule]] = {
     "DeepseekV2TopkRouter": (
         deepseek_v2.modeling_deepseek_v2,

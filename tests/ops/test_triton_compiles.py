@@ -21,7 +21,7 @@ from tests.support.slowness import deadline
 ROOT = Path(__file__).parents[2]
 
 
-# Capability -> bytes of shared memory available to one program.
+#: Capability -> bytes of shared memory available to one program.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 1 << 16
 """Registers of a multiprocessor: all threads of one program must fit."""

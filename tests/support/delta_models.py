@@ -28,7 +28,7 @@ _MROPE = {
     "mrope_interleaved": True,
 }
 
-# name -> (family name in transformers, configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [1]}),
     "qwen3-next-sparse-step": (

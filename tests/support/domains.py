@@ -118,8 +118,8 @@ class _Run:
         self.results: list[queue.Queue[StepResult]] = [queue.Queue() for _ in range(layout.data)]
         self.made: list[Replica | None] = [None] * layout.data
         self.errors: list[BaseException] = []
-        # Building a rank may change settings of the process temporarily, so no rank runs before all are
-        # built.
+        #: Building a rank may change settings of the process temporarily, so no rank runs before all are
+        #: built.
         self.all_made = threading.Barrier(layout.ranks)
 
     def rank(self, number: int) -> None:

@@ -10,7 +10,7 @@ from weft.ops import ggml
 
 Tensor = torch.Tensor
 
-# Byte offsets of the float16 scales of a block, and the approximate factor that a scale multiplies.
+#: Byte offsets of the float16 scales of a block, and the approximate factor that a scale multiplies.
 _SCALES = {
     "Q8_0": ((0,), 74.0),
     "Q4_0": ((0,), 4.6),

@@ -34,7 +34,7 @@ class Shape:
     block: int = 4
 
 
-# Sizes that the C++ operations support.
+#: Sizes that the C++ operations support.
 SMALL = Shape(heads=3, nope=32, rope=16, v=48, lora=64, block=16)
 WIDE = Shape(heads=8, nope=64, rope=64, v=64, lora=512, block=64)
 

@@ -14,7 +14,7 @@ from weft.ops.routing import Rule
 Tensor = torch.Tensor
 
 VOCAB = 50
-# Form -> (rule, gate, further features).
+#: Form -> (rule, gate, further features).
 KINDS: dict[str, tuple[Rule, Gate, frozenset[str]]] = {
     "plain": (Rule(3), Gate(), frozenset()),
     "renormalized": (Rule(2, renormalize=True), Gate("gelu"), frozenset()),

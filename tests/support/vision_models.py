@@ -103,7 +103,7 @@ def _five(name: str) -> dict[str, Any]:
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_TOWER, **_IDS}
 
 
-# name -> (family name in transformers, configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", _qwen([0, 2])),
     # As many levels as layers: the last level is added only to the rows with logits.
