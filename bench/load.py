@@ -23,9 +23,7 @@ def engine(model: str, threads: int, **settings: Any) -> EngineCore:
 
 
 def request(number: int, prompt: int, tokens: int, vocabulary: int, rng: random.Random) -> Submit:
-    """Return a request for sequence ``number``: ``prompt`` random ids, then up to ``tokens`` greedy
-    tokens.
-    """
+    """Return a request for sequence ``number``: ``prompt`` random ids, then ``tokens`` greedy tokens."""
     return Submit(
         sequence=number,
         request=number,
