@@ -1,4 +1,4 @@
-"""What the agreement of replicas costs: seconds of one vote, between heads in processes of their own.
+"""Measure the seconds of one vote of an expert-parallel group, between engine processes.
 
 python bench/agreement.py --heads 2 --votes 2000
 """
@@ -22,7 +22,10 @@ from weft.scheduler.votes import Vote
 
 
 def head(number: int, heads: int, votes: int, store: str, results: Any) -> None:
-    """Votes, as a head does between two steps; puts (wall seconds of each, process seconds of each)."""
+    """Vote as an engine votes between two steps.
+
+    Put (number, wall seconds of each vote, process CPU seconds per vote) into ``results``.
+    """
     torch.set_num_threads(1)
     group = AgreementGroup(number, heads, LocalWakeups(heads).of(number))
     group.connect(join_store(store, 60), 0, 60)
@@ -34,7 +37,7 @@ def head(number: int, heads: int, votes: int, store: str, results: Any) -> None:
         walls.append(time.perf_counter() - began)
     cpu = time.process_time() - cpu
     results.put((number, walls, cpu / votes))
-    time.sleep(0.5)  # nobody leaves while another still reads
+    time.sleep(0.5)  # no process leaves while another still reads
 
 
 def main() -> None:

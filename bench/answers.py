@@ -1,10 +1,10 @@
-"""Problems answered by servers with roles and by one group, 64 at a time: the same answers (E26).
+"""Compare the answers of servers with roles with the answers of one group, 64 requests at a time.
 
     python -m bench.answers [--models spool-text,spool-mla] [--variants unified-x1,1p1d,1p2d] [--name NAME]
     python -m bench.answers --task ocr-mini --models spool-vision --variants unified-x1,1e1u,1e1p1d,2e1p1d
 
-The problems of ``weft eval gsm-mini``, or the lines of ``weft eval ocr-mini`` (D24), greedy, over HTTP. An
-answer is the same where its text is.
+The problems are the problems of ``weft eval gsm-mini`` or the lines of ``weft eval ocr-mini``. Requests are
+greedy, over HTTP. Two answers are equal when their texts are equal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from weft.eval import gsm_mini, ocr_mini
 Ask = Callable[[str], list[str]]
 """The answers of the server at a URL."""
 Score = Callable[[list[str]], int]
-"""How many of them are right."""
+"""Returns the number of correct answers."""
 
 
 def problems(limit: int, concurrency: int, tokens: int) -> tuple[int, Ask, Score]:
-    """Problems told in words: (how many, ask, score)."""
+    """Return (number of problems, ask, score) for word problems."""
     asked = gsm_mini.test_set(limit)
     chats = [answers.chat_of(problem.question) for problem in asked]
 

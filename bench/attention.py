@@ -38,13 +38,13 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of one layer."""
+        """Floating-point operations of one layer."""
         keys = sum(self.context + 1 + i for i in range(self.count))
         return 4 * DIM * HEADS * self.rows * keys
 
     @property
     def bytes(self) -> int:
-        """Of one layer's keys and values, read once."""
+        """Bytes of one layer's keys and values, each read once."""
         return self.rows * (self.context + self.count) * KV_HEADS * DIM * 2 * 2
 
 
@@ -56,7 +56,7 @@ CASES = (
 
 
 def paged(case: Case) -> Callable[[], None]:
-    """All layers of a case by the extension, on shuffled blocks."""
+    """Return a call that runs the extension on all layers of a case, with shuffled blocks."""
     width = -(-(case.context + case.count) // BLOCK)
     table = (torch.randperm(case.rows * width) + 1).view(case.rows, width)
     caches = [
@@ -75,7 +75,7 @@ def paged(case: Case) -> Callable[[], None]:
 
 
 def sdpa(case: Case) -> Callable[[], None]:
-    """The same work by torch, on contiguous keys and values of every query head."""
+    """Return a call that does the same work with torch, on contiguous keys and values of every query head."""
     keys = case.context + case.count
     kv = [torch.randn(2, case.rows, HEADS, keys, DIM).bfloat16() for _ in range(min(case.layers, 2))]
     q = torch.randn(case.rows, HEADS, case.count, DIM).bfloat16()

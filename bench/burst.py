@@ -1,9 +1,10 @@
-"""A burst of requests on ranks that share experts, one sequence at a time against several: requirement A20.
+"""Measure a burst of requests on ranks that share experts: one sequence at a time against several.
 
 python -m bench.burst --model spool-mla --json burst.json
 
-Two engines of the same ranks, one with --max-num-seqs 1, one with as many as ``--slots``; rounds over them
-are interleaved. All requests of a burst come at once; times are from then, to the first token and the last.
+The script builds two engines on the same ranks: one with ``--max-num-seqs 1``, one with ``--slots``. Rounds
+of both engines are interleaved. All requests of a burst arrive at once. Times run from the arrival to the
+first token and to the last token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.engine.core import EngineCore
 
 @dataclass
 class Burst:
-    """One burst: seconds of each request, and what the engine did."""
+    """Hold the seconds of each request of one burst, and the counters of the engine."""
 
     first: list[float]
     last: list[float]
@@ -77,7 +78,7 @@ COLUMNS = ("ttft_p50", "ttft_worst", "latency_p50", "latency_worst", "tokens_per
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """One line for each burst and number of sequence slots."""
+    """Return one line per burst size and number of slots, and a line of ratios per burst size."""
     lines = [f"{'burst':>6}{'slots':>7}" + "".join(f"{name:>19}" for name in COLUMNS)]
     for size, by_slots in found.items():
         for slots, values in by_slots.items():

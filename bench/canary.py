@@ -1,11 +1,11 @@
-"""What one careless client does to others: a canary beside each attack of ``bench.hostile``.
+"""Measure the harm of one careless client: a canary runs beside each attack of ``bench.hostile``.
 
 python -m bench.canary --seconds 30 --out bench/results/canary.json
 
-The canary sends a request every 0.1 s, whether the last one was answered or not, from a process of its own,
-in turns of each kind in ``CANARIES``. It has another API key than the attacker. For each attack and kind: the
-latency, what was refused, and the memory of the front and of the whole server before, at its peak and after.
-Every attack meets a fresh server.
+The canary sends a request every 0.1 s from a process of its own, even if earlier requests are unanswered. The
+kinds in ``CANARIES`` take turns. The canary and the attacker have different API keys. The output has, for
+each attack and kind: latency, refusals, and the memory of the API server and of the whole server before the
+attack, at the peak and afterwards. Every attack gets a fresh server.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from weft.bench.process_memory import tree
 
 INTERVAL = 0.1
 SETTLE = 5.0
-"""Seconds after an attack in which the front may give memory back."""
+"""Seconds after an attack in which the API server may free memory."""
 NONE = "none"
 SEES = "spool-vision"
-"""The bundled model that takes images."""
+"""Name of the bundled model with image input."""
 
 
 KEYS = ("canary", "attacker")
 """API keys of the server."""
 SPARE = 1000
-"""Numbers of canary requests start here, so that none asks for what an attack has asked for."""
+"""First number of a canary request. Attacks use smaller numbers, so no canary request equals an attack
+request."""
 
 
 def _chat(number: int) -> tuple[str, dict[str, Any]]:
@@ -59,7 +60,7 @@ def _chat(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _grammar(number: int) -> tuple[str, dict[str, Any]]:
-    """A schema that nobody has sent before."""
+    """Return a chat request with a schema that no other request uses."""
     schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     path, body = _chat(number)
@@ -67,18 +68,18 @@ def _grammar(number: int) -> tuple[str, dict[str, Any]]:
 
 
 def _shared_grammar(number: int) -> tuple[str, dict[str, Any]]:
-    """A pattern that an attack sends, too."""
+    """Return a chat request with a pattern that one attack also uses."""
     path, body = _chat(number)
     return path, {**body, "ignore_eos": False, "guided_regex": SHARED_PATTERN}
 
 
 def _stored(number: int) -> tuple[str, dict[str, Any]]:
-    """A response, which goes on from the first one that the canary has stored."""
+    """Return a request for a response; the caller continues the first stored response."""
     return RESPONSES, {"input": "Hi", "max_output_tokens": 1, "temperature": 0}
 
 
 def _image(number: int) -> tuple[str, dict[str, Any]]:
-    """An image that nobody has sent before, for a model that sees: ``--model spool-vision``."""
+    """Return a chat request with a unique image. The model must take images: ``--model spool-vision``."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (number % 256, number // 256 % 256, 77)).save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -94,13 +95,16 @@ CANARIES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
     "stored": _stored,
     "image": _image,
 }
-"""By kind: the path and the body of a request with this number."""
+"""Request builders by kind. A builder takes the number of a request and returns the path and the body."""
 
 
 @dataclass
 class Row:
-    """One attack and kind of canary: milliseconds and refusals of the canary, and resident MB of the API
-    server, of the engine and of all processes of the server, guard processes included."""
+    """Hold the figures of one attack and one kind of canary request.
+
+    Latencies are milliseconds. Memory is resident MB of the API server, of the engine and of all processes of
+    the server, guard processes included.
+    """
 
     attack: str
     canary: str
@@ -110,7 +114,7 @@ class Row:
     max_ms: float
     refused: int
     answers: str
-    """Statuses that the attack got, with their counts."""
+    """Statuses of the attack's requests, with counts."""
     front_mb: float
     peak_mb: float
     after_mb: float
@@ -122,7 +126,7 @@ class Row:
 
 
 class Canary:
-    """Asks at fixed times for a while, for each of ``kinds`` in turn."""
+    """Send requests at fixed times until stopped; the ``kinds`` take turns."""
 
     def __init__(self, url: str, model: str, kinds: Sequence[str] = ("text",), key: str = "") -> None:
         self._url = url
@@ -132,7 +136,7 @@ class Canary:
         self.by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         """Seconds of each request."""
         self._first: str | None = None
-        """The id of the first response that was stored."""
+        """Id of the first stored response."""
         self.refusals: dict[str, list[str]] = {kind: [] for kind in kinds}
 
     @property
@@ -173,7 +177,9 @@ class Canary:
 
 
 class Memory:
-    """Resident megabytes of one process, or of all that it has started (``whole``), watched."""
+    """Sample the resident megabytes of one process, or with ``whole`` of the process and all its
+    descendants.
+    """
 
     def __init__(self, pid: int, *, whole: bool = False) -> None:
         self._pid = pid
@@ -210,7 +216,7 @@ def is_engine(pid: int) -> bool:
 
 
 def _resident(pid: int) -> float:
-    with contextlib.suppress(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # the process has just ended
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) / 1024
@@ -223,9 +229,9 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def beside(canary: Canary, command: list[str] | None, seconds: float, settle: float = SETTLE) -> str:
-    """Runs the canary beside an attack, from a second before it to ``settle`` seconds after it.
+    """Run the canary beside an attack, from 1 s before the attack until ``settle`` seconds after the attack.
 
-    Returns what the attack printed.
+    Return the output of the attack.
     """
     stop = asyncio.Event()
     running = asyncio.create_task(canary.run(stop))
@@ -244,7 +250,7 @@ async def beside(canary: Canary, command: list[str] | None, seconds: float, sett
 
 
 def measure(attack: str, args: argparse.Namespace) -> list[Row]:
-    """One attack on a fresh server. Raises ServerFailed when it does not start."""
+    """Run one attack on a fresh server. Raise ServerFailed if the server does not start."""
     keys = [word for key in KEYS for word in ("--api-key", key)]
     command = [sys.executable, "-m", "weft", "serve", args.model, "--port", "{port}", *keys, *args.flags]
     with (

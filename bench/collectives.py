@@ -1,10 +1,10 @@
-"""What a collective of ranks on one host costs: over gloo, and in shared memory.
+"""Measure collectives of ranks on one host: gloo against shared memory.
 
 python -m bench.collectives --json bench/results/collectives.json --markdown bench/results/collectives.md
 
-Ranks are processes; every round times both, one after the other, and the table has medians over rounds of
-rank 0's time for one collective, one after the other without a pause. ``bytes`` is what each rank gives. CPU
-time is of all ranks together. On a machine that does other things, `chrt -f 5` before it keeps them away.
+Ranks are processes. Every round times both ways in turn, without pauses between collectives. The table has
+medians over rounds of rank 0's time per collective. ``bytes`` is the input of each rank. CPU time is the sum
+over all ranks. On a busy machine, `chrt -f 5` in front of the command keeps other work away.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def collective(comm: GroupComm, kind: str, size: int) -> Callable[[], Pending | 
 
 
 def measure(comms: dict[str, GroupComm], rounds: int, seconds: float) -> Found:
-    """Every rank calls it; all do the same number of collectives."""
+    """Time every collective on this rank. Every rank must call the function; all ranks run the same number of
+    collectives.
+    """
     found: Found = {}
     for turn in range(rounds + 1):
         for kind in KINDS:
@@ -88,7 +90,7 @@ def of_rank(rank: int, ranks: int, store: str, rounds: int, seconds: float, out:
 
 
 def group(ranks: int, rounds: int, seconds: float) -> list[Found]:
-    """What each rank found."""
+    """Return the figures of each rank, in rank order."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         out: Any = context.Queue()

@@ -1,12 +1,12 @@
-"""What busy processes beside an engine cost it: decode and start-up beside 0, 2 and 4 of them, and alone.
+"""Measure an engine beside busy processes: decode and start-up beside 0, 2 and 4 processes.
 
 python -m bench.company --name company-mine
 python -m bench.company --engines weft,weft-tp2,vllm --model qwen3-dense-s --rounds 5
 
-Each round starts every engine anew beside every number of busy processes, and lets it decode one request.
-With N busy processes on C cores, an engine of T threads has a fair share of the cores when it takes
-max(1, (N + T) / C) / max(1, T / C) times as long as alone. Engines that are not set up are left out
-(bench/README.md says how they are).
+Each round starts every engine anew for every number of busy processes; the engine then decodes one request.
+With N busy processes on C cores, an engine of T threads has a fair share of the cores if the engine takes
+max(1, (N + T) / C) / max(1, T / C) times as long as alone. Engines without a set-up are skipped
+(bench/README.md explains the set-up).
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from weft.common.cores import usable_cores
 HERE = Path(__file__).parent
 BUSY = "while True: pass"
 ENGINES = {"weft": "", "weft-tp2": "--tensor-parallel-size 2 --threads 1"}
-"""Rows that are Weft; peers are added to them."""
+"""Rows of Weft. Peers are added to these rows."""
 
 
 @contextlib.contextmanager
 def company(count: int) -> Iterator[None]:
-    """``count`` processes that only compute; they end with it, however it ends."""
+    """Run ``count`` processes that only compute. The processes end with the context, also after an
+    exception.
+    """
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -48,14 +50,17 @@ def company(count: int) -> Iterator[None]:
 
 
 def fair(count: int, threads: int, cores: int) -> float:
-    """How many times as long work takes that gets its fair share of the cores beside ``count`` processes."""
+    """Return the slowdown of work with a fair share of the cores beside ``count`` processes."""
     return max(1.0, (count + threads) / cores) / max(1.0, threads / cores)
 
 
 def once(
     row: Row, setting: Setting, ids: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> dict[str, float]:
-    """Starts the engine, decodes one request, ends it. Raises PeerError."""
+    """Start the engine, decode one request, end the engine. Raise PeerError.
+
+    Return the seconds of the start and the milliseconds per token.
+    """
     log = setting.folder / "logs" / f"{row.name}-company.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     driver = Driver(pinned(row.driver, setting.threads), row.environment, log)
@@ -72,7 +77,9 @@ def once(
 def measure(
     rows: Sequence[Row], setting: Setting, args: argparse.Namespace
 ) -> dict[str, dict[int, list[Any]]]:
-    """Engine -> number of busy processes -> a sample a round. An engine that fails is left out."""
+    """Return samples by engine and by number of busy processes, one sample per round. Drop an engine after a
+    failure.
+    """
     samples: dict[str, dict[int, list[Any]]] = {row.name: {count: [] for count in args.busy} for row in rows}
     vocabulary = json.loads((setting.model / "config.json").read_text())["vocab_size"]
     for number in range(args.rounds):
@@ -96,7 +103,7 @@ def measure(
 
 
 def table(samples: Mapping[str, Mapping[int, Sequence[Mapping[str, float]]]], threads: int) -> str:
-    """Medians, and their ratios to those alone."""
+    """Return a table of medians and of ratios to the medians alone."""
     rows = []
     for name, by_count in samples.items():
         alone = min(by_count)

@@ -31,7 +31,7 @@ from weft.config.hub import BUNDLED
 
 HERE = Path(__file__).parent
 FORMAT = 1
-#: Whose prompts show whether an engine repeats its tokens.
+#: Workload whose prompts show if an engine repeats its tokens.
 SAME_TOKENS = WORKLOADS["W1"]
 
 
@@ -72,19 +72,22 @@ def default_folder() -> Path:
 
 
 def weft_rows(given: Sequence[str]) -> dict[str, str]:
-    """``--weft-args`` as row name -> flags; without a name (it starts with a dash) the row is ``weft``."""
+    """Return ``--weft-args`` as {row name: flags}. Text that starts with a dash belongs to row ``weft``.
+
+    Raise SystemExit for the name of a peer or an unknown flag.
+    """
     found: dict[str, str] = {}
     for text in given:
         name, _, flags = ("weft", "", text) if text.lstrip().startswith("-") else text.partition("=")
         if rows.parted(name)[0] in rows.ENVIRONMENTS:
             raise SystemExit(f"--weft-args: {name} is the name of a peer")
-        rows.keywords(shlex.split(flags))  # says early what is no flag
+        rows.keywords(shlex.split(flags))  # reject an unknown flag before any engine starts
         found[name] = flags
     return found
 
 
 def chosen(names: str) -> list[Workload]:
-    """The workloads named. Ends the program for one that does not exist."""
+    """Return the workloads in ``names``. Raise SystemExit for an unknown name."""
     unknown = [name for name in names.split(",") if name not in WORKLOADS]
     if unknown:
         raise SystemExit(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
@@ -92,7 +95,9 @@ def chosen(names: str) -> list[Workload]:
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """The checkpoint's folder: a bundled one's, or made on first use, unless ``name`` is a folder already."""
+    """Return the folder of checkpoint ``name``: a bundled model, an existing folder, or a folder made on
+    first use.
+    """
     if (BUNDLED / name).is_dir():
         return BUNDLED / name
     if Path(name).is_dir():
@@ -102,7 +107,8 @@ def model_folder(name: str, folder: Path) -> Path:
     try:
         return checkpoints.make(name, target, 0, progress=False)
     except ConfigError:
-        # This folder is ours: one that an earlier version of the recipe made is made again.
+        # The folder belongs to this script. An earlier version of the recipe made the folder; make the folder
+        # again.
         if name not in checkpoints.RECIPES or not (target / "weft_bench.json").is_file():
             raise
     shutil.rmtree(target)
@@ -110,7 +116,9 @@ def model_folder(name: str, folder: Path) -> Path:
 
 
 def sizes(workloads: Sequence[Workload], same_tokens: bool) -> tuple[int, int]:
-    """(max_len, max_seqs) that every engine is given: what the workloads need, rounded up."""
+    """Return (max_len, max_seqs) for every engine: the needs of the workloads, with max_len rounded up to
+    256.
+    """
     needed = [*workloads, *([SAME_TOKENS] if same_tokens else [])]
     longest = max(one.prompt_tokens + one.output_tokens for one in needed)
     widest = max(one.concurrency or one.requests for one in needed)
@@ -124,7 +132,7 @@ def measure(
     vocabulary: int,
     records: dict[str, dict[str, Any]],
 ) -> None:
-    """Everything asked for, of engines that are up together, into ``records`` (also when interrupted)."""
+    """Run all measurements on engines that are up together. Fill ``records``, also when interrupted."""
     deadlines = Deadlines(load=args.load_deadline, run=args.run_deadline)
     logs = setting.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -148,7 +156,7 @@ def measure(
 
 
 def setting_of(args: argparse.Namespace, workloads: Sequence[Workload]) -> rows.Setting:
-    """What every engine is asked for alike. Makes the checkpoint when it is not there."""
+    """Return the settings that all engines share. Make the checkpoint if absent."""
     max_len, max_seqs = sizes(workloads, same_tokens=not args.no_determinism)
     return rows.Setting(
         model=model_folder(args.model, args.dir),
@@ -176,6 +184,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     vocabulary = json.loads((setting.model / "config.json").read_text())["vocab_size"]
     records: dict[str, dict[str, Any]] = {}
     interrupted = False
+    # SIGTERM becomes KeyboardInterrupt, so that finished measurements are still written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for together in [[row] for row in ready] if args.one_at_a_time else [ready]:
@@ -213,7 +222,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parser().parse_args()
     try:
-        # What a peer says of its failure names files of this machine.
+        # The error text of a peer may contain paths of this machine.
         result = json.loads(of_any_machine(json.dumps(compare(args))))
     except WeftError as error:
         sys.exit(f"compare: {error.message}")

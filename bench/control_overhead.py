@@ -1,12 +1,12 @@
-"""What a decode step of a group costs outside the model: process CPU time of its head and of one worker.
+"""Measure the cost of a group's decode step outside the model: CPU time of the engine and of one worker.
 
 python -m bench.control_overhead --ranks 4 --rows 64
 
-Everything is real (scheduler, frames, digests, zmq over ipc, heartbeats, workers in processes of their own)
-but the model. With ``--runner tables`` a rank keeps its slot table and does nothing else: what is left is the
-control of a group, and must stay under 1.5 ms a step. With ``--runner whole`` ranks stage, sample and write
-results as ever, around a model whose logits lie there already; the same with one rank alone is printed beside
-it. CPU time counts all threads of a process, those of zmq and of the heartbeats, too.
+Everything except the model is real: scheduler, frames, digests, zmq over ipc, heartbeats, worker processes.
+With ``--runner tables`` a rank only keeps its slot table. The rest is the control of a group, which must stay
+under 1.5 ms per step. With ``--runner whole`` ranks also stage, sample and write results, around a model with
+precomputed logits. The output then also shows one rank alone. CPU time counts all threads of a process, the
+threads of zmq and of the heartbeats included.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Tables:
 
 
 class Still:
-    """A model whose logits lie there already."""
+    """Stand in for a model: return precomputed logits."""
 
     varying: tuple[str, ...] = ()
 
@@ -118,7 +118,7 @@ class Still:
 
 
 class Meter:
-    """A rank's runner that notes this process's CPU time when step ``first`` and step ``last`` begin."""
+    """Wrap a rank's runner. Record this process's CPU time when step ``first`` and step ``last`` begin."""
 
     def __init__(self, runner: Any, first: int, last: int) -> None:
         self._runner, self._at = runner, {first: 0.0, last: 0.0}
@@ -140,7 +140,7 @@ class Meter:
 
 
 def make_config(args: argparse.Namespace) -> EngineConfig:
-    """An engine with room for the rows."""
+    """Return the configuration of an engine with room for the rows."""
     length = args.prompt + args.warm + args.steps + 16
     model = ModelSection(model="spool-text", load_format="dummy", max_model_len=length, dtype="float32")
     scheduler = SchedulerSection(
@@ -156,7 +156,7 @@ def make_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def make_runner(config: EngineConfig, args: argparse.Namespace) -> Meter:
-    """The rank's runner, as asked."""
+    """Return the rank's runner: slot tables only, or a whole runner with a stub model."""
     runner: Any = Tables(config.kv)
     if args.runner == "whole":
         runner = build_runner(config, progress=False)
@@ -186,7 +186,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def measure(config: EngineConfig, args: argparse.Namespace, ranks: int) -> tuple[float, float, float]:
-    """(head, one worker, wall) milliseconds of a step."""
+    """Return milliseconds per step: (engine CPU, one worker's CPU, wall)."""
     folder = private_folder()
     channel, heartbeats = ZmqHead(f"ipc://{folder}/ranks"), ZmqHead(f"ipc://{folder}/heartbeats")
     outs = {rank: folder / f"{rank}.json" for rank in range(1, ranks)}
@@ -239,7 +239,7 @@ def group(
 
 
 def drive(config: EngineConfig, args: argparse.Namespace, executor: GroupExecutor) -> float:
-    """Milliseconds of wall time of a step that decodes all rows."""
+    """Return the wall milliseconds per step in which all rows decode."""
     core = EngineCore(config, progress=False, runner=executor)
     params = TokenParams(temperature=0.0, max_tokens=args.warm + args.steps + 8)
     for number in range(args.rows):

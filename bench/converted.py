@@ -1,4 +1,4 @@
-"""The same checkpoint in the forms that peers read, made once beside their environments and kept."""
+"""Convert a checkpoint into the formats of the peers, once, into the folder of the peers' environments."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ PEERS = Path(__file__).parent / "peers"
 GGUF = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 #: llama.cpp's types of about 8 and 4 bits.
 LLAMA_CPP = {"int8": "q8_0", "int4": "q4_k_m"}
-#: Seconds that one conversion may take.
+#: Maximum seconds for one conversion.
 DEADLINE = 900
 
 
 class Missing(Exception):
-    """A peer that cannot run here; the message says why and what to do."""
+    """Report that a peer cannot run here. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint and where its other forms are kept."""
+    """Name a checkpoint and the folder for its conversions."""
 
     model: Path
     dtype: str
     folder: Path
-    """That of the peers."""
+    """Folder of the peers' environments."""
 
 
 def gguf(source: Source, weights: str) -> Path:
-    """A GGUF file for llama.cpp, in the dtype or with ``weights`` as its own tools quantize them."""
+    """Return a GGUF file for llama.cpp, in the checkpoint's dtype or quantized by llama.cpp's tools to
+    ``weights``.
+
+    Raise Missing if the file cannot be made here.
+    """
     kind = LLAMA_CPP.get(weights) or GGUF.get(source.dtype)
     if kind is None:
         raise Missing(f"no GGUF type for {source.dtype}")
@@ -55,9 +59,10 @@ def gguf(source: Source, weights: str) -> Path:
 
 
 def openvino(source: Source, weights: str) -> Path:
-    """A folder for OpenVINO, exported by optimum-intel with its own settings for the number of bits.
+    """Return a folder for OpenVINO, exported by optimum-intel with its default settings for ``weights``.
 
-    Without ``weights`` they are stored in 16 bits (the exporter knows float16 alone).
+    Without ``weights`` the exporter stores 16 bits (always float16), or 32 bits for a float32 checkpoint.
+    Raise Missing if the export fails.
     """
     program = source.folder / "openvino/bin/optimum-cli"
     form = weights or ("fp32" if source.dtype == "float32" else "fp16")
@@ -76,7 +81,10 @@ def compressed(source: Source, weights: str, python: Path) -> Path:
 
 
 def _kept(source: Source, target: Path, make: Callable[[Path], None]) -> Path:
-    """``target``, made when it is not there or older than the model. It appears complete or not at all."""
+    """Return ``target``. Call ``make`` if ``target`` is absent or older than the model.
+
+    A rename makes ``target`` appear complete or not at all.
+    """
     weights = list(source.model.glob("*.safetensors"))
     if target.exists() and all(target.stat().st_mtime >= path.stat().st_mtime for path in weights):
         return target
@@ -100,7 +108,9 @@ def _remove(path: Path) -> None:
 
 
 def _run(command: Sequence[object], who: str, environment: Mapping[str, str] | None = None) -> None:
-    """Runs it. Raises Missing with its last lines where it refuses, and past its deadline."""
+    """Run the command. Raise Missing with the last lines of output after a failure, and after DEADLINE
+    seconds.
+    """
     try:
         made = subprocess.run(
             [str(word) for word in command],

@@ -1,8 +1,8 @@
-"""Fits the cost model to steps of a real engine and says how well it predicts steps it was not shown.
+"""Fit the cost model to steps of a real engine, and measure the prediction error on held-out steps.
 
 python -m bench.cost_model --model spool-text --steps 1500 --json cost.json
 
-The file goes to `weft sim --cost-model cost.json`.
+Pass the file to `weft sim --cost-model cost.json`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Steps = list[tuple[StepShape, float]]
 
 
 class Explorer(ChunkPolicy):
-    """Takes chunks of random length and writes down what every step took."""
+    """Choose chunks of random length and record the duration of every step."""
 
     def __init__(self, rng: random.Random, longest: int) -> None:
         super().__init__(1.0)

@@ -1,8 +1,8 @@
-"""Runs a benchmark of one thread on a machine that others use: its clocks count this process's CPU time.
+"""Run a single-threaded benchmark on a shared machine, with clocks that count the CPU time of this process.
 
 python -m bench.cputime bench.speculation --model spool-mla --threads 1 --json FILE
 
-Time spent waiting for a core is not counted; what neighbours take from shared caches and memory still shows.
+Waiting for a core does not count. Contention for shared caches and memory still shows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What --deterministic costs: throughput by default and with it, on the C++ operations and on torch's.
+"""Measure the cost of --deterministic: throughput with and without, on the C++ operations and on torch's.
 
     python -m bench.determinism --model spool-text --requests 32 --prompt 512 --tokens 128 --json cost.json
 
-Every variant is a process of its own; the variants take turns (A B C D, A B C D, ...), and medians are
-printed. A variant whose engine is invariant anyway says so: there the switch costs nothing.
+Every variant is a process of its own. The variants take turns (A B C D, A B C D, ...). The output has
+medians. If the engine of a variant is invariant without the switch, the output says so: the switch costs
+nothing there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ VARIANTS: tuple[tuple[str, dict[str, Any], bool], ...] = (
 
 
 def measure(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """One load and one run in this process: output and prompt tokens a second, what the engine promises."""
+    """Load a model and run once in this process.
+
+    Return output and prompt tokens per second, and the engine's determinism guarantee.
+    """
     from weft import LLM, SamplingParams
 
     llm = LLM(

@@ -1,13 +1,12 @@
-"""What arriving prompts do to streams that decode: all in one group, or prefill, decode and the encoding of
-images apart (E26, D24).
+"""Measure how arriving prompts disturb decoding streams: one group for everything, or separate roles.
 
 python -m bench.disaggregation --name disaggregation-mine
 python -m bench.disaggregation --model qwen3-dense-s --variants unified,1p1d --rounds 5
 python -m bench.disaggregation --model qwen3vl-s --images 1 --variants unified,1e1u,1e1p1d --rounds 3
 
-Real servers over HTTP, one after the other, every round. Streams decode all along; after a while alone,
-prompts come one every ``--every`` seconds. Engines are pinned to cores, one core a group where there are
-several (``unified`` has them all): the front and the clients take what the engines leave.
+Real servers over HTTP run in turn, in every round. Streams decode all the time. After a time alone, one
+prompt arrives every ``--every`` seconds. With several engines, each engine is pinned to one core; ``unified``
+has all cores. The API server and the clients use the cores that engines leave idle.
 """
 
 from __future__ import annotations
@@ -57,11 +56,13 @@ VARIANTS = {
 
 @dataclass
 class Load:
-    """What one run saw: when tokens of the decoding streams came, and what became of prompts."""
+    """Hold the observations of one run: token times of the decoding streams, and the outcome of the
+    prompts.
+    """
 
     streams: list[list[float]] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
-    """Seconds from a prompt's sending to its first token."""
+    """Seconds from sending each prompt to its first token."""
     come: float = 0.0
     """When prompts began to come."""
     end: float = 0.0
@@ -77,7 +78,7 @@ class Load:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Of sorted ``values``; 0 of none."""
+    """Return the quantile of sorted ``values``, or 0 if ``values`` is empty."""
     return values[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
@@ -129,7 +130,9 @@ class Clients:
         return times[0] - began
 
     def _pictures_of(self, number: int) -> list[str]:
-        """The images of a prompt; the share ``--duplicates`` of all are ones that came before."""
+        """Return the images of a prompt. The share ``--duplicates`` of all images repeats an earlier
+        image.
+        """
         side, share = self._args.image_side, self._args.duplicates
         seeds = range(number * self._args.images, (number + 1) * self._args.images)
         fresh = [seed if int(seed * (1 - share)) != int((seed - 1) * (1 - share)) else 0 for seed in seeds]
@@ -160,20 +163,20 @@ class Clients:
 
 
 def pin(root: int, cores: Sequence[int]) -> None:
-    """Gives each engine of several a core of its own, in order."""
+    """Pin each engine to a core of its own, in order. Do nothing for a single engine."""
     heads = [pid for pid, role in processes(root).items() if role == "head"]
     if len(heads) < 2:
         return
     for number, pid in enumerate(heads):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 os.sched_setaffinity(int(task.name), {cores[number % len(cores)]})
 
 
 @contextlib.contextmanager
 def serving(flags: str, model: str, dtype: str, deadline: float, log: Path) -> Iterator[ServerProcess]:
-    """A server that answers. Raises WeftError."""
-    program = "from weft.cli.main import main; main()"
+    """Yield a server that is ready. Raise WeftError if the server does not become ready."""
+    program = "from weft.launch.main import main; main()"
     command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
     command += ["--dtype", dtype, *flags.split()]
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -183,7 +186,7 @@ def serving(flags: str, model: str, dtype: str, deadline: float, log: Path) -> I
 
 
 def once(flags: str, model: str, vocabulary: int, args: argparse.Namespace, seed: int, log: Path) -> Load:
-    """One server under the load. Raises RuntimeError or WeftError."""
+    """Return the load of one fresh server. Raise RuntimeError or WeftError."""
     longest = max(args.prompt_tokens + args.output_tokens, args.decode_context + args.tokens)
     flags = f"--max-model-len {longest + 64} {flags}"
     with serving(flags, model, args.dtype, args.deadline, log) as server:
@@ -193,7 +196,7 @@ def once(flags: str, model: str, vocabulary: int, args: argparse.Namespace, seed
 
 
 def line(name: str, loads: Sequence[Load], args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table: medians over rounds."""
+    """Return one row of the table: medians over rounds."""
 
     def of(measure: Any) -> float:
         return statistics.median(measure(load) for load in loads)

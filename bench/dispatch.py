@@ -1,9 +1,9 @@
-"""One routed layer in every form of dispatch, and which form ``--moe-dispatch auto`` takes.
+"""Time one routed layer in every form of dispatch, and print the form that ``--moe-dispatch auto`` takes.
 
     python -m bench.dispatch --out bench/results/dispatch.md
 
-Ranks are processes of this machine over gloo, one thread each; a time is the slowest rank's in its fastest
-call. ``auto`` is by the table of ``weft bench dispatch``.
+Ranks are processes of this machine over gloo, with one thread each. A time is the slowest rank's time in the
+fastest call. ``auto`` uses the table of ``weft bench dispatch``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What a killed process costs clients: requests lost, tokens changed, seconds without a token.
+"""Measure the harm of a killed process: lost requests, changed tokens, seconds without a token.
 
 python -m bench.drill --name drill-mine
 python -m bench.drill --victims front,head,rank --clients 8 --requests 100 --kills 5
 python -m bench.drill --victims head --tree ../weft-before --name drill-before
 
-For each kind of victim a server is started anew. Clients send streaming requests one after the other; as
-OpenAI's clients do, they send a request again when its connection breaks. Every answer is compared with that
-of the server before anything was killed. Between kills the server becomes whole again. The gap of a kill is,
-for each client, the longest time between two of its tokens around the kill; a client's own pause between
-requests is included. ``--tree`` runs the server of another working tree: one program measures two versions.
+Each kind of victim gets a fresh server. Clients send streaming requests in sequence. After a broken
+connection a client sends the request again, as OpenAI's clients do. Every answer is compared with the answer
+before the first kill. The server recovers fully between kills. The gap of a kill is, for each client, the
+longest time between two tokens around the kill; the client's own pause between requests is included.
+``--tree`` runs the server of another working tree, so one program measures two versions.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from weft.bench.process_memory import tree
 
 
 class Victim(NamedTuple):
-    """What is killed, and the server that has it."""
+    """Describe a process to kill, and its server."""
 
     process: str
-    """How its title begins, behind ``weft: ``."""
+    """Begin of the process title, after ``weft: ``."""
     flags: str = ""
     decode_flags: str = ""
-    """Of groups that decode alone: then the server's are a topology of one group of each role."""
+    """Flags of the decode group. If set, the server runs a topology with one group of each role."""
     stops: bool = False
-    """It gets SIGSTOP, not SIGKILL."""
+    """True to send SIGSTOP instead of SIGKILL."""
     wakes_after: float = 0.0
-    """Seconds after which one that was stopped goes on; 0 for never."""
+    """Seconds until a stopped process continues; 0 for never."""
 
     @property
     def images(self) -> bool:
-        """Whether requests have images, which groups of their own encode."""
+        """True if requests have images that encode groups process."""
         return "--encode" in self.flags
 
     @property
     def roles(self) -> bool:
-        """Whether prompts are computed in one group, and decoded in another."""
+        """True if prefill and decode run in separate groups."""
         return "--prefill" in self.flags or bool(self.decode_flags)
 
     @property
@@ -88,26 +88,28 @@ PROMPTS = [
     for number in range(16)
 ]
 LONG = 24
-"""Times that a prompt is repeated where there are roles, so that kills fall into transfers. Prefixes are not
-cached there, for the same reason.
-"""
+"""Repetitions of a prompt for servers with roles, so that kills hit transfers. Prefix caching is off there
+for the same reason."""
 PICTURES = 2
-"""Of each prompt, where it has some: noise, so much of it that nobody keeps all embeddings."""
+"""Images per prompt where prompts have images. The images are noise, too large to keep all embeddings cached.
+"""
 TRIES = 60
-"""How often a client sends a request before it counts as lost."""
+"""Attempts of a client before a request counts as lost."""
 IDLE_S = 60.0
-"""Within which all pools are to be as at the beginning, once nobody asks any more."""
+"""Maximum seconds after the last request until all pools are as at the beginning."""
 BEFORE_S, AFTER_S = 2.0, 30.0
 """The time around a kill in which gaps are looked for."""
 
 
 def small_pictures() -> list[list[str]]:
-    """Of each prompt: noise."""
+    """Return noise images, one list per prompt."""
     return [[noise(PICTURES * number + one) for one in range(PICTURES)] for number in range(len(PROMPTS))]
 
 
 def title_of(pid: int) -> str:
-    """``head prefill0 (model)``; empty for a process without a title, or that has ended."""
+    """Return a title such as ``head prefill0 (model)``, or "" for a process without a title or an ended
+    process.
+    """
     with contextlib.suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         return line.removeprefix("weft: ") if line.startswith("weft: ") else ""
@@ -115,9 +117,10 @@ def title_of(pid: int) -> str:
 
 
 def pools(text: str) -> dict[str, float]:
-    """What is free, and what transfers hold, of each head, in the metrics ``text``. Blocks of groups that
-    encode are left out: embeddings that are kept for who asks again take some, and a process begins without
-    any.
+    """Return free resources and open transfers of each engine from the metrics ``text``.
+
+    Blocks of encode groups are left out: cached embeddings occupy some blocks, and a new process starts with
+    none.
     """
     names = (
         "free_blocks|free_slots|transfers_open|transfers_blocks_on_hold|transfers_awaiting|transfers_fetching"
@@ -129,7 +132,7 @@ def pools(text: str) -> dict[str, float]:
 
 
 async def comes_back(http: httpx.AsyncClient, page: str, free: dict[str, float]) -> bool:
-    """Whether the pools of the metrics at ``page`` become ``free`` again."""
+    """Poll the metrics at ``page`` until the pools equal ``free``. Return False after IDLE_S seconds."""
     deadline = time.monotonic() + IDLE_S
     while (now := pools((await http.get(page)).text)) != free:
         if time.monotonic() > deadline:
@@ -140,7 +143,9 @@ async def comes_back(http: httpx.AsyncClient, page: str, free: dict[str, float])
 
 
 def processes(root: int) -> dict[int, str]:
-    """The processes of a server that have a role: ``head``, ``front`` or ``rank``, oldest first."""
+    """Return the processes of a server by id, with their roles (``head``, ``front`` or ``rank``), lowest id
+    first.
+    """
     roles: dict[int, str] = {}
     for process in tree(root):
         with contextlib.suppress(OSError):
@@ -152,10 +157,10 @@ def processes(root: int) -> dict[int, str]:
 
 @dataclass
 class Client:
-    """What one client saw."""
+    """Hold the observations of one client."""
 
     arrivals: list[float] = field(default_factory=list)
-    """When a token came, of any of its requests."""
+    """Arrival times of tokens, over all requests of the client."""
     done: int = 0
     sent_again: int = 0
     lost: list[str] = field(default_factory=list)
@@ -163,7 +168,7 @@ class Client:
 
 
 class Drill:
-    """Clients of one server, and kills under them."""
+    """Run clients against one server and kill processes under load."""
 
     def __init__(self, server: ServerProcess, args: argparse.Namespace) -> None:
         self._server = server
@@ -175,7 +180,7 @@ class Drill:
         self._pictures: dict[str, list[str]] = {}
         """Prompt -> data URLs; empty where prompts have no images."""
         self.whole: bool | None = None
-        """Whether all pools are at the end as they were at the beginning."""
+        """True if all pools end as they began; None before the check."""
 
     async def run(self, victim: Victim) -> None:
         """Learns the answers, then kills ``--kills`` times under load. Raises RuntimeError."""
@@ -191,6 +196,7 @@ class Drill:
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
             await asyncio.sleep(2.0)
+            # The reference state: all pools at rest, all processes with their roles.
             free = await self._pools(http)
             whole = set(processes(self._root).values()), len(processes(self._root))
             load = [asyncio.create_task(self._client(http, number)) for number in range(self._args.clients)]
@@ -229,7 +235,10 @@ class Drill:
         return pools((await http.get(f"{self._server.url}/metrics")).text)
 
     async def _wait_whole(self, http: httpx.AsyncClient, whole: tuple[set[str], int]) -> None:
-        """Until as many processes as before have their roles and the server is ready. Raises RuntimeError."""
+        """Wait until the roles and the number of processes are as before, and the server is ready.
+
+        Raise RuntimeError after 120 s.
+        """
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             await asyncio.sleep(0.3)
@@ -243,7 +252,7 @@ class Drill:
         raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
 
     async def _all_up(self, http: httpx.AsyncClient) -> bool:
-        """Whether all heads answer: a server is ready without those that encode images."""
+        """Return True if all engines are up. A server is ready even without its encode engines."""
         text = (await http.get(f"{self._server.url}/metrics")).text
         return set(re.findall(r"^weft:engine_up\{.*\} (\S+)$", text, re.M)) == {"1.0"}
 
@@ -270,7 +279,9 @@ class Drill:
                 client.lost.append(reason[:300])
 
     async def _stream(self, http: httpx.AsyncClient, prompt: str, client: Client) -> str:
-        """The text of an answer. Raises httpx.TransportError for a broken connection, else RuntimeError."""
+        """Return the text of an answer. Raise httpx.TransportError for a broken connection, otherwise
+        RuntimeError.
+        """
         pictures = self._pictures.get(prompt)
         path, asked = "completions", dict[str, Any](prompt=prompt)
         if pictures is not None:
@@ -300,7 +311,9 @@ class Drill:
         raise httpx.RemoteProtocolError("the stream ended without its last event")
 
     def gaps(self) -> list[float]:
-        """Seconds, one for each kill and client that had tokens before and after it."""
+        """Return the longest pause in seconds for each kill and each client with tokens before and after the
+        kill.
+        """
         gaps = []
         for kill in self.kills:
             for client in self.clients:
@@ -330,8 +343,10 @@ class Drill:
 
 
 def command_of(victim: Victim, model: str, file: Path) -> list[str]:
-    """The server of ``victim``. ``file``: for its topology, where it has one."""
-    program = [sys.executable, "-c", "from weft.cli.main import main; main()"]
+    """Return the command of the server for ``victim``. Write the topology to ``file`` if the server has
+    one.
+    """
+    program = [sys.executable, "-c", "from weft.launch.main import main; main()"]
     front = ["--port", "{port}", "--engine-restarts", "100"]
     engine = ["--dtype float64", "--device cpu", "--threads 1"]
     model = model or ("spool-vision" if victim.images else "")
@@ -349,7 +364,7 @@ def command_of(victim: Victim, model: str, file: Path) -> list[str]:
 
 
 def drill(victim: str, args: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
-    """One server, its row, and why requests were lost. Raises RuntimeError or WeftError."""
+    """Run one server. Return its row and the reasons of lost requests. Raise RuntimeError or WeftError."""
     environment = {"PYTHONPATH": str(Path(args.tree).resolve()), "OMP_NUM_THREADS": "1"}
     victims = VICTIMS[victim]
     flags = victims.flags.replace("--mm-cache-bytes 256K", f"--mm-cache-bytes {args.mm_cache_bytes}")

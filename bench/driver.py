@@ -1,4 +1,4 @@
-"""The comparison's half of the drivers' protocol: processes with deadlines, stopped between their turns."""
+"""Run driver processes for the comparison: requests with deadlines, and processes stopped between turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from weft.bench.process import reaper
 
 
 class PeerError(Exception):
-    """A peer crashed, answered with an error or missed a deadline; the message has its last lines."""
+    """Report that a peer crashed, returned an error or missed a deadline. The message has the peer's last
+    lines.
+    """
 
 
 def last_lines(log: Path, count: int = 15) -> str:
@@ -32,7 +34,7 @@ def last_lines(log: Path, count: int = 15) -> str:
 
 
 def pinned(command: Sequence[str], threads: int) -> list[str]:
-    """``command`` on as many CPUs as it has threads, where there are more and taskset exists."""
+    """Return ``command`` pinned to ``threads`` CPUs, if more CPUs and taskset exist."""
     cpus = sorted(os.sched_getaffinity(0))
     if threads >= len(cpus) or not shutil.which("taskset"):
         return list(command)
@@ -40,14 +42,14 @@ def pinned(command: Sequence[str], threads: int) -> list[str]:
 
 
 def signal_tree(root: int, what: signal.Signals) -> None:
-    """Sends a signal to a process and everything below it; processes that are gone are passed over."""
+    """Send a signal to a process and all descendants. Skip processes that are gone."""
     for pid in tree(root):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, what)
 
 
 def end_tree(process: subprocess.Popen[Any], grace_s: float = 20) -> None:
-    """Ends a process and everything below it: asks, then kills what is left after ``grace_s``."""
+    """End a process and all descendants: SIGTERM first, then SIGKILL for survivors after ``grace_s``."""
     pids = tree(process.pid) if process.poll() is None else []
     for what, wait in ((signal.SIGCONT, 0.0), (signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         for pid in pids:
@@ -55,7 +57,7 @@ def end_tree(process: subprocess.Popen[Any], grace_s: float = 20) -> None:
                 os.kill(pid, what)
         until = time.monotonic() + wait
         while time.monotonic() < until and any(map(_alive, pids)):
-            process.poll()  # reaps it, so that it does not count as alive
+            process.poll()  # reap the process, so that ``_alive`` does not count a zombie
             time.sleep(0.05)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
@@ -69,7 +71,9 @@ def _alive(pid: int) -> bool:
 
 
 class Driver:
-    """One driver process. It owns the process tree; ``close`` ends all of it, and so does our own death."""
+    """Own one driver process and its descendants. ``close`` and the death of the parent end the whole
+    tree.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log = log
@@ -86,7 +90,9 @@ class Driver:
         self._reaper = reaper(self.process.pid)
 
     def ask(self, message: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
-        """One message's answer. Raises PeerError when the driver dies, answers an error or is late."""
+        """Send one message and return the answer. Raise PeerError if the driver dies, returns an error or is
+        late.
+        """
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -100,7 +106,9 @@ class Driver:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Runs the tree inside, stops it after: an idle peer's spinning threads disturb nobody."""
+        """Run the process tree inside the context and stop the tree afterwards, so that idle spinning
+        disturbs no peer.
+        """
         signal_tree(self.process.pid, signal.SIGCONT)
         try:
             yield

@@ -1,10 +1,10 @@
-"""What one call of a vision tower for several images saves, beside one call for each.
+"""Compare one call of a vision tower for several images with one call per image.
 
 python -m bench.encode_batches --threads 1 --turns 5
 
-Two towers: that of spool-vision (4 layers of 128), and one with random weights of 6 layers of 384 and patches
-of 16 pixels. Images of one size, in turns; each number is the least of its turns, in CPU time, as on a shared
-machine the rest measures the neighbours.
+Two towers: the tower of spool-vision (4 layers of 128), and a tower of random weights with 6 layers of 384
+and patches of 16 pixels. Images have one size and variants take turns. Each number is the minimum over the
+turns, in CPU seconds: on a shared machine other clocks measure the neighbours.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _large(vision: VisionSpec) -> VisionSpec:
 
 
 def least(calls: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """CPU seconds of each; they take turns."""
+    """Return the minimum CPU seconds of each call. The calls take turns."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(turns):
         for name, call in calls.items():

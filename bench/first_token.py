@@ -1,11 +1,11 @@
-"""How long a request takes that ends with its first token, where prefill and decode are apart.
+"""Measure a request that ends with its first token, on a server with separate prefill and decode groups.
 
 python -m bench.first_token --name first-token-mine
 python -m bench.first_token --tree ../weft-before --name first-token-before
 
-One client asks one request after the other: runs of ``max_tokens`` 1 and of ``max_tokens`` 2 take turns. The
-second kind is the measure of the first: such a request needs the transfer that the first kind does without.
-``--tree`` runs the server of another working tree, so one program measures two versions.
+One client sends requests in sequence. Runs with ``max_tokens`` 1 and runs with ``max_tokens`` 2 take turns.
+The second kind is the yardstick: such a request needs a transfer, and the first kind needs none. ``--tree``
+runs the server of another working tree, so one program measures two versions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EVICTED = re.compile(r'^weft:transfers_evictions_total\{.*head="(\w+)".*\} (.*)$
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of ``values`` that is at least as large as ``share`` of them."""
+    """Return the smallest of ``values`` that is at least as large as the share ``share`` of ``values``."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def evictions(http: httpx.Client) -> float:
-    """Sequences that heads have given back so far."""
+    """Return the number of sequences that engines have returned to the router so far."""
     return sum(float(value) for _, value in EVICTED.findall(http.get("/metrics").text))
 
 
@@ -69,7 +69,7 @@ def measure(http: httpx.Client, model: str, requests: int, rounds: int) -> list[
         for length in LENGTHS if number % 2 else LENGTHS[::-1]:
             before = evictions(http)
             seconds, statuses = run(http, model, length, each, (number * 2 + length) * each)
-            time.sleep(1.5)  # heads report their counters once a second
+            time.sleep(1.5)  # engines report their counters once per second
             evicted[length] += evictions(http) - before
             took[length] += seconds
             failed[length] += statuses

@@ -1,12 +1,12 @@
-"""What the front costs a token: many streams at once against a head that plays a script.
+"""Measure the cost of the API server per token: many streams against an engine that plays a script.
 
 python -m bench.front_overhead --streams 1000 --interval-ms 200 --tokens 50 --rounds 3 --json FILE
 
-Streams begin one after the other, evenly over one interval and at least ``--spacing-ms`` apart. The head
-plays token k of a stream at its begin + (k + 1) intervals. A token's latency is how much later than
-that, counted from when its request was sent, the client has it: its way to the head, the head's own
-lateness, the front and the client are all in it. CPU time is read of each process in /proc; a token's share
-of the front's is over all that the front did while the streams ran, reading the requests included.
+Streams start in sequence, evenly over one interval and at least ``--spacing-ms`` apart. The engine plays
+token k of a stream at start + (k + 1) intervals. The latency of a token is the delay of its arrival at the
+client after that time, counted from the sending of the request. The latency covers the way to the engine, the
+engine's own delay, the API server and the client. CPU time of each process comes from /proc. A token's share
+of the API server's CPU time is over all work while the streams ran, reading the requests included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Delta(msgspec.Struct):
-    """What the client reads of an event."""
+    """Decode the part of an event that the client reads."""
 
     content: str | None = None
 
@@ -59,7 +59,7 @@ _decode = msgspec.json.Decoder(Chunk).decode
 
 @dataclass
 class Stream(asyncio.Protocol):
-    """One streamed chat completion."""
+    """Receive one streamed chat completion."""
 
     body: bytes
     done: asyncio.Future[None]
@@ -77,7 +77,7 @@ class Stream(asyncio.Protocol):
         transport.write(self.body)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came."""
+        """Parse the received bytes."""
         self.parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
@@ -99,7 +99,7 @@ class Stream(asyncio.Protocol):
         self._end(None if status == 200 else RuntimeError(f"status {status}: {self.rest!r}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An answer that is not over never will be."""
+        """End the stream with an error unless the answer is complete."""
         self._end(exc or RuntimeError("the connection broke"))
 
     def _end(self, error: Exception | None) -> None:
@@ -112,7 +112,7 @@ class Stream(asyncio.Protocol):
 
 
 def request(port: int, model: str, tokens: int) -> bytes:
-    """A request, as it goes over the wire."""
+    """Return a request as bytes on the wire."""
     messages = [{"role": "user", "content": "Go on."}]
     body = json.dumps({"model": model, "messages": messages, "stream": True, "max_tokens": tokens}).encode()
     head = (
@@ -122,7 +122,7 @@ def request(port: int, model: str, tokens: int) -> bytes:
 
 
 async def load(args: argparse.Namespace, port: int, model: str) -> list[Stream]:
-    """All streams, ended."""
+    """Run all streams to their end and return them. Raise TimeoutError."""
     loop = asyncio.get_running_loop()
     body = request(port, model, args.tokens)
     spacing = max(args.spacing_ms / 1e3, args.interval_ms / 1e3 / args.streams)
@@ -139,7 +139,9 @@ async def load(args: argparse.Namespace, port: int, model: str) -> list[Stream]:
 
 
 def cpu_seconds(root: int) -> dict[str, float]:
-    """CPU seconds so far of ``front`` and ``head`` of a server with one of each, and of this process."""
+    """Return CPU seconds so far of ``front`` and ``head`` (a server with one of each) and of this process
+    (``client``).
+    """
     found = {"front": 0.0, "head": 0.0, "client": time.process_time()}
     for process in tree(root):
         folder = Path(f"/proc/{process.pid}")
@@ -151,7 +153,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
-    """One round's numbers."""
+    """Run one round and return its figures. Raise RuntimeError if tokens are missing."""
     assert server.pid is not None
     assert server.model is not None
     before, began = cpu_seconds(server.pid), time.monotonic()
@@ -248,7 +250,7 @@ def write(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token a byte, so that a character is a token."""
+    """Write a tokenizer with one token per byte, so that one character is one token."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

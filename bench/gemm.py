@@ -1,11 +1,11 @@
-"""Milliseconds of all matrix products of one forward pass: torch's against the CPU extension's.
+"""Time all matrix products of one forward pass: torch against the CPU extension, in milliseconds.
 
 python -m bench.gemm --rows 1,8,32,64,512,2048 --threads 2 --json gemm.json
 
-A pass is every matrix of qwen3-dense-s (12 layers and the head) in a model's order, so that nothing stays in
-the cache but what a model would find there. Variants take turns. What is printed is the sum over the matrices
-of each one's shortest time: on a shared machine whole passes measure the neighbours, and single products slip
-between them. GB/s count each weight once.
+A pass has every matrix of qwen3-dense-s (12 layers and the output head) in the order of a model, so the
+caches hold the same data as in a model. Variants take turns. The output is the sum over matrices of the
+shortest time of each matrix: on a shared machine whole passes measure the neighbours, and single products fit
+in between. GB/s counts each weight once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.ops.cpu import linear as ops
 Tensor = torch.Tensor
 Call = Callable[[], object]
 
-#: (outputs, inputs, whether it is the gated one) of one layer of qwen3-dense-s, and its head.
+#: (outputs, inputs, True for the gated matrix) of one layer of qwen3-dense-s, and its output head.
 LAYER = ((1280, 768, False), (768, 768, False), (4608, 768, True), (768, 2304, False))
 LAYERS = 12
 HEAD = (16384, 768, False)
@@ -62,7 +62,10 @@ CODED = ("int4", "fp8", "mxfp4", "nvfp4", "q8_0", "q4_0", "q4_k", "q6_k")
 
 
 def make(name: str) -> Callable[[int], list[Call]]:
-    """For a variant of ``BYTES``: from a number of rows to the products of one pass, over its own weights."""
+    """Return a function for a variant of ``BYTES``: from a number of rows to the products of one pass.
+
+    Every variant has weights of its own.
+    """
     dtype = torch.float32 if name.endswith("f32") else torch.bfloat16
     layers: list[Callable[[Tensor], Tensor]] = []
     for outputs, inputs, gated in SHAPES:
@@ -98,7 +101,9 @@ def codes_of(weight: Tensor, name: str) -> Codes:
 
 
 def _blocks(kind: str, outputs: int, inputs: int) -> Codes:
-    """Blocks of GGML whose float16 are 2^-10, and all else random."""
+    """Return GGML blocks [outputs, inputs] with random codes. The float16 scales at the main offsets are
+    2^-10.
+    """
     size = ggml.BLOCKS[kind]
     raw = torch.randint(0, 256, (outputs, inputs // size.numbers, size.bytes), dtype=torch.uint8)
     for at in (0, 2) if kind == "Q4_K" else (208,) if kind == "Q6_K" else (0,):
@@ -123,7 +128,7 @@ def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor
 
 
 def least(passes: dict[str, list[Call]], turns: int) -> dict[str, float]:
-    """Seconds of each pass, if each of its calls took as long as in its best turn; the passes take turns."""
+    """Return the seconds of each pass as the sum of the minimum of each call. The passes take turns."""
     best = {name: [float("inf")] * len(calls) for name, calls in passes.items()}
     for _ in range(turns):
         for name, calls in passes.items():
@@ -135,7 +140,9 @@ def least(passes: dict[str, list[Call]], turns: int) -> dict[str, float]:
 
 
 def limits(turns: int) -> dict[str, float]:
-    """What this machine reaches: GB/s read from and copied in memory, GFLOP/s of torch's square products."""
+    """Return the limits of this machine: GB/s of reading and copying memory, GFLOP/s of torch's square
+    products.
+    """
     big = torch.ones(64 << 20)  # 256 MiB, in calls of 8
     other = torch.empty_like(big)
     parts = list(zip(big.split(2 << 20), other.split(2 << 20), strict=True))

@@ -1,10 +1,11 @@
-"""GGUF files served packed: decoding one sequence against llama.cpp.
+"""Decode one sequence from GGUF files served packed, against llama.cpp.
 
 python -m bench.gguf --threads 2 --json gguf.json
 
-Files are made here, of random blocks, shaped as qwen3-dense-s. Both engines are loaded at a time, each in a
-process of its own, and take turns; what is printed is the least ms a token of all rounds. llama.cpp is the
-package xllamacpp; without it Weft runs alone. What memory such files take: ``bench.packed_memory``.
+The script makes the files from random blocks, with the shapes of qwen3-dense-s. Both engines are loaded, each
+in a process of its own, and take turns. The output is the minimum over rounds of the milliseconds per token.
+llama.cpp is the package xllamacpp; without the package Weft runs alone. For memory see
+``bench.packed_memory``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SHAPES = {
     "tiny": (2, 256, 256, 2, 1, 128, 1024),
     "large": (12, 2048, 6144, 16, 8, 128, 16384),
 }
-#: The type of matrices, and of those whose names have one of the parts.
+#: Default type of matrices, and types of matrices by a part of the name.
 KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "BF16": ("BF16", {}),
     "Q8_0": ("Q8_0", {}),
@@ -40,7 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, str]]] = {
     "Q6_K": ("Q6_K", {}),
     "Q4_K_M": ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output.": "Q6_K"}),
 }
-#: Where a block's float16 are, and what they multiply, about.
+#: Byte offsets of the float16 scales of a block, and the approximate factor that the scales multiply.
 _SCALES = {"Q8_0": ((0,), 74.0), "Q4_0": ((0,), 4.6), "Q4_K": ((0, 2), 300.0), "Q6_K": ((208,), 1370.0)}
 PROMPT = 16
 TOKENS = 96
@@ -111,11 +112,8 @@ def _drawn(kind: str, rows: int, inputs: int, seed: int) -> np.ndarray:
     return raw.reshape(rows, -1)
 
 
-# --- one engine, in a process of its own ---
-
-
 def serve(engine: str, path: str, threads: int) -> None:
-    """Reads how many tokens to decode, a line each; answers with the seconds that it took."""
+    """Read a number of tokens per line from stdin, decode as many tokens, and print the seconds."""
     run = _weft(path, threads) if engine == "weft" else _llama(path, threads)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -165,7 +163,7 @@ def _llama(path: str, threads: int) -> Any:
 
 
 class Engine:
-    """A process that ``serve`` runs in."""
+    """Run ``serve`` in a process of its own."""
 
     def __init__(self, engine: str, path: Path, threads: int) -> None:
         command = [

@@ -1,11 +1,11 @@
-"""Requests that keep their limits: groups with roles beside as many unified ones (E26).
+"""Count requests that meet their limits: groups with roles against the same number of unified groups.
 
     python -m bench.goodput [--variants unified-x3,1p2d] [--rate 0.8] [--ttft 2500] [--tpot 15,40]
 
-Real servers over HTTP, one after the other, every round the same requests at the same times (open loop). A
-request counts where its time to the first token and its mean time between two tokens keep their limits; each
-run is counted once for each of ``--tpot``. All processes of every server may use the same cores, all of them:
-no engine is pinned to one, so that three engines on two cores have equal chances whatever their roles.
+Real servers over HTTP run in sequence. Every round sends the same requests at the same times (open loop). A
+request counts if its time to first token and its mean time between tokens meet the limits. Each run is
+counted once per value of ``--tpot``. All processes of every server may use all cores: no engine is pinned, so
+three engines on two cores have equal chances in every role.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.common.cores import usable_cores
 
 
 async def load(url: str, args: argparse.Namespace, number: int) -> list[RequestRecord]:
-    """One round against a server that is warm."""
+    """Run one round against a warm server and return the records."""
     base = base_url(url)
     limits = Limits(concurrency=None, requests=args.requests, duration=None)
     async with http_client(base, None, None) as client:

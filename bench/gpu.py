@@ -1,12 +1,12 @@
-"""Offline speed on one GPU, beside what the machine can do at most, and beside transformers.
+"""Measure offline speed on one GPU, against the limits of the machine and against transformers.
 
 python -m bench.gpu --model qwen3-dense-s --model llama-3-8b --transformers --json gpu.json
 
-The first table is of all matrix products of a layer of llama-3-8b, in bfloat16 and with packed weights.
+The first table has all matrix products of a layer of llama-3-8b, in bfloat16 and with packed weights.
 
-For each model: the workloads W1 to W3 (`weft/bench/workloads.py`), decode steps at batch 1 and 64 against the
-time that reading weights and keys takes at the measured copy bandwidth, and the prompts of W3 against the
-measured rate of a matrix product. llama-3-8b is the published shape with random weights.
+For each model the script runs the workloads W1 to W3 (`weft/bench/workloads.py`). Decode steps at batch 1 and
+64 are compared with the time to read weights and keys at the measured copy bandwidth. The prompts of W3 are
+compared with the measured rate of a matrix product. llama-3-8b is the published shape with random weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 OFFLINE = tuple(one for one in WORKLOADS.values() if one.concurrency is None)
-#: meta-llama/Meta-Llama-3-8B's config.json, what decides its speed.
+#: The fields of meta-llama/Meta-Llama-3-8B's config.json that decide its speed.
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -70,7 +70,9 @@ def head_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def decode_bytes(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
-    """Bytes that one step of ``rows`` tokens must read: weights (no input embedding), keys and values."""
+    """Return the bytes that one step of ``rows`` tokens must read: weights without the input embedding, keys,
+    values.
+    """
     weights = weight_bytes(spec, dtype) - (0 if spec.tied else head_bytes(spec, dtype))
     kv = sum(
         len(cache.layers) * 2 * cache.kv_heads * cache.head_dim * min(context, cache.window or context)
@@ -96,7 +98,7 @@ def write_llama(folder: Path) -> Path:
 
 
 def timed(run: Callable[[], object], rounds: int) -> float:
-    """The median of the seconds that ``run`` takes on the GPU, after one warm-up."""
+    """Return the median seconds of ``run`` on the GPU over ``rounds`` rounds, after one warm-up."""
     seconds = []
     for turn in range(rounds + 1):
         torch.cuda.synchronize()
@@ -109,7 +111,9 @@ def timed(run: Callable[[], object], rounds: int) -> float:
 
 
 def ceilings(rounds: int) -> dict[str, Any]:
-    """What this GPU reaches: bytes a second of a copy (read and written), operations of a product."""
+    """Return the limits of this GPU: bytes per second of a copy (read and written), operations per second of
+    a product.
+    """
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     copy = timed(partial(torch.empty_like(source).copy_, source), rounds)
     del source
@@ -139,6 +143,7 @@ def packed_products(tick: Any) -> dict[str, dict[str, float]]:
         for rows in PRODUCT_ROWS:
             xs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k in LAYER]
             calls = [partial(linear, x, weight) for x, weight in zip(xs, weights, strict=True)]
+            # Launch once before the capture: the first launch compiles.
             for call in calls:
                 call()
             seconds = [triton.testing.do_bench_cudagraph(call, rep=40) for call in calls]
@@ -170,7 +175,7 @@ def product_table(found: dict[str, dict[str, float]]) -> str:
 
 
 def model_table(models: dict[str, Any]) -> str:
-    """Workloads of every model, by who ran them."""
+    """Return the table of workloads, one row per model and engine."""
     units = ("W1 output tok/s", "W2 ms/token", "W3 prompt tok/s")
     rows = []
     for name, found in models.items():
@@ -195,7 +200,7 @@ def model_table(models: dict[str, Any]) -> str:
 
 
 class Driver:
-    """Runs prompts through an engine in this thread."""
+    """Run prompts through an engine in this thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -225,7 +230,9 @@ class Driver:
 
 
 def decode_seconds(driver: Driver, rows: int, prompt: int, tokens: int, rounds: int) -> float:
-    """Seconds of one decode step: what ``tokens`` more take than the first one, on new prompts each round."""
+    """Return the median seconds of one decode step: the extra time of ``tokens`` more tokens, with new
+    prompts each round.
+    """
     vocabulary, found = driver.core.config.spec.vocab_size, []
     for turn in range(rounds + 1):
         spent = []
@@ -279,7 +286,9 @@ def bench_weft(folder: Path, machine: dict[str, Any], args: argparse.Namespace, 
 
 
 def bench_transformers(folder: Path, rounds: int, tick: Any, device: str = "cuda") -> dict[str, Any]:
-    """The same workloads through ``generate`` of transformers, as one static batch."""
+    """Run the same workloads through ``generate`` of transformers, as one static batch. Return the
+    results.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -338,7 +347,7 @@ def report(name: str, found: dict[str, Any]) -> None:
 
 
 def title(found: dict[str, Any]) -> str:
-    """Of the result's page."""
+    """Return the title of the result page."""
     return f"{found['ceilings']['device']}, torch {found['ceilings']['torch']}"
 
 

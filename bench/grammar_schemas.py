@@ -1,4 +1,4 @@
-"""JSON schemas drawn by seed, texts near their values, and what decides whether one is valid."""
+"""Draw JSON schemas by seed, make texts near their values, and decide if a text is valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import jsonschema
 
 FUNCTIONS = Path(__file__).parent / "data" / "function_schemas.json"
-"""Fifty schemas written like those of functions that agents call."""
+"""Path of fifty schemas in the style of agent functions."""
 
 _NAMES = ["a", "b", "id", "name", "x y", "é", "k/1", "type", "$ref", "items", "a.b", "A", "aa"]
 _WORDS = ["", "a", "ab", "red", "über", 'q"t', "line\nend", "back\\slash", "日本", "0", "null", "true", " x "]
@@ -32,19 +32,19 @@ _FORMATS = [
 
 
 def functions() -> list[dict[str, Any]]:
-    """The fifty, without their names."""
+    """Return the fifty schemas without the function names."""
     return [entry["parameters"] for entry in json.loads(FUNCTIONS.read_text())]
 
 
 class Drawn:
-    """Schemas by seed. Half of all keywords are ones that few backends hold to."""
+    """Draw schemas by seed. Half of all keywords are rarely enforced by grammar backends."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._names: list[str] = []
 
     def schema(self) -> dict[str, Any]:
-        """One schema, with definitions where it refers to some."""
+        """Return one schema, with definitions if the schema refers to some."""
         if self._random.random() < 0.25:
             self._names = [f"d{number}" for number in range(self._random.randint(1, 3))]
         result = self._one(0)
@@ -166,7 +166,9 @@ class Drawn:
 
 
 def mutants(value: Any, rng: random.Random) -> list[str]:
-    """Texts near a value: other values in its places, keys more and less, odd spellings. Some are valid."""
+    """Return texts near a value: changed values, more or fewer keys, unusual spellings. Some texts are
+    valid.
+    """
     result = []
     for _ in range(4):
         separators = rng.choice([(",", ":"), (", ", ": ")])
@@ -217,14 +219,16 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 
 class Oracle:
-    """Whether a text is JSON, and valid under a schema: numbers are decimals, formats are checked."""
+    """Decide if a text is JSON and valid under a schema. Numbers are decimals; formats are checked."""
 
     def __init__(self, schema: Any) -> None:
         exact = json.loads(json.dumps(schema), parse_float=Decimal)
         self._validator = _VALIDATOR(exact, format_checker=_CHECKER)
 
     def valid(self, text: str) -> bool:
-        """False too for text that is no JSON, or has white space around."""
+        """Return True for a valid text. Return False also for text that is not JSON or has white space
+        around.
+        """
         try:
             value = json.loads(text, parse_float=Decimal, parse_constant=_constant)
         except ValueError:
@@ -278,7 +282,7 @@ _check("duration")(
 
 
 def _moment(text: str) -> object:
-    """As RFC 3339 has it; Python reads at most microseconds."""
+    """Parse an RFC 3339 timestamp; raise ValueError. Digits beyond microseconds are cut."""
     if not re.fullmatch(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([zZ]|[+-]\d\d:\d\d)", text, re.ASCII):
         raise ValueError(text)
     return datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", text))

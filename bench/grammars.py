@@ -1,11 +1,11 @@
-"""Grammar backends beside each other: masks, compiles, and JSON schemas that are kept to, refused or broken.
+"""Compare grammar backends: masks, compile times, and JSON schemas that are enforced, refused or violated.
 
 python -m bench.grammars [--schemas 1000] [--name grammars]
 
-1,000 schemas drawn by seed and 50 written like those of functions. Each that a backend takes is walked at
-random through its masks, and tried with values that hypothesis-jsonschema makes and with texts near them:
-what is accepted must be valid (jsonschema, exact decimals, formats checked), what is valid should be
-accepted.
+The schemas are 1,000 schemas drawn by seed and 50 in the style of functions. Each accepted schema is walked
+at random through its masks. Each is also tried with values of hypothesis-jsonschema and with texts near those
+values. An accepted text must be valid (jsonschema, exact decimals, formats checked), and a valid text should
+be accepted.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from weft.types.grammar import JsonSchema
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 300
 _CONTROL = re.compile(r"\\u00[0-9a-f]{2}|\x7f")
-"""A control character in a text: it has no other spelling, and none is taken in strings."""
+r"""Matches a control character in a text: an escaped spelling below \u0100, or DEL. No backend accepts them
+in strings."""
 MARKUP = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 @dataclass
 class Model:
-    """A tokenizer, and what walks need of it."""
+    """Hold a tokenizer and the data for random walks."""
 
     name: str
     folder: Path
@@ -73,7 +74,7 @@ _CLOSERS = {b'"', b"}", b"]", b"]}", b'"}', b'"]', b"}}", b",", b":", b'":', b'"
 
 @dataclass
 class Tally:
-    """What one backend did, over all schemas of one tokenizer."""
+    """Count the results of one backend over all schemas of one tokenizer."""
 
     backend: str
     compile_ms: list[float] = field(default_factory=list)
@@ -82,10 +83,10 @@ class Tally:
     taken: int = 0
     walks: int = 0
     walked: int = 0
-    """Walks that came to an end."""
+    """Number of completed walks."""
     values: int = 0
     rejected: list[tuple[str, str]] = field(default_factory=list)
-    """Valid values that were not accepted: schema, text."""
+    """Valid values that the backend rejected: (schema, text)."""
     near: int = 0
     near_accepted: int = 0
     broken: list[tuple[str, str]] = field(default_factory=list)
@@ -105,7 +106,7 @@ def tried(
     seed: int,
     tally: Tally,
 ) -> None:
-    """One schema, with one backend: added to ``tally``."""
+    """Try one schema with one backend. Add the results to ``tally``."""
     text = json.dumps(schema, ensure_ascii=False)
     start = time.process_time_ns()
     try:
@@ -116,11 +117,13 @@ def tried(
     tally.compile_ms.append((time.process_time_ns() - start) / 1e6)
     tally.taken += 1
     oracle = Oracle(schema)
+    # Check that the grammar never allows an invalid text: walk through the masks at random.
     rng = random.Random(seed)
     for _ in range(2):
         made = walk(compiled.matcher(), model, rng, tally)
         if made is not None and not oracle.valid(made):
             tally.broken.append((text, made))
+    # Check that the grammar accepts valid values, and mutants only if they are valid.
     for value in values:
         spelled = [spelling(value, schema), spelling(value, {})]
         if not oracle.valid(spelled[0]):
@@ -137,7 +140,7 @@ def tried(
 
 
 def walk(matcher: Matcher, model: Model, rng: random.Random, tally: Tally) -> str | None:
-    """A text made by drawing tokens that the masks allow; None when it did not come to an end."""
+    """Return a text of random tokens that the masks allow, or None if the walk did not reach an end."""
     words = np.zeros((model.size + 31) // 32, np.int32)
     ids: list[int] = []
     tally.walks += 1
@@ -150,6 +153,7 @@ def walk(matcher: Matcher, model: Model, rng: random.Random, tally: Tally) -> st
             tally.walked += 1
             return model.tokenizer.decode(ids)
         allowed[list(model.ends)] = False
+        # Prefer short and, late in the walk, closing tokens: unbiased walks seldom reach an end.
         wanted = model.closing if rng.random() < (0.3 if step < 40 else 0.9) else model.short
         choices = np.flatnonzero(allowed & wanted)
         if not len(choices) or rng.random() < (0.1 if step < 60 else 0.02):
@@ -163,13 +167,13 @@ def walk(matcher: Matcher, model: Model, rng: random.Random, tally: Tally) -> st
 
 
 def accepts(compiled: CompiledGrammar, model: Model, text: str) -> bool:
-    """Whether the whole text is one that the grammar may end with."""
+    """Return True if the grammar accepts the whole text followed by an end token."""
     matcher = compiled.matcher()
     return all(map(matcher.accept, model.encode(text))) and matcher.accept(model.ends[0])
 
 
 def reason(error: WeftError) -> str:
-    """A refusal without what is special to one schema."""
+    """Return a refusal without the parts that are specific to one schema."""
     message = error.message.split(" (at ")[0].split(";")[0].split(", or ")[0]
     return message.split(": /")[0].replace("the grammar cannot be compiled: ", "")[:90]
 
@@ -192,7 +196,7 @@ if not hasattr(many, "more"):
 
 
 def values_of(schema: dict[str, Any], seed: int, count: int) -> list[Any]:
-    """Values that hypothesis-jsonschema makes; none for schemas that it cannot read."""
+    """Return up to ``count`` values from hypothesis-jsonschema; an empty list for schemas it cannot read."""
     found: list[Any] = []
 
     @hypothesis.seed(seed)
@@ -246,7 +250,7 @@ def _listed(schema: Any) -> Iterator[list[str]]:
 
 
 def trained(folder: Path, size: int) -> Model:
-    """A byte-level BPE of about ``size`` tokens, trained on this repository's text."""
+    """Train a byte-level BPE of about ``size`` tokens on the text of this repository. Return the model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -273,7 +277,7 @@ def bundled() -> Model:
 
 
 def summary(tally: Tally) -> dict[str, Any]:
-    """What goes into the result."""
+    """Return the figures of one backend for the result file."""
     return {
         "backend": tally.backend,
         "taken": tally.taken,

@@ -1,11 +1,11 @@
-"""How much of a transfer lies under prefill, with one group that prefills and one that decodes (E25).
+"""Measure how much of a transfer prefill hides, with one prefill and one decode group.
 
     python -m bench.hidden [--model qwen3-dense-s] [--lengths 512,1024,2048,4096] [--name NAME]
 
-Prompts come one at a time, over HTTP, each group on a core of its own. Of each room the head that prefills
-tells two times: from its first byte to its last (``weft:transfer_seconds``), and from the first token until
-the other head has all of it (``weft:transfer_exposed_seconds``): that is what a client waits for. The
-share that is hidden is what the second lacks of the first.
+Prompts arrive one at a time over HTTP. Each group has a core of its own. The prefill engine reports two times
+per transfer: from the first byte to the last byte (``weft:transfer_seconds``), and from the first token until
+the decode engine has the whole cache (``weft:transfer_exposed_seconds``). A client waits for the second time.
+The hidden share is 1 minus the second divided by the first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from weft.bench.process import ServerProcess
 from weft.bench.workloads import random_ids
 
 HEARTBEAT_S = 1.2
-"""Within which a head has told its counters."""
+"""Maximum seconds until an engine has reported its counters."""
 
 
 def counters(url: str) -> dict[str, float]:
-    """Sums of the head that prefills."""
+    """Return sums of the prefill engine's transfer metrics at ``url``."""
     text = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
     found = {}
     for name in ("transfer_exposed_seconds_sum", "transfer_seconds_sum", "transfers_sent_bytes_total"):
@@ -59,7 +59,9 @@ def prompts(server: ServerProcess, length: int, count: int, key: str, vocabulary
 
 
 def measure(server: ServerProcess, length: int, count: int, vocabulary: int) -> dict[str, Any]:
-    """One row of a transport: means over ``count`` prompts."""
+    """Return one row of a transport: means over ``count`` prompts. Raise RuntimeError if transfers are
+    missing.
+    """
     prompts(server, length, 1, "warm-up", vocabulary)
     time.sleep(HEARTBEAT_S)
     before = counters(server.url)

@@ -1,8 +1,8 @@
-"""Careless and hostile clients, for ``bench.canary``: each attacks a server on this machine for some seconds.
+"""Attack a server on this machine for some seconds, as careless and hostile clients do, for ``bench.canary``.
 
 python -m bench.hostile NAME http://127.0.0.1:8000 --seconds 10 [--scale 0.1]
 
-Every attack stops by itself, and its size can be scaled down. Only loopback addresses are taken.
+Every attack stops by itself. ``--scale`` reduces the size of an attack. Only loopback addresses are accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = "Tom has 12 apples and buys 7 more. "
 
 @dataclass(frozen=True)
 class Target:
-    """Who is attacked, for how long and how hard."""
+    """Hold the address of the attacked server, and the duration and size of the attack."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Target:
     key: str = ""
     """API key of the attacker."""
     streams: int = 64
-    """Streams that are never read: as many as the server has sequence slots."""
+    """Number of streams that nobody reads: as many as the server has sequence slots."""
 
     @property
     def until(self) -> float:
@@ -54,7 +54,7 @@ class Target:
 
 
 def post(target: Target, path: str, body: bytes) -> int:
-    """Sends one request; its status, or 0 where the connection ended without an answer."""
+    """Send one request. Return its status, or 0 if the connection ended without an answer."""
     link = http.client.HTTPConnection(target.host, target.port, timeout=120)
     with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
         link.request("POST", path, body, {"content-type": "application/json", **key_header(target)})
@@ -139,7 +139,7 @@ def chunks(target: Target) -> list[int]:
 
 
 def idle_uploads(target: Target) -> list[int]:
-    """2,000 connections that send headers and one byte of a body."""
+    """Open 2,000 connections that send headers and one byte of a body."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     head = head_of(target, "content-length: 1000000") + b"{"
@@ -174,7 +174,7 @@ def never_read(target: Target) -> list[int]:
 
 
 def echo_logprobs(target: Target) -> list[int]:
-    """400 KB of 256 prompts whose answer would be half a gigabyte, as a whole and as a stream."""
+    """Send 400 KB of 256 prompts with an answer of half a gigabyte, complete and streamed."""
     text = WORDS * (target.times(1500) // len(WORDS))
     fields = {"echo": True, "logprobs": 20, "max_tokens": 1, "n": 4}
 
@@ -186,7 +186,7 @@ def echo_logprobs(target: Target) -> list[int]:
     return again(target, send)
 
 
-# ---- grammars: sizes are not scaled, since it is the size that attacks
+# ---- grammars: sizes are not scaled, because the size is the attack
 
 
 def grammar(target: Target, path: str = CHAT, **fields: Any) -> bytes:
@@ -196,12 +196,12 @@ def grammar(target: Target, path: str = CHAT, **fields: Any) -> bytes:
 
 
 def schema(value: Any) -> dict[str, Any]:
-    """The field that asks for an answer under a JSON schema."""
+    """Return the request field for an answer under a JSON schema."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
 
 
 def endless_grammars(target: Target) -> list[int]:
-    """Eight clients with schemas of 59 patterns, each another one, whose compile does not end."""
+    """Run eight clients with distinct schemas of 59 patterns, each with an endless compile."""
 
     def send(number: int) -> int:
         pattern = "^(a|b)*a(a|b){%d}c{%d}$"
@@ -212,7 +212,9 @@ def endless_grammars(target: Target) -> list[int]:
 
 
 def large_grammars(target: Target) -> list[int]:
-    """Eight clients with multiples of numbers, each another one: the largest that are taken, and larger."""
+    """Run eight clients with distinct ``multipleOf`` schemas: the largest accepted divisors, and larger
+    ones.
+    """
 
     def send(number: int) -> int:
         divisor = 98_993 - number if number % 2 else 29_989 - number
@@ -226,7 +228,7 @@ SHARED_PATTERN = "([a-z]|[a-z][a-z])*a[a-z]{40}c{3}"
 
 
 def spent_grammars(target: Target) -> list[int]:
-    """Eight clients whose random outputs fill a lexer that others would use, too."""
+    """Run eight clients whose random outputs fill a lexer that other requests share."""
 
     def send(number: int) -> int:
         fields = {"guided_regex": SHARED_PATTERN, "max_tokens": 400, "temperature": 2, "seed": number}
@@ -250,7 +252,9 @@ def exclusive_grammars(target: Target) -> list[int]:
 
 
 def respond(target: Target, items: list[dict[str, Any]], **fields: Any) -> tuple[int, str | None]:
-    """Makes a stored response from ``items``; its status and id. (0, None) where the connection ended."""
+    """Store a response made from ``items``. Return its status and id, or (0, None) if the connection
+    ended.
+    """
     asked = {"type": "message", "role": "user", "content": "Hi"}
     body = encoded(target, input=[*items, asked], max_output_tokens=1, store=True, **fields)
     link = http.client.HTTPConnection(target.host, target.port, timeout=120)
@@ -262,7 +266,7 @@ def respond(target: Target, items: list[dict[str, Any]], **fields: Any) -> tuple
 
 
 def chained_responses(target: Target) -> list[int]:
-    """Eight clients with chains of stored responses, whose items have megabytes that no prompt shows."""
+    """Run eight clients with chains of stored responses. The items have megabytes that no prompt contains."""
     size = target.times(2 << 20)
     unseen = {"type": "message", "role": "user", "content": "Hi", "phase": "x" * size}
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * size}
@@ -279,7 +283,7 @@ def chained_responses(target: Target) -> list[int]:
 
 
 def full_store(target: Target) -> list[int]:
-    """Eight clients that fill the store of responses. Sizes are not scaled."""
+    """Run eight clients that fill the store of responses. Sizes are not scaled."""
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * (4 << 20)}
     return at_once(target, 8, lambda _: respond(target, [sealed])[0])
 
@@ -295,7 +299,7 @@ def image_request(target: Target, files: list[bytes], kind: str) -> bytes:
 
 
 def image_file(side: int, mode: str, kind: str, **options: Any) -> bytes:
-    """A black square, whose file is small."""
+    """Return the bytes of an image file with a black square, which compresses well."""
     file = io.BytesIO()
     Image.new(mode, (side, side)).save(file, kind, **options)
     return file.getvalue()
@@ -316,7 +320,7 @@ def jpeg_scans(target: Target) -> list[int]:
 
 
 IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans}
-"""For a model that takes images; others refuse them at once."""
+"""Attacks on a model with image input. Other models refuse them at once."""
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,
@@ -337,7 +341,7 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
 
 
 def head_of(target: Target, length: str) -> bytes:
-    """The head of a chat request; ``length`` is the header that tells how long its body is."""
+    """Return the head of a chat request. ``length`` is the header with the length of the body."""
     lines = [f"POST {CHAT} HTTP/1.1", "host: localhost", "content-type: application/json", length]
     lines += [f"{name}: {value}" for name, value in key_header(target).items()]
     return "\r\n".join([*lines, "", ""]).encode()
@@ -348,7 +352,7 @@ def connect(target: Target) -> socket.socket:
 
 
 def status_of(link: socket.socket) -> int:
-    """The status of the answer that comes over ``link``."""
+    """Return the status of the answer on ``link``, or 0 without a status line."""
     line = link.makefile("rb").readline().split()
     return int(line[1]) if len(line) > 1 else 0
 

@@ -1,12 +1,10 @@
-"""Requests with large images, so many at once: how long until their first tokens, and whether all are
-answered (D25).
+"""Send bursts of requests with large images: measure the times to first token, and count failures.
 
 python -m bench.image_bursts --name image-bursts-mine
 
-One server with groups of each role, and room for the embeddings of one prompt's images at either end. Bursts
-of each size of ``--widths``, one after the other, the first one as soon as the server answers: nothing is
-warm. Behind each burst one request more is sent, alone, and all pools must become as they were at the
-beginning.
+One server has groups of each role, and room for the embeddings of one prompt's images at each end. Bursts of
+each size of ``--widths`` follow in sequence. The first burst starts when the server becomes ready, so nothing
+is warm. After each burst the script sends a single request. All pools must then be as at the beginning.
 """
 
 from __future__ import annotations
@@ -34,17 +32,20 @@ from weft.bench.process import ServerProcess
 
 @dataclass
 class Answered:
-    """One request. Seconds from its sending."""
+    """Hold the result of one request. Times are seconds after sending."""
 
     first: float = 0.0
-    """Its first token; 0 of one that failed."""
+    """Time of the first token; 0 for a failed request."""
     whole: float = 0.0
     failure: str = ""
 
 
 def longer(model: str, positions: int, folder: Path) -> str:
-    """``model`` with room for so many positions: a folder with the same files, and another configuration.
-    What a prompt means to it there does not matter here."""
+    """Return ``model`` with ``positions`` positions: a folder with links to the same files and a changed
+    configuration.
+
+    The quality of the output does not matter here.
+    """
     source = model_folder(model, default_folder())
     for file in source.iterdir():
         (folder / file.name).symlink_to(file)
@@ -56,7 +57,7 @@ def longer(model: str, positions: int, folder: Path) -> str:
 
 
 async def ask(http: httpx.AsyncClient, body: bytes) -> Answered:
-    """One request, streamed. Never sent again."""
+    """Send one streaming request and return the result. The request is never repeated."""
     made, begun = Answered(), time.monotonic()
     headers = {"content-type": "application/json"}
     try:
@@ -68,6 +69,7 @@ async def ask(http: httpx.AsyncClient, body: bytes) -> Answered:
                 if line == "data: [DONE]":
                     made.whole = time.monotonic() - begun
                     return made
+                # The first token is the first event with content; the role event comes earlier.
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
@@ -154,7 +156,7 @@ def main() -> None:
             "--long-prefill-token-threshold",
             str(args.chunk),
         ]
-        command += ["--no-enable-prefix-caching"]  # whatever was said before, prompts are computed
+        command += ["--no-enable-prefix-caching"]  # prompts are always computed, whatever the earlier flags
         environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
         log = Path(folder) / "server.log"
         with ServerProcess(command, environment=environment, log_file=log) as server:

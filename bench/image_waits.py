@@ -1,21 +1,21 @@
-"""What a group that computes prompts loses while some of them wait for embeddings of images (D16).
+"""Measure the loss of a prefill group while prompts wait for embeddings of images.
 
 python -m bench.image_waits --name image-waits-mine
 
-Groups of one role each. The head that computes prompts has the last core alone, everything else has the
-others.
+Each group has one role. The prefill engine has the last core alone; all other processes share the other
+cores.
 
-**Ready and not computed.** Prompts with an image beside prompts of text, from the spans of
-``--trace-requests``. Of the time from the first to the last of them at that head:
+**Ready and not computed.** Prompts with an image run beside prompts of text. The data are the spans of
+``--trace-requests``. The time from the first to the last span at the prefill engine has four parts:
 
     computing     a prompt is in a step, or between two of its steps
-    lost          none is, though one is ready: it has all its images, or has none, and waits for a step
-    only images   all that there are wait for images
-    nothing       there are none
+    lost          no prompt is computed, but a ready prompt (no image is missing) waits for a step
+    only images   all prompts wait for images
+    nothing       no prompt is present
 
-**Text beside prompts that wait.** Prompts of text as fast as they go, in turns alone and beside
-``--waiting`` prompts whose images do not come: the group that encodes stands still (SIGSTOP) meanwhile.
-What is lost is how much longer prompts take beside them.
+**Text beside prompts that wait.** Prompts of text run as fast as possible, in turns alone and beside
+``--waiting`` prompts without their images: the encode group is stopped (SIGSTOP) meanwhile. The loss is the
+slowdown of the prompts of text.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from weft.tracing.merge import ReadSpan, read_folder
 Interval = tuple[int, int]
 """Nanoseconds: [begin, end)."""
 End = tuple[float, float]
-"""When a prompt was answered, and the CPU seconds by then of the process that computes prompts."""
+"""(time of an answer, CPU seconds of the prefill process at that time)."""
 FLAGS = "--threads 1 --encode 1 --prefill 1 --decode 1 --no-enable-prefix-caching"
 TEXTS = 4
-"""Prompts of text that are asked at once: there is always one that is ready."""
+"""Number of concurrent prompts of text, so that a ready prompt always exists."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, as intervals that are apart and in order."""
+    """Return the same moments as disjoint intervals in order."""
     made: list[Interval] = []
     for begin, end in sorted(intervals):
         if made and begin <= made[-1][1]:
@@ -71,8 +71,11 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def shares(spans: Sequence[ReadSpan], head: str = "prefill") -> dict[str, float]:
-    """Shares of the time of the head whose name begins with ``head``: see the module. Raises ValueError when
-    it has no spans."""
+    """Return shares of the time of the engine whose name begins with ``head``; the module docstring defines
+    them.
+
+    Raise ValueError if the engine has no spans.
+    """
     found: dict[str, list[Interval]] = {"prefill": [], "queue": [], "await images": []}
     for one in spans:
         if one.process.startswith(head) and one.name in found:
@@ -82,6 +85,8 @@ def shares(spans: Sequence[ReadSpan], head: str = "prefill") -> dict[str, float]
         raise ValueError(f"no head {head} wrote spans of prompts")
     computing, ready, waiting = found.values()
     seconds = max(end for _, end in whole) - min(begin for begin, _ in whole)
+    # Each state counts only where no earlier state applies: lengths of unions, minus the union of earlier
+    # states.
     lost = length(computing + ready) - length(computing)
     images = length(computing + ready + waiting) - length(computing + ready)
     nothing = seconds - length(whole)
@@ -90,19 +95,19 @@ def shares(spans: Sequence[ReadSpan], head: str = "prefill") -> dict[str, float]
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def give_cores(root: int) -> None:
-    """The head that computes prompts alone gets the last core; this process and all others get the rest."""
+    """Give the last core to the prefill engine alone. Give the other cores to this process and the rest."""
     cores = sorted(os.sched_getaffinity(0))
     for process in [os.getpid(), *(one.pid for one in tree(root))]:
         alone = title_of(process).startswith("head prefill")
         mine = set(cores[-1:] if alone else cores[:-1] or cores)
         for task in Path(f"/proc/{process}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 os.sched_setaffinity(int(task.name), mine)
 
 
@@ -114,12 +119,12 @@ class Asked:
         self._numbers = itertools.count()
 
     async def text(self) -> None:
-        """One prompt of text, until it is answered."""
+        """Send one prompt of text and wait for the answer."""
         prompt = random_ids(f"text {next(self._numbers)}", self._args.prompt_tokens, 4096)
         await self._post("completions", {"prompt": prompt})
 
     async def image(self) -> None:
-        """One prompt with an image, until it is answered."""
+        """Send one prompt with an image and wait for the answer."""
         number = next(self._numbers)
         side = self._args.image_side
         shown = await asyncio.to_thread(picture, number, (side, side))
@@ -130,7 +135,7 @@ class Asked:
         (await self._http.post(f"/v1/{route}", json=body)).raise_for_status()
 
     async def awaiting(self) -> int:
-        """Prompts that wait for images, at all heads."""
+        """Return the number of prompts that wait for images, over all engines."""
         page = (await self._http.get("/metrics")).text
         name = "weft:embedding_transfers_awaiting"
         return int(sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)))
@@ -138,7 +143,10 @@ class Asked:
 
 @contextlib.asynccontextmanager
 async def texts(asked: Asked, head: int) -> AsyncIterator[list[End]]:
-    """Prompts of text, ``TEXTS`` at once all along; their ends. ``head``: the process that computes them."""
+    """Keep ``TEXTS`` prompts of text running inside the context. Yield the list of their ends.
+
+    ``head`` is the id of the prefill process. Raise the error of a failed prompt on exit.
+    """
     ends: list[End] = []
 
     async def one() -> None:
@@ -151,7 +159,7 @@ async def texts(asked: Asked, head: int) -> AsyncIterator[list[End]]:
         yield ends
         for task in tasks:
             if task.done():
-                task.result()  # it failed
+                task.result()  # raise the error of a failed prompt
     finally:
         for task in tasks:
             task.cancel()
@@ -159,7 +167,7 @@ async def texts(asked: Asked, head: int) -> AsyncIterator[list[End]]:
 
 
 async def beside(asked: Asked, head: int, args: argparse.Namespace, text: bool) -> None:
-    """Images at a fixed rate for ``--seconds``, with prompts of text beside them or without."""
+    """Send images at a fixed rate for ``--seconds``, with or without prompts of text beside them."""
     async with contextlib.AsyncExitStack() as held:
         if text:
             await held.enter_async_context(texts(asked, head))
@@ -181,13 +189,14 @@ def rates(ends: Sequence[End]) -> tuple[float, float]:
 
 
 async def in_turns(asked: Asked, root: int, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Prompts of text a second: rounds alone, and beside prompts that wait."""
+    """Return prompts of text per second of each round, in turns alone and beside waiting prompts."""
     rounds: list[dict[str, float]] = []
     for number in range(2 * args.rounds + 1):
         count = args.waiting * (number % 2)
-        encoder = heads(root)["encode"]  # one that stood still when its rooms ended is replaced
+        encoder = heads(root)["encode"]  # look up again: an encoder stopped during its transfers is replaced
         try:
-            if count:  # a group that has been still for long is sent nothing
+            # a group that is stopped for long receives no requests, so stop the group just before the round
+            if count:
                 os.kill(encoder, signal.SIGSTOP)
             rounds.append(await _round(asked, heads(root)["prefil"], count, args))
         finally:
@@ -198,7 +207,9 @@ async def in_turns(asked: Asked, root: int, args: argparse.Namespace) -> list[di
 
 
 async def _round(asked: Asked, head: int, count: int, args: argparse.Namespace) -> dict[str, float]:
-    """Prompts of text beside ``count`` that wait."""
+    """Measure prompts of text beside ``count`` waiting prompts. Raise RuntimeError if the prompts do not
+    wait.
+    """
     waiting = [asyncio.create_task(asked.image()) for _ in range(count)]
     until = time.monotonic() + args.deadline
     try:
@@ -219,7 +230,7 @@ async def _round(asked: Asked, head: int, count: int, args: argparse.Namespace) 
 
 
 def heads(root: int) -> dict[str, int]:
-    """Process ids by the first six letters of their roles."""
+    """Return engine process ids by the first six letters of their roles."""
     titles = ((pid, title_of(pid).split()) for pid in processes(root))
     return {words[1][:6]: pid for pid, words in titles if len(words) > 1 and words[0] == "head"}
 
@@ -231,7 +242,7 @@ async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> li
     ) as http:
         asked = Asked(http, server, args)
         root = server.pid or 0
-        await asked.image()  # whatever is made for the first one
+        await asked.image()  # warm up
         if kind == "turns":
             return await in_turns(asked, root, args)
         await beside(asked, heads(root)["prefil"], args, kind == "images and text")
@@ -240,8 +251,8 @@ async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> li
 
 
 def once(kind: str, model: str, args: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """One server under one kind of load: (shares of the head's time, rounds)."""
-    program = "from weft.cli.main import main; main()"
+    """Run one server under one kind of load. Return (shares of the engine's time, rounds)."""
+    program = "from weft.launch.main import main; main()"
     with tempfile.TemporaryDirectory() as folder:
         spans = Path(folder) / "spans"
         command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""What the scripts that drive an engine step by step share: an engine, and requests made of random ids."""
+"""Share an engine and requests of random ids between the scripts that drive an engine step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.types.sampling import TokenParams
 
 
 def engine(model: str, threads: int, **settings: Any) -> EngineCore:
-    """An engine without prefix caching, so that equal prompts cost what they cost."""
+    """Return an engine. Prefix caching is off by default, so that repeated prompts are computed again."""
     settings.setdefault("enable_prefix_caching", False)
     return EngineCore(
         resolve(from_keywords({"model": model, "threads": threads, **settings})), clock=SystemClock()
@@ -23,7 +23,7 @@ def engine(model: str, threads: int, **settings: Any) -> EngineCore:
 
 
 def request(number: int, prompt: int, tokens: int, vocabulary: int, rng: random.Random) -> Submit:
-    """Sequence ``number``: ``prompt`` random ids and exactly ``tokens`` greedy tokens after them."""
+    """Return a request for sequence ``number``: ``prompt`` random ids, then ``tokens`` greedy tokens."""
     return Submit(
         sequence=number,
         request=number,

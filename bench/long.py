@@ -1,22 +1,23 @@
-"""What long contexts cost: decode and prefill at depth, against the roofline of attention, and their memory.
+"""Measure long contexts: decode and prefill at depth against the roofline of attention, and memory.
 
 python -m bench.long --threads 2 --json bench/results/long-mine.json
 python -m bench.long --models qwen3-dense-s --depths 8192,32768
 
-A real engine with random weights and chunks of 512 tokens, one sequence at a time, bf16, each model in a
-process of its own. **A depth is not reached by computing it**: the engine plans and commits every chunk of
-the prompt before it, but the model is not called for them, and its caches hold random numbers from the
+A real engine with random weights runs one sequence at a time, in bf16, with chunks of 512 tokens. Each model
+has a process of its own. **The positions below a depth are not computed.** The engine plans and commits every
+chunk of the prompt below the depth, but does not call the model, and the caches hold random numbers from the
 start. From the depth on everything is computed: ``--chunks`` chunks of the prompt, then ``--tokens`` decode
-steps. ``--whole N`` computes a prompt of N tokens from its first token too, to hold the sum of its chunks
-against.
+steps. ``--whole N`` also computes a prompt of N tokens from its first token, as a check of the sum of chunks.
 
-``added``: milliseconds a token more than at depth 0, which is what attention to the context takes.
-``floor``: the roofline of that, the longer of what a token reads more of the caches at the bandwidth of
-memory (decode; the tokens of a chunk share what they read) and of its operations at the rate of a matrix
-product (1024 x 1024 x 1024 in bf16), both measured in the same process just before (``bench.gemm``).
-``share`` is floor over added. Caches that fit in the CPU's own may beat the floor.
-Memory: the largest resident set of all steps over that before the first one, with weights loaded and caches
-full, beside what planning sets aside for a step; and all of it beside weights, caches and that.
+* ``added``: extra milliseconds per token compared with depth 0, i.e. the time of attention to the context.
+* ``floor``: the roofline of ``added``, the larger of two times. The first is the extra cache bytes of a token
+  at memory bandwidth (decode; the tokens of a chunk share the reads). The second is the extra operations at
+  the rate of a matrix product (1024 x 1024 x 1024 in bf16). Both rates are measured in the same process just
+  before (``bench.gemm``).
+* ``share``: floor divided by added. Caches that fit in the CPU's cache may beat the floor.
+* Memory: the peak resident set over all steps minus the resident set before the first step (weights loaded,
+  caches full), beside the planned size of a step. Also the total, beside weights, caches and the planned
+  size.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ MODELS = ("qwen3-dense-s", "deepseek-moe-s", "qwen3next-s", *SPARSE)
 
 
 def write_config(folder: Path, name: str) -> Path:
-    """The config.json of ``name`` with room for ``LONGEST`` positions, in ``folder``."""
+    """Write the config.json of ``name`` with ``LONGEST`` positions into ``folder``. Return ``folder``."""
     if name in SPARSE:
         base, architecture, kind, more = SPARSE[name]
         config = {**config_of(base), **more, "architectures": [architecture], "model_type": kind}
@@ -98,7 +99,7 @@ def write_config(folder: Path, name: str) -> Path:
 
 
 class Engine:
-    """An engine whose model is not called for prompts below a depth; notes what its other steps took."""
+    """Wrap an engine that skips the model below a depth. Record the durations of all other steps."""
 
     def __init__(self, folder: Path, threads: int, longest: int, **settings: Any) -> None:
         self.core: EngineCore = engine(
@@ -113,9 +114,9 @@ class Engine:
             **settings,
         )
         self.depth = 0
-        """Positions of a prompt that are not computed, a multiple of ``CHUNK``."""
+        """Number of skipped prompt positions, a multiple of ``CHUNK``."""
         self.prefill: list[float] = []
-        """Seconds of each chunk that was computed."""
+        """Seconds of each computed chunk."""
         self.decode: list[float] = []
         self._skips = False
         self._fill()
@@ -125,7 +126,7 @@ class Engine:
         """Bytes resident with weights and full caches, before the first step."""
 
     def _fill(self) -> None:
-        """Random numbers in all entries of all caches; states stay as they are."""
+        """Fill all cache entries with random numbers. Leave recurrent states unchanged."""
         runner = self.core.runner.runner
         base = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
         states = {number for number, pool in enumerate(runner.kv.pools) if pool.cache.kind == "state"}
@@ -162,7 +163,10 @@ class Engine:
         scheduler.observe = listening  # type: ignore[method-assign]
 
     def run(self, depth: int, chunks: int, tokens: int) -> None:
-        """A sequence whose prompt ends ``chunks`` chunks behind ``depth``, and ``tokens`` tokens of it."""
+        """Run a sequence whose prompt ends ``chunks`` chunks after ``depth``, and generate ``tokens`` tokens.
+
+        Raise SystemExit if the number of computed chunks differs from ``chunks``.
+        """
         self.depth = depth
         self.prefill, self.decode = [], []
         vocabulary = self.core.config.spec.vocab_size
@@ -174,7 +178,7 @@ class Engine:
 
 
 def one(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of a model: rows by depth, limits, memory."""
+    """Return all figures of a model: rows by depth, limits, memory."""
     torch.set_num_threads(args.threads)
     bounds = gemm.limits(args.turns)
     longest = max(*args.depths, args.whole) + args.chunks * CHUNK + args.tokens
@@ -215,7 +219,7 @@ def one(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def against_floor(rows: list[dict[str, Any]], bounds: dict[str, float]) -> None:
-    """Completes the rows: what each added to the first one, and what that should take."""
+    """Add to each row the extra time compared with the first row, and the roofline of the extra time."""
     first = rows[0]
     rates = {"bytes": bounds["read GB/s"] * 1e9, "flops": bounds["bf16 GFLOP/s"] * 1e9}
     for row in rows:
@@ -227,13 +231,13 @@ def against_floor(rows: list[dict[str, Any]], bounds: dict[str, float]) -> None:
 
 
 def whole_prompt(made: Engine, tokens: int, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a prompt that is computed from its first token on, and of its last chunk."""
+    """Compute a whole prompt. Return its seconds, and the milliseconds per token of its last chunk."""
     made.run(0, tokens // CHUNK, 1)
     return {"tokens": tokens, "seconds": sum(made.prefill), "last_chunk_ms": 1e3 * made.prefill[-1] / CHUNK}
 
 
 def share(row: dict[str, Any], kind: str) -> str:
-    """Of the floor in what was measured; - for the first depth."""
+    """Return floor divided by measured time as a percentage; "-" for the first depth."""
     added, floor = row[f"{kind}_added_ms"], row[f"{kind}_floor_ms"]
     return f"{floor / added:.0%}" if floor and added > 0 else "-"
 
@@ -284,7 +288,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def apart(name: str) -> dict[str, Any]:
-    """``one`` in a process of its own, with the same arguments."""
+    """Run ``one`` in a process of its own with the same arguments. Return its result."""
     began = time.monotonic()
     command = [sys.executable, "-m", "bench.long", *sys.argv[1:], "--one", name]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
@@ -323,7 +327,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for name in names:
         found.append(apart(name))
-        if args.json:  # what is there so far
+        if args.json:  # write the partial results too
             numbers = {"threads": args.threads, "models": found}
             record.write(args.json, "bench.long", title, table(found), numbers)
             plot_depths({one["model"]: one["rows"] for one in found}, title, args.json.with_suffix(".png"))

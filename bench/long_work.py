@@ -1,8 +1,8 @@
-"""What attention to a context reads and multiplies, from a model's facts: the roofline of ``bench.long``.
+"""Compute reads and operations of attention to a context from a model spec: the roofline of ``bench.long``.
 
-Least work, whichever way it is computed: an entry is read once for all heads, a product of a query and a key
-is two operations an element, and latent attention takes the cheaper of its two forms. Choosing (sparse
-models) counts, recurrent states do not: they cost the same at every depth.
+The functions count the least possible work. Every entry is read once for all heads. A product of a query and
+a key takes two operations per element. Latent attention takes the cheaper of its two forms. Selection (sparse
+models) counts. Recurrent states do not count, because their cost is the same at every depth.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from weft.config.spec import ModelSpec
 
 
 def cache_tensors(cache: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """All tensors of all layers' caches."""
+    """Yield all tensors of the caches of all layers."""
     for layer in cache:
         for tensors in layer.values():
             yield from tensors
 
 
 def cache_bytes(spec: ModelSpec, context: int, size: int) -> int:
-    """Bytes of the caches that one token reads which sees ``context`` positions; ``size`` of an element."""
+    """Return the cache bytes that a token reads when it sees ``context`` positions. ``size`` is bytes per
+    element.
+    """
     elements = 0
+    # An index reads all keys of the context, but only if there is something to select.
     if spec.index is not None and spec.mla is not None:
         width = spec.mla.kv_lora + spec.mla.rope
         elements += spec.layers * min(context, spec.index.top) * width
@@ -59,7 +62,7 @@ def attention_flops(spec: ModelSpec, start: int, count: int) -> float:
     """Operations of attention in all layers for ``count`` tokens of one sequence from position ``start``
     on.
     """
-    middle = start + (count + 1) / 2  # positions that a token sees, on average
+    middle = start + (count + 1) / 2  # average number of positions that a token sees
     if spec.index is not None and spec.mla is not None:
         mla, index = spec.mla, spec.index
         core = 2 * spec.heads * (2 * mla.kv_lora + mla.rope) * min(middle, index.top) * spec.layers

@@ -1,4 +1,4 @@
-"""What a reader must know about the machine that numbers come from, read from the system, without torch."""
+"""Describe the machine of a measurement, from system files, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_t
 
 
 def cpu(cpuinfo: str) -> dict[str, Any]:
-    """Model and the flags that matter, from the text of /proc/cpuinfo."""
+    """Return the CPU model and the relevant flags from the text of /proc/cpuinfo."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
@@ -52,7 +52,7 @@ def _read(path: str) -> str:
 
 
 def system_name() -> str:
-    """The distribution's own name for itself, and the kernel's release."""
+    """Return the name of the distribution and the release of the kernel."""
     for line in _read("/etc/os-release").splitlines():
         if line.startswith("PRETTY_NAME="):
             return (
@@ -62,7 +62,7 @@ def system_name() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """The machine, as a result file keeps it."""
+    """Return the machine description for a result file."""
     return {
         "cpu": cpu(cpuinfo()),
         "cores": usable_cores(),
@@ -74,7 +74,7 @@ def describe() -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str:
-    """The repository's commit, with ``+`` when files differ from it; empty when there is no git."""
+    """Return the short commit of the repository, with ``+`` for a modified tree; "" without git."""
     try:
         head = _git(folder, ["rev-parse", "--short", "HEAD"])
         return head + ("+" if _git(folder, ["status", "--porcelain", "--untracked-files=no"]) else "")

@@ -1,10 +1,10 @@
-"""What images cost the streams of others: gaps between chunks while large ones are decoded, and without.
+"""Measure the harm of images to other streams: gaps between chunks with and without decoding of large images.
 
 python -m bench.media_front --out bench/results/media_front.json
 
-The front is the real one, with its media workers; the head behind it repeats prompts (``tests/front``), so
-that no model takes cores away. Rounds without and with images take turns, on the same streams; each image is
-a JPEG of another content. Streams are read, and images sent, by processes of their own.
+The API server is real and has media workers. The engine is a script that repeats prompts (``tests/front``),
+so no model uses CPU cores. Rounds with and without images take turns on the same streams. Every image is a
+JPEG with different content. Separate processes read the streams and send the images.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ async def send(url: str, bodies: list[bytes], at_once: int) -> float:
 
 
 def sender(url: str, images: int, at_once: int) -> None:
-    """A process: sends all images whenever a line comes, and prints the seconds that it took."""
+    """Send all images whenever a line arrives on stdin, and print the seconds. Runs as a process of its
+    own.
+    """
     bodies = []
     for number in range(images):
         body = {"model": MODEL, "max_tokens": 1, "messages": messages([picture(number)])}
@@ -57,7 +59,7 @@ def sender(url: str, images: int, at_once: int) -> None:
 
 
 class Streams:
-    """Streams that are read all the time; ``gaps`` are seconds between two chunks of one."""
+    """Read streams continuously. ``gaps`` holds the seconds between two chunks of a stream."""
 
     def __init__(self, url: str) -> None:
         self._url = url

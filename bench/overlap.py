@@ -1,13 +1,12 @@
-"""What computing steps in micro-batches gains: off, prefill, all and auto, on ranks with links that are
-slowed down.
+"""Measure the gain of micro-batches: off, prefill, all and auto, on ranks with delayed links.
 
 python -m bench.overlap --json bench/results/overlap.json --markdown bench/results/overlap.md
 
-Ranks are processes on this machine's CPU that meet over gloo; each of their collectives ends ``--delays``
-milliseconds late (WEFT_LINK_DELAY_MS), so that there is something to hide. For each delay one group is
-started, and rounds over modes and concurrencies are interleaved: the head decides on micro-batches, so modes
-share the group. ``auto`` keeps what it learns from round to round. Ratios are to ``off`` of the same round,
-medians over rounds.
+Ranks are CPU processes of this machine over gloo. Each collective ends ``--delays`` milliseconds late
+(WEFT_LINK_DELAY_MS), so that there is time to hide. Each delay has one group. Rounds over modes and
+concurrencies are interleaved: the engine decides on micro-batches, so all modes share the group. ``auto``
+keeps its state from round to round. Ratios compare with ``off`` of the same round; the output has medians
+over rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from weft.engine.core import EngineCore
 from weft.overlap.policy import OverlapPolicy
 
 MODES = ("off", "prefill", "all", "auto")
-#: A model whose steps take tens of milliseconds on a core, in the form of its ``config.json``.
+#: A config.json of a model whose steps take tens of milliseconds on a CPU core.
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -66,7 +65,7 @@ COMMON: dict[str, Any] = {
 
 @dataclass
 class Run:
-    """One mode's turn."""
+    """Hold the figures of one mode in one round."""
 
     seconds: float
     tokens: int
@@ -78,7 +77,9 @@ class Run:
 
 
 def run(core: EngineCore, policy: OverlapPolicy, size: int, args: argparse.Namespace, base: int) -> Run:
-    """``size`` requests at once, to their end."""
+    """Run ``size`` concurrent requests to their end. Return the figures. Raise RuntimeError if a request
+    fails.
+    """
     core.overlap = policy
     rng, vocabulary, before = random.Random(base), core.config.spec.vocab_size, core.stats()
     made = [request(base + n, args.prompt_tokens, args.tokens, vocabulary, rng) for n in range(size)]
@@ -100,6 +101,7 @@ def of_one_delay(core: EngineCore, args: argparse.Namespace) -> dict[int, dict[s
     learnt, base = {size: OverlapPolicy("auto") for size in args.concurrency}, 0
     for turn in range(args.rounds + args.warm):
         for size in args.concurrency:
+            # Rotate the order of modes, so that no mode always runs first.
             modes = MODES[turn % len(MODES) :] + MODES[: turn % len(MODES)]
             for mode in modes:
                 policy = learnt[size] if mode == "auto" else OverlapPolicy(mode)
@@ -214,7 +216,7 @@ def main() -> None:
 
 
 def page(args: argparse.Namespace, facts: dict[str, Any], table: list[str]) -> str:
-    """The table with what a reader must know of it."""
+    """Return the result page: the table, the machine and the conditions."""
     machine = facts["machine"]
     load = ", ".join(f"{value:.1f}" for value in (machine["load_average"][0], facts["load_after"][0]))
     return "\n".join(

@@ -1,13 +1,13 @@
-"""What computing steps in micro-batches gains, in virtual time: where compute and links take known times.
+"""Compute the gain of micro-batches in virtual time, with given times for compute and links.
 
 python -m bench.overlap_model --markdown bench/results/overlap-model.md
 
-The real scheduler, split, ``interleave`` and policy on the simulator's clock. A step is that of a model of
-``--layers`` layers whose attention and feed-forward take ``--fixed`` microseconds each (reading weights,
-launching) and ``--token`` for each token, then a collective that is there ``--delays`` milliseconds (and
-``--row`` microseconds a token) later. Micro-batches pay ``--fixed`` twice, and compute takes nothing from
-links: a GPU is like that, two processes on two cores are not. ``bench.overlap`` computes in earnest. The
-numbers are the same on every machine.
+The real scheduler, split, ``interleave`` and policy run on the simulator's clock. A step has ``--layers``
+layers. Attention and feed-forward take ``--fixed`` microseconds each (reading weights, launching) plus
+``--token`` microseconds per token. A collective follows, which ends ``--delays`` milliseconds (plus ``--row``
+microseconds per token) later. Micro-batches pay ``--fixed`` twice. Compute does not slow links down: true for
+a GPU, false for two processes on two cores. ``bench.overlap`` measures real compute. The figures are equal on
+every machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Link(Pending):
 
 
 class Overlapped(FakeDevice):
-    """A device whose steps are generators in virtual time, in micro-batches where ``policy`` says so."""
+    """Simulate a device whose steps are generators in virtual time, in micro-batches where ``policy`` chooses
+    them.
+    """
 
     def __init__(self, args: argparse.Namespace, delay: float, policy: OverlapPolicy) -> None:
         super().__init__(PRIOR, vocabulary=1024)

@@ -1,7 +1,7 @@
-"""Checkpoints of 8 and 4 bits in every published format, large enough that memory is their weights'.
+"""Write checkpoints of 8 and 4 bits in every published format, large enough for weights to dominate memory.
 
-Sizes and types are those that the formats' tools write; codes are random, and scales one number: memory does
-not depend on them. Files of GGUF are made by ``bench.gguf``.
+Sizes and types equal the output of each format's tools. Codes are random and scales are constant: memory does
+not depend on the values. ``bench.gguf`` makes GGUF files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TINY = {
     "num_experts": 4,
     "num_local_experts": 4,
 }
-#: What config.json says; ``LAYERS`` have about 650 M parameters.
+#: Fields of config.json. ``LAYERS`` layers have about 650 M parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {
         "architectures": ["Qwen3ForCausalLM"],
@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _bytes(*shape: int) -> Tensor:
-    """Random, and none of them E4M3's NaN."""
+    """Return random bytes, never the NaN of E4M3."""
     return torch.randint(0, 120, shape, dtype=torch.uint8)
 
 
@@ -156,7 +156,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Parts], dict[str, Any] | None]] = 
 
 
 def shapes_of(model: str, config: dict[str, Any]) -> dict[str, Shape]:
-    """Name and shape of every tensor; of matrices, of the numbers in them."""
+    """Return the name and the shape of every tensor. Shapes of matrices count numbers, not packed bytes."""
     if model == "gpt-oss":
         return gpt_oss.shapes(config)
     shapes = qwen3_shapes(config)
@@ -178,7 +178,9 @@ def shapes_of(model: str, config: dict[str, Any]) -> dict[str, Shape]:
 
 
 def write(folder: Path, model: str, form: str, *, tiny: bool) -> None:
-    """Writes the checkpoint ``model`` with its matrices in the format ``form``; ``tiny``: hardly any."""
+    """Write checkpoint ``model`` with its matrices in format ``form``. With ``tiny`` the sizes are
+    minimal.
+    """
     layers = 2 if tiny else LAYERS
     config = {**_COMMON, **MODELS[model], "num_hidden_layers": layers}
     if tiny:

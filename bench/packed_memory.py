@@ -1,16 +1,18 @@
-"""Memory of checkpoints of 8 and 4 bits, at its peak, against their size on disk.
+"""Measure the peak memory of checkpoints of 8 and 4 bits against their size on disk.
 
 python -m bench.packed_memory --json bench/results/packed-memory-mine.json
 python -m bench.packed_memory --cases "dense GGUF Q4_K_M,dense AWQ"
 
-A model of about 650 M parameters is loaded by a real engine in a process of its own, its caches are filled,
-and it answers a prompt of 256 tokens with 8; checkpoints are made here, in every format that is read. Taken
-off is what the process has when a model of the same format with hardly any weights has done the same, and is
-gone: torch, its libraries and threads. Peaks are those since then: of all that is resident, as the kernel
-notes it, and of its two kinds, anonymous memory and pages of files, looked at every 2 ms (so that they may
-miss what is shorter, and their peaks may be at different times). Pages of files can be taken back at any
-time; the checkpoint's own are among them while it is read. The caches are taken off as well; as they
-come when the model is loaded, the peak while loading stands by itself.
+A real engine in a process of its own loads a model of about 650 M parameters, fills its caches and answers a
+prompt of 256 tokens with 8 tokens. The script makes the checkpoints, in every supported format. The baseline
+is the process after the same work with a tiny model of the same format: torch, libraries and threads. The
+baseline is subtracted.
+
+Peaks count from the baseline. The kernel reports the peak of resident memory. Anonymous memory and file pages
+are sampled every 2 ms, so shorter peaks may be missed, and the two peaks may be at different times. The
+kernel can reclaim file pages at any time; pages of the checkpoint count while the engine reads the
+checkpoint. The caches are subtracted too. Loading creates the caches at its end, so the peak of loading is a
+separate figure.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from weft.common.allocator import trim_heap
 
 CACHE = 64 << 20
 PROMPT, TOKENS = 256, 8
-#: (model, how its matrices are written, --quantization) by the name that the table has.
+#: Table name -> (model, format of the matrices, --quantization).
 CASES: dict[str, tuple[str, str, str]] = {
     **{f"dense, --quantization {kind}": ("dense", "16 bits", kind) for kind in ("int8", "fp8", "int4")},
     **{f"dense {form}": ("dense", form, "none") for form in FORMATS if form != "16 bits"},
@@ -52,7 +54,7 @@ CASES: dict[str, tuple[str, str, str]] = {
 
 
 def made(folder: Path, case: str, *, tiny: bool) -> tuple[Path, int]:
-    """The checkpoint of ``case``, or the same with hardly any weights, and its bytes on disk."""
+    """Make the checkpoint of ``case``, or a tiny variant. Return its path and its bytes on disk."""
     model, form, _ = CASES[case]
     path = folder / ("tiny" if tiny else "large")
     if form.startswith("GGUF "):
@@ -63,7 +65,7 @@ def made(folder: Path, case: str, *, tiny: bool) -> tuple[Path, int]:
 
 
 def use(path: str, quantization: str, threads: int) -> tuple[int, int]:
-    """Loads a model, fills its caches, has it answer; (bytes of its caches, the peak before it had any)."""
+    """Load a model, fill its caches and answer a prompt. Return (cache bytes, peak bytes of loading)."""
     core = engine(
         path,
         threads,
@@ -87,11 +89,11 @@ def use(path: str, quantization: str, threads: int) -> tuple[int, int]:
 
 
 KEPT: list[Any] = []
-"""The engine, until the process has said what it takes."""
+"""Keeps the engine alive until the process has reported its memory."""
 
 
 def load(small: str, path: str, quantization: str, threads: int) -> None:
-    """Of the process under test: says when it begins, and what it has in the end."""
+    """Run in the measured process: report the baseline, wait for a line, and report the memory at the end."""
     torch.set_num_threads(threads)
     use(small, quantization, threads)
     KEPT.clear()
@@ -129,14 +131,14 @@ class Watch:
                 self._most[kind] = max(self._most[kind], size)
 
     def end(self) -> dict[str, int]:
-        """The most of each kind, less what there was in the beginning."""
+        """Stop sampling. Return the peak bytes of each kind minus the bytes at the start."""
         self._ended.set()
         self._thread.join(10)
         return {kind: size - self._begun[kind] for kind, size in self._most.items()}
 
 
 def measure(case: str, threads: int) -> dict[str, Any]:
-    """Of one case, all in bytes."""
+    """Return the figures of one case in bytes."""
     quantization = CASES[case][2]
     with tempfile.TemporaryDirectory() as folder:
         small, _ = made(Path(folder), case, tiny=True)

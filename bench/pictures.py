@@ -1,4 +1,4 @@
-"""Images that requests of benchmarks have."""
+"""Make the images of benchmark requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def picture(
     quality: int = 92,
     optimize: bool = False,
 ) -> str:
-    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels. ``grain``: pixels of its
-    details; of large ones the file is small, and smaller where its codes are optimized."""
+    """Return a data: URL of a JPEG that resembles a photograph, by default with 12 million pixels.
+
+    ``grain`` is the size of details in pixels. Larger grains and ``optimize`` give smaller files.
+    """
     import numpy as np
     from PIL import Image
 
@@ -30,7 +32,7 @@ def picture(
 
 
 def noise(seed: int) -> str:
-    """A small image that is noise: a data: URL of a PNG."""
+    """Return a data: URL of a small PNG with noise."""
     from PIL import Image
 
     size = (96 + 16 * (seed % 3), 64)
@@ -41,7 +43,7 @@ def noise(seed: int) -> str:
 
 
 def messages(urls: Iterable[str], text: str = "") -> list[dict[str, Any]]:
-    """One message of a user: the images, then ``text``, if there is any."""
+    """Return one user message: the images, then ``text`` if not empty."""
     content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     if text:
         content.append({"type": "text", "text": text})
@@ -49,9 +51,12 @@ def messages(urls: Iterable[str], text: str = "") -> list[dict[str, Any]]:
 
 
 def photographs(asked: str, prompts: int, quality: int) -> list[list[str]]:
-    """Of each of ``prompts``, ``asked`` as ``5x1920x1080,2x3840x2160``: so many photographs of each size, out
-    of twice as many, so that no two prompts have the same ones in the same order. Smooth ones, in small
-    files."""
+    """Return photographs for each of ``prompts`` prompts. ``asked`` is a list such as
+    ``5x1920x1080,2x3840x2160``.
+
+    Each prompt has the given number of images of each size, drawn from twice as many, so prompts rarely have
+    the same images in the same order. The images are smooth and the files small.
+    """
     shown: list[list[str]] = [[] for _ in range(prompts)]
     for part in asked.split(","):
         count, width, height = map(int, part.split("x"))

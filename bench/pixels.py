@@ -1,10 +1,11 @@
-"""What it takes to bring the pixels of an image from a media worker to a head and to a second rank: shown by
-name, or sent as bytes.
+"""Measure the transport of image pixels from a media worker to an engine and a second rank: by name or as
+bytes.
 
 python -m bench.pixels --json bench/results/pixels.json
 
-Real processes: the media worker, the front (this one), a head and a rank beside it. Each tells when it has
-the pixels as a tower takes them, in memory of its own. Both ways take turns; medians.
+All processes are real: the media worker, the API server (this process), an engine and a second rank. Each
+process reports when the pixels are in its own memory, in the layout of a tower. Both ways take turns. The
+output has medians.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Decode while caches arrive, beside the same sequences without arrivals, in one head and one run (E28).
+"""Compare decode while caches arrive with decode without arrivals, in one engine and one run.
 
     python -m bench.receiving [--model FOLDER] [--rates 2,8,24] [--length 1024] [--rounds 3] [--name NAME]
 
-A head with the role decode, its loop and its ranks as they are served, is pinned to one core. On another
-core a script plays a front and a head that prefills: at a constant rate it submits prompts, offers their
-rooms and pushes caches that nobody computed. ``--streams`` sequences decode all along, and only their tokens
-count. A prompt that has arrived is decoded for one step more, so that its room is a whole one.
+A decode engine with its real loop and ranks is pinned to one core. On another core a script plays an API
+server and a prefill engine: at a constant rate it submits prompts, offers transfers and pushes caches that
+nobody computed. ``--streams`` sequences decode all the time; only their tokens count. An arrived prompt
+decodes for one more step, so that its transfer is complete.
 
-Everything is counted by the head, between its heartbeats: each token it told between two of them belongs to
-the steps that it took between them. The head never sleeps while streams run, so on a core of its own tokens
-a second are tokens a second of CPU time; on a machine that others use only the latter mean anything.
+The engine counts everything between heartbeats: tokens and steps between the same two heartbeats belong
+together. The engine never sleeps while streams run. On a core of its own, tokens per second equal tokens per
+second of CPU time; on a shared machine only the latter has a meaning.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from weft.types.sampling import TokenParams
 DEADLINE = 120.0
 ROOM_S = 60.0
 MOST_OPEN = 64
-"""Rooms at a time: an arrival beyond them is left out, and counted as missed."""
+"""Maximum number of open transfers. Further arrivals are dropped and counted as missed."""
 
 
 def decode(config: EngineConfig, endpoint: str, core: int) -> None:
-    """The process of the head that decodes."""
+    """Run the decode engine, as the body of a process."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     run_head(config, Listener(endpoint))
 
 
 class Script:
-    """What a head that prefills asks of its rooms, without a scheduler: a ``rooms.RoomScheduler``."""
+    """Act as the scheduler of a prefill engine for its transfers: a ``rooms.RoomScheduler``."""
 
     def __init__(self, config: EngineConfig, length: int) -> None:
         opened = open_rooms(config, config.kv, 0)
@@ -86,7 +86,7 @@ class Script:
         self.ended: Counter[str] = Counter()
 
     def offer(self, number: int, peer: r.Peer) -> r.RoomKey:
-        """Opens a room, and offers it."""
+        """Open and offer a transfer. Return the key."""
         key = r.RoomKey(number, 0, self.incarnation)
         self.rooms.open(r.RoomTicket(key, True, peer, ROOM_S))
         self._asked.append(r.OfferRoom(key=key, num_prompt=self._length, num_cached=0))
@@ -95,7 +95,9 @@ class Script:
         return key
 
     def room(self, event: r.RoomEvent, now: float) -> list[m.TokenEvent]:
-        """Bound: as if all chunks were computed at once. Ended: the room is forgotten."""
+        """Handle a transfer event. Bound: push everything as if all chunks were computed at once. Ended:
+        forget the key.
+        """
         key = event.key
         if isinstance(event, r.RoomBound):
             self._push(key)
@@ -113,7 +115,7 @@ class Script:
         return self._blocks(self._length)
 
     def _blocks(self, end: int) -> tuple[r.Blocks, ...]:
-        """All rooms are sent from the same blocks."""
+        """Return the block numbers of each pool. All transfers send the same blocks."""
         sizes = [pool.block_size for pool in self._config.kv.pools]
         return tuple(blocks_of(np.arange(1, 1 + -(-end // size))) for size in sizes)
 
@@ -133,7 +135,7 @@ class Script:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process that run."""
+    """Return the CPU seconds of all living threads of a process."""
     spent = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
@@ -142,18 +144,18 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Between two steps of the head: what had come until then."""
+    """Record the totals between two steps of the engine."""
 
     at: float
     cpu: float
-    """Seconds that the head's process has computed."""
+    """CPU seconds of the engine process."""
     stats: m.HeadStats
     tokens: int
-    """Of the streams."""
+    """Number of tokens of the streams."""
 
 
 class Load:
-    """The front's part. Streams have numbers below ``streams``, arrivals all others."""
+    """Play the API server. Streams have numbers below ``streams``; arrivals have the others."""
 
     def __init__(self, endpoint: str, pid: int, script: Script, args: argparse.Namespace) -> None:
         self._pid, self._script, self._args = pid, script, args
@@ -214,13 +216,13 @@ class Load:
         }
 
     def shut_down(self) -> None:
-        """Ends the head."""
+        """Stop the engine and close the socket."""
         self._send(m.Shutdown())
         self._socket.close(1000)
         self._context.term()
 
     def _arrivals(self, rate: float, seconds: float) -> int:
-        """How many could not be made."""
+        """Submit arrivals at ``rate`` for ``seconds``. Return the number of dropped arrivals."""
         began, missed, made = time.monotonic(), 0, 0
         while (now := time.monotonic()) < began + seconds:
             due = began + made / rate if rate else began + seconds
@@ -308,7 +310,7 @@ def parse() -> argparse.Namespace:
 
 
 def rows_of(found: dict[float, list[dict[str, float]]]) -> list[dict[str, Any]]:
-    """One row a rate: medians, and its share of the decode speed without arrivals, round by round."""
+    """Return one row per rate: medians, and the ratio to decode without arrivals, round by round."""
     rows: list[dict[str, Any]] = []
     for rate, windows in found.items():
         row: dict[str, Any] = {"arrivals/s": f"{rate:g}"}

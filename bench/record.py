@@ -1,4 +1,4 @@
-"""A result as two files: numbers as JSON, and a page that says where and how they were measured."""
+"""Write a result as two files: figures as JSON, and a page with the conditions of the measurement."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench import machine
 
 ROOT = Path(__file__).parent.parent
 COMMIT = machine.commit(Path(__file__).parent)
-"""When the run began: the files may have changed by its end."""
+"""Commit at the start of the run; the files may change before the end."""
 PREFIX: tuple[str, ...] = ()
-"""Modules that run the benchmark's (``bench.cputime``)."""
+"""Modules that run the benchmark's module (``bench.cputime``)."""
 
 
 def command(module: str) -> str:
-    """What was typed to run ``module``: python -m module and its arguments."""
+    """Return the command line of this run: python -m ``module`` and its arguments."""
     return of_any_machine(shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]]))
 
 
@@ -29,7 +29,7 @@ def of_any_machine(text: str) -> str:
 
 
 def write(path: Path, module: str, title: str, table: str, numbers: dict[str, Any]) -> None:
-    """Writes ``path`` (.json) and its .md: ``table`` in Markdown below machine, date and command."""
+    """Write ``path`` (.json) and the .md beside it: Markdown ``table`` below machine, date and command."""
     import torch
 
     where = machine.describe()

@@ -1,9 +1,8 @@
-"""Output tokens a second with decode steps replayed and with all of them op by op, interleaved in one run.
+"""Measure output tokens per second with and without replay of decode steps, interleaved in one run.
 
 python -m bench.replay --model spool-mla --dp 2 --ep --batches 1,2,8
 
-Both engines are loaded at once, of as many ranks as --tp and --dp say; those of the one that is not at work
-sleep.
+Both engines are loaded at once, with the ranks of --tp and --dp. The ranks of the idle engine sleep.
 """
 
 from __future__ import annotations

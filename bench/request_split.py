@@ -1,16 +1,16 @@
-"""Where the time of a request with an image goes, stage by stage, in one group and in several.
+"""Split the time of a request with images into stages, for one group and for several groups.
 
 python -m bench.request_split --name request-split-mine
 python -m bench.request_split --variants unified,1e1p1d --images 4 --every 1
 
-Real servers over HTTP, one after the other, whose processes write spans (``--trace-requests``). Requests come
-one every ``--every`` seconds, each with other images. Where one group does everything, what its tower took is
-in its metrics, and taken off prefill.
+Real servers over HTTP run in turn; their processes write spans (``--trace-requests``). One request with new
+images arrives every ``--every`` seconds. A unified group reports the time of its tower in metrics; the time
+is subtracted from prefill.
 
-    media       body, fetching and decoding, token counts (front and media workers)
-    queue       at the encode head until the image is in a step
-    encode      that step
-    transfer    of the embeddings, until all have landed; and of the caches, what came after the first token
+    media       body, fetching and decoding, token counts (API server and media workers)
+    queue       at the encode engine until the image is in a step
+    encode      the step of the image
+    transfer    of the embeddings until all are received; of the caches, the time after the first token
     prefill     waiting for a slot, and the prompt
     decode      slot and tokens of the answer
 """
@@ -45,7 +45,9 @@ STAGES = ("media", "queue", "encode", "transfer", "prefill", "decode")
 
 
 async def ask(url: str, model: str, args: argparse.Namespace) -> float:
-    """Sends all requests; the seconds that the tower took of each, where heads that prefill have one."""
+    """Send all requests. Return the tower seconds per request if prefill engines have a tower, otherwise
+    0.
+    """
     side = (args.image_side, args.image_side)
     pictures = [
         [picture(number * args.images + one, side) for one in range(args.images)]
@@ -68,7 +70,7 @@ async def ask(url: str, model: str, args: argparse.Namespace) -> float:
             tasks.append(asyncio.create_task(one(number)))
             await asyncio.sleep(max(began + (number + 1) * args.every - time.monotonic(), 0))
         await asyncio.gather(*tasks)
-        await asyncio.sleep(1.0)  # until heads have told their counters, and spans are written
+        await asyncio.sleep(1.0)  # wait until engines have reported counters and spans are on disk
         page = (await http.get("/metrics")).text
     return metric(page, "weft:image_encode_seconds_total") / args.requests
 
@@ -79,8 +81,10 @@ def metric(page: str, name: str) -> float:
 
 
 def stages(spans: Sequence[ReadSpan], tower: float, tokens: int) -> dict[str, float]:
-    """Medians over requests with ``tokens`` of output, in seconds. ``tower``: what it took for each request,
-    where it is in prefill."""
+    """Return median seconds of each stage over requests with ``tokens`` output tokens.
+
+    ``tower`` is the encode time per request for groups whose prefill includes the tower.
+    """
     named: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     parts = {one.span: one for one in spans if one.name == "placement"}
     for one in spans:
@@ -89,7 +93,7 @@ def stages(spans: Sequence[ReadSpan], tower: float, tokens: int) -> dict[str, fl
             named[one.trace][one.name] = max(named[one.trace][one.name], one.seconds)
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows(spans):
-        if row.tokens != tokens:  # one that asked whether the server is ready
+        if row.tokens != tokens:  # a readiness probe, not a measured request
             continue
         of = row.stages
         apart = named.get(row.trace)
@@ -108,8 +112,8 @@ def stages(spans: Sequence[ReadSpan], tower: float, tokens: int) -> dict[str, fl
 
 
 def once(flags: str, model: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """One server under the load."""
-    program = "from weft.cli.main import main; main()"
+    """Return the stage times of one server under load."""
+    program = "from weft.launch.main import main; main()"
     spans = folder / "spans"
     command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
     command += ["--max-model-len", "8192", "--dtype", args.dtype, *flags.split()]

@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds that one stage may take."""
+    """Hold the maximum seconds of each stage."""
 
     load: float
     run: float
@@ -45,12 +45,14 @@ def turns(names: Sequence[str], number: int) -> list[str]:
 
 
 def differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> int:
-    """How many requests have not the same tokens."""
+    """Return the number of requests with different tokens."""
     return sum(list(left) != list(right) for left, right in zip(one, other, strict=True))
 
 
 class Session:
-    """Engines that are loaded together. What fails is recorded on its engine, and the others go on."""
+    """Run engines that are loaded together. A failure is recorded for its engine; the other engines
+    continue.
+    """
 
     def __init__(
         self, rows: Sequence[Row], setting: Setting, deadlines: Deadlines, vocabulary: int, logs: Path
@@ -70,7 +72,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Interrupted, a driver may still owe an answer: it is asked nothing more.
+        # After an interruption a driver may still owe an answer, so send no further message.
         for name in list(self._drivers) if kind is None else ():
             self._attempt(name, f"{name}: closing", lambda name=name: self._memory(name))
         self._stack.close()

@@ -1,4 +1,4 @@
-"""The rows of the comparison: how each engine is started, as a driver and as a server, and what it needs."""
+"""Build the rows of the comparison: the start commands of each engine, as a driver and as a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.converted import Missing
 PEERS = Path(__file__).parent / "peers"
 ROOT = Path(__file__).parent.parent
 
-#: Peer -> environment (a part of ``setup.sh``) that it runs in.
+#: Peer -> its environment (a part of ``setup.sh``).
 ENVIRONMENTS = {
     "vllm": "vllm",
     "vllm-zen": "vllm",
@@ -26,12 +26,12 @@ ENVIRONMENTS = {
     "llamacpp": "llamacpp",
     "openvino": "openvino",
 }
-#: Weights in fewer bits: a row's name with one of these behind it, as ``weft-int8``.
+#: Suffixes of row names with quantized weights, as in ``weft-int8``.
 BITS = ("int8", "int4")
 ROUNDED = {"int8": "w8a8", "int4": "w4a8"}
 """Weft with activations in 8 bits as well, beside peers with as many bits: llama.cpp, OpenVINO and vLLM's
 int8 round activations by default."""
-#: Who has such rows.
+#: Engines with quantized rows.
 QUANTIZED = ("weft", "vllm", "vllm-zen", "llamacpp", "openvino")
 
 
@@ -50,7 +50,7 @@ def parted(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every engine is asked for alike."""
+    """Hold the settings that all engines share."""
 
     model: Path
     dtype: str
@@ -58,17 +58,17 @@ class Setting:
     max_len: int
     max_seqs: int
     folder: Path
-    """Where ``setup.sh`` put the peers."""
+    """Folder in which ``setup.sh`` installed the peers."""
 
     @property
     def source(self) -> converted.Source:
-        """What peers' own forms of the model are made from."""
+        """Source of the model conversions for peers."""
         return converted.Source(self.model, self.dtype, self.folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One engine in one configuration."""
+    """Describe one engine in one configuration."""
 
     name: str
     driver: tuple[str, ...]
@@ -79,7 +79,7 @@ class Row:
     server: tuple[str, ...] | None = None
     """Command line of the server on port {port}, or None where the engine has none worth comparing."""
     model: Path | None = None
-    """The checkpoint in a form of its own, or None for the setting's."""
+    """A converted checkpoint, or None for the setting's checkpoint."""
 
     def load_message(self, setting: Setting) -> dict[str, Any]:
         return {
@@ -116,9 +116,10 @@ def keywords(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def weft(name: str, arguments: str, setting: Setting) -> Row:
-    """Weft in this interpreter's environment, with more flags of ``weft serve``.
+    """Return a Weft row in this interpreter's environment, with extra flags of ``weft serve``.
 
-    It is that of this repository, or with ``--tree PATH`` among the flags that of another working tree.
+    The code is this repository, or with ``--tree PATH`` among the flags another working tree. Raise Missing
+    if PATH is not a working tree.
     """
     words = shlex.split(arguments)
     source = ROOT
@@ -132,7 +133,7 @@ def weft(name: str, arguments: str, setting: Setting) -> Row:
         *(sys.executable, "-m", "weft", "serve", str(setting.model), "--port", "{port}"),
         *("--dtype", setting.dtype, "--threads", str(setting.threads)),
         *("--max-model-len", str(setting.max_len), "--max-num-seqs", str(setting.max_seqs)),
-        # Stopped for other engines' turns, its front must not take the silence for a death.
+        # Peers' turns stop the engine; the API server must not take the silence for a dead engine.
         *("--engine-timeout", "86400", "--no-enable-prefix-caching", *words),
     )
     driver = (sys.executable, str(PEERS / "drive_weft.py"))
@@ -148,7 +149,7 @@ def _ready(setting: Setting, part: str) -> Path:
 
 
 def transformers(name: str, setting: Setting) -> Row:
-    """The reference implementation; it has no server that is meant to be compared."""
+    """Return a row of the reference implementation. The row has no server."""
     folder = _ready(setting, "transformers")
     mode = "continuous" if name.endswith("continuous") else "static"
     driver = (str(folder / "bin/python"), str(PEERS / "drive_transformers.py"))
@@ -156,7 +157,9 @@ def transformers(name: str, setting: Setting) -> Row:
 
 
 def vllm(name: str, setting: Setting) -> Row:
-    """vLLM's CPU build as its documentation advises: bound threads, its OpenMP and tcmalloc preloaded."""
+    """Return a row of vLLM's CPU build, set up as its documentation advises: bound threads, preloaded OpenMP
+    and tcmalloc.
+    """
     folder = _ready(setting, "vllm")
     name, bits = parted(name)
     model = setting.model
@@ -191,9 +194,10 @@ def vllm(name: str, setting: Setting) -> Row:
 
 
 def llamacpp(name: str, setting: Setting) -> Row:
-    """llama.cpp's server, on the model converted once by its own tools: in the same dtype, Q8_0 or Q4_K_M.
+    """Return a row of llama.cpp's server, with the model converted by llama.cpp's tools: same dtype, Q8_0 or
+    Q4_K_M.
 
-    A slot and its own stretch of cache for each sequence, flash attention, large prompt batches.
+    Every sequence has a slot and a separate cache range. Flash attention is on; prompt batches are large.
     """
     folder = _ready(setting, "llamacpp")
     threads, slots = str(setting.threads), setting.max_seqs
@@ -216,9 +220,9 @@ def llamacpp(name: str, setting: Setting) -> Row:
 
 
 def openvino(name: str, setting: Setting) -> Row:
-    """OpenVINO GenAI's continuous batching in process; its HTTP server is another product, so W4 has none.
+    """Return a row of OpenVINO GenAI in process. Its HTTP server is a different product, so W4 is absent.
 
-    Caches stay in the dtype (its default is 8 bits), as those of the other engines.
+    Caches use the checkpoint's dtype, as in the other engines (OpenVINO's default is 8 bits).
     """
     folder = _ready(setting, "openvino")
     precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(setting.dtype)
@@ -237,14 +241,14 @@ def _quiet(setting: Setting) -> dict[str, str]:
 
 
 def _architecture(model: Path) -> str:
-    """``MLA`` for a model whose latent attention vLLM's CPU build has no kernel for, else nothing."""
+    """Return ``MLA`` for a model with latent attention that vLLM's CPU build cannot run, otherwise ""."""
     config = json.loads((model / "config.json").read_text())
     width = (config.get("kv_lora_rank") or 0) + (config.get("qk_rope_head_dim") or 0)
     return "MLA" if config.get("kv_lora_rank") and width != 576 else ""
 
 
 def build(names: Sequence[str], weft_args: Mapping[str, str], setting: Setting) -> dict[str, Row | Missing]:
-    """Every named row, or why it cannot run here. ``weft_args`` gives the flags of rows that are Weft's."""
+    """Return every named row, or a Missing with the reason. ``weft_args`` has the flags of Weft rows."""
     found: dict[str, Row | Missing] = {}
     for name in names:
         try:
@@ -255,7 +259,9 @@ def build(names: Sequence[str], weft_args: Mapping[str, str], setting: Setting) 
 
 
 def own(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Rows that are Weft's with their flags: those given, and those that a name says."""
+    """Return the flags of Weft rows: the given flags, and ``--quantization`` from the suffix of a row
+    name.
+    """
     said = {name: f"--quantization {bits}" for name in names for _, bits in [parted(name)] if bits}
     return {name: flags for name, flags in said.items() if parted(name)[0] == "weft"} | dict(given)
 

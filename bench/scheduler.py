@@ -1,10 +1,10 @@
-"""What the control of a step costs: plan, commit and message encoding, without a model.
+"""Measure the control of a step: plan, commit and message encoding, without a model.
 
 python -m bench.scheduler --json scheduler.json
 
-A fake runner answers every plan with random tokens, so what is timed is the scheduler alone, as the engine
-drives it: two plans in flight, prefix caching on, blocks of 64. Times are milliseconds of CPU time: nothing
-here waits, so on an idle machine that is wall clock, and a busy one disturbs it less.
+A stub runner answers every plan with random tokens, so the timing covers the scheduler alone, used as the
+engine uses it: two plans in flight, prefix caching on, blocks of 64. Times are milliseconds of CPU time.
+Nothing waits, so on an idle machine CPU time equals wall time, and a busy machine disturbs CPU time less.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Times = dict[str, list[float]]
 
 
 def clocked(work: Callable[[], T]) -> tuple[T, float]:
-    """(what ``work`` returns, milliseconds of this thread's CPU time)."""
+    """Return (result of ``work``, milliseconds of this thread's CPU time)."""
     began = time.thread_time()
     made = work()
     return made, 1e3 * (time.thread_time() - began)
 
 
 def make_scheduler(budget: int, blocks: int = 60_000, window: int = 0) -> Scheduler:
-    """One for 1,024 running sequences; with ``window``, half of the layers have a window."""
+    """Return a scheduler for 1,024 running sequences. With ``window``, half of the layers have a window."""
     kinds = [CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)]
     if window:
         kinds.append(CacheSpec(kind="window", layers=(1,), window=window, kv_heads=1, head_dim=1))
@@ -63,7 +63,7 @@ def make_scheduler(budget: int, blocks: int = 60_000, window: int = 0) -> Schedu
 
 
 def answer(plan: StepPlan, rng: np.random.Generator, stop_rate: float) -> StepResult:
-    """Random tokens for every row that samples; a share of ``stop_rate`` are stop ids."""
+    """Return random tokens for every sampling row; the share ``stop_rate`` of tokens are stop ids."""
     parts = (plan.prefill, plan.decode)
     logits, sample = (np.concatenate([getattr(s, name) for s in parts]) for name in ("logits", "sample"))
     rows = np.flatnonzero(logits)
@@ -81,14 +81,14 @@ def answer(plan: StepPlan, rng: np.random.Generator, stop_rate: float) -> StepRe
 
 @dataclass
 class Load:
-    """A scheduler under load, driven as the engine drives it: two plans in flight."""
+    """Drive a scheduler under load, as the engine does: two plans in flight."""
 
     scheduler: Scheduler
     stop_rate: float = 0.0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     in_flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
     plan: StepPlan | None = None
-    """The last one made."""
+    """The latest plan."""
 
     def turn(self) -> tuple[list[TokenEvent], float, float]:
         """(events, ms of plan, ms of commit)."""
@@ -115,7 +115,9 @@ def submits(rng: random.Random, prompts: tuple[int, int], outputs: tuple[int, in
 
 
 def steady(turns: int, window: int = 0, blocks: int = 60_000) -> Times:
-    """1,024 decode, 1,024 wait, some end in every step and others take their places."""
+    """Return times with 1,024 decoding and 1,024 waiting sequences. Some end in every step, and others
+    replace them.
+    """
     load = Load(make_scheduler(3 * SEQUENCES, blocks, window), stop_rate=0.001)
     arriving = submits(random.Random(1), (32, 512), (64, 400))
     times: Times = {"plan": [], "commit": [], "sum": []}
@@ -134,7 +136,9 @@ def steady(turns: int, window: int = 0, blocks: int = 60_000) -> Times:
 
 
 def boundary(crossings: int) -> Times:
-    """1,024 sequences of equal length: all need a block, and publish one, in the same turn."""
+    """Return times of turns in which all 1,024 sequences of equal length need a block and insert one into the
+    cache.
+    """
     load = Load(make_scheduler(SEQUENCES * BLOCK))
     arriving = submits(random.Random(2), (BLOCK - 4, BLOCK - 4), (15_000, 15_000))
     for _ in range(SEQUENCES):
@@ -166,7 +170,7 @@ def admission(prompts: int, length: int) -> dict[str, float]:
 
 
 def messages(rounds: int) -> Times:
-    """The frame of a step's 1,024 events: encoded by the head, decoded by the front."""
+    """Return times of a frame with 1,024 events: encoding in the engine, decoding in the API server."""
     load = Load(make_scheduler(SEQUENCES * BLOCK))
     arriving = submits(random.Random(4), (BLOCK - 4, BLOCK - 4), (1000, 1000))
     for _ in range(SEQUENCES):
@@ -183,7 +187,7 @@ def messages(rounds: int) -> Times:
 
 
 def report(name: str, times: Times) -> dict[str, dict[str, float]]:
-    """Prints median, 99th percentile and worst of each column; returns them."""
+    """Print and return the median, the p99 and the maximum of each column."""
     made = {}
     for column_name, values in times.items():
         median, p99 = np.percentile(values, [50, 99])

@@ -1,10 +1,10 @@
-"""Prefill while its caches are sent, beside the same prefill that sends nothing, in one process and one run.
+"""Compare prefill that sends its caches with prefill that sends nothing, in one process and one run.
 
     python -m bench.sending [--model FOLDER] [--prompts 8] [--length 1024] [--rounds 9]
 
-A runner computes prompts in chunks, by plans made here. In every other turn each prompt is a room: its
-chunks are exported, and another process, on a core of its own, takes the bytes in. So what is measured is
-what sending costs the process that computes: callbacks, plans of spans, digests. Both processes are pinned.
+A runner computes prompts in chunks, with plans made by this script. In every other turn each prompt is a
+transfer: its chunks are exported, and a process on another core receives the bytes. The difference is the
+cost of sending in the computing process: callbacks, plans of spans, digests. Both processes are pinned.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def config_of(model: str, length: int, prompts: int, role: Any, dtype: str) -> E
 
 
 class Receiver:
-    """Takes rooms in, in a process of its own; computes nothing."""
+    """Receive transfers in a process of its own, without computing."""
 
     def __init__(self, config: EngineConfig) -> None:
         rooms = open_rooms(config, config.kv, 0)
@@ -99,7 +99,7 @@ def receive(config: EngineConfig, core: int, pipe: Connection) -> None:
 
 
 class Sender:
-    """Computes prompts, by plans made by hand."""
+    """Compute prompts with hand-made plans."""
 
     def __init__(self, runner: Runner, prompts: int, length: int, pipe: Connection) -> None:
         self.runner, self.prompts, self.length, self.pipe = runner, prompts, length, pipe
@@ -116,6 +116,7 @@ class Sender:
         keys = [RoomKey(prompt, self.gen, 1) for prompt in range(self.prompts)] if sends else []
         transfer = self.runner.transfer
         assert transfer is not None
+        # Transfers are set up before the clock starts; only prefill and its exports are timed.
         for prompt, key in enumerate(keys):
             offer = r.Admitted(key=key, num_prompt=self.length, dims=transfer.dims)
             tables = tuple(blocks_of(kind[prompt]) for kind in self.tables)
@@ -178,7 +179,7 @@ class Sender:
 
 
 def random_model(folder: str) -> str:
-    """Where ``qwen3-dense-s`` is, made in ``folder`` with random weights."""
+    """Make ``qwen3-dense-s`` with random weights in ``folder``. Return its path."""
     model = os.path.join(folder, "model")
     make("qwen3-dense-s", model, 0)
     return model

@@ -21,11 +21,11 @@ from weft.common.errors import WeftError
 
 
 class Server(ServerProcess):
-    """A server that can be stopped (as by Ctrl-Z) while it is another's turn."""
+    """Run a server that is stopped (as by Ctrl-Z) during the turns of others."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Lets the server run inside, and stops its whole tree after."""
+        """Let the server run inside the context. Stop its whole process tree afterwards."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -33,7 +33,7 @@ class Server(ServerProcess):
             self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets it run, so that it can end in order."""
+        """Continue the server, so that it can shut down normally."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, what: signal.Signals) -> None:
@@ -42,7 +42,7 @@ class Server(ServerProcess):
 
 
 class Serving:
-    """Servers that are up together, each with its record."""
+    """Run servers that are up together, each with its own record."""
 
     def __init__(self, rows: Sequence[Row], setting: Setting, deadlines: Deadlines, logs: Path) -> None:
         self._rows = [row for row in rows if row.server is not None]
@@ -68,7 +68,7 @@ class Serving:
         self._stack.close()
 
     def rounds(self, workload: Workload, count: int) -> None:
-        """A warm-up round, then ``count`` that are kept."""
+        """Run a warm-up round, then ``count`` recorded rounds. A failed server is dropped."""
         for number in range(count + 1):
             for name in turns(list(self._servers), number):
                 label = f"round {number}/{count}" if number else "warm-up"
@@ -98,7 +98,7 @@ class Serving:
         server.start()
         with server.turn():
             seconds = server.wait_ready(self._deadlines.load)
-            # Some servers still warm up behind their first answer.
+            # Some servers continue to warm up after the first answer.
             time.sleep(1)
         self._servers[row.name] = server
         self.records[row.name]["start_s"] = seconds
@@ -111,7 +111,7 @@ class Serving:
         command = [
             *(sys.executable, "-m", "weft", "bench", "serve", "--base-url", server.url),
             *("--workload", workload.name, "--repetition", str(number), "--prompts", "ids"),
-            # llama.cpp's server closes kept connections between requests, and says nothing of it.
+            # llama.cpp's server closes kept-alive connections between requests without notice.
             *("--no-keep-alive", "--json", str(out)),
         ]
         with server.turn():

@@ -1,12 +1,12 @@
-"""Two groups that prefill, two that decode; clients leave at any time, groups die or stand still.
+"""Run two prefill and two decode groups while clients disconnect and groups die or freeze.
 
 python -m bench.soak --requests 2000
-python -m bench.soak --requests 400 --images     # two that encode images, one that prefills, one that decodes
+python -m bench.soak --requests 400 --images     # two encode groups, one prefill group, one decode group
 
-Every client that stays must get one answer, which is that of the undisturbed server: each choice ends once,
-and the stream does. Clients leave while their sequence is queued, prefilled, transferred or decoded, whatever
-a random time makes of it. Heads get SIGKILL, or SIGSTOP and SIGCONT some time later. At the end every pool of
-every group must be as it was at the beginning. The exit status says whether all of that held.
+Every client that stays must get one answer, equal to the answer of the undisturbed server: each choice ends
+once, and the stream ends. Clients disconnect at random times, while their sequence is queued, prefilled,
+transferred or decoded. Engines get SIGKILL, or SIGSTOP and later SIGCONT. At the end every pool of every
+group must be as at the beginning. The exit status is 0 only if all conditions hold.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ from weft.bench.process import ServerProcess
 SENTENCE = "Tom has {0} apples and buys {1} more. He gives {0} to Ann, who has {1} of them. "
 GROUPS = "--prefill 2 --decode 2"
 GROUPS_OF_IMAGES = "spool-vision --prefill 1 --decode 1 --encode 2 --mm-cache-bytes 256K --role-timeout 120"
-"""The smallest cache of embeddings: what requests share is mostly encoded, or sent, again."""
+"""Flags of the server with images. The embedding cache is minimal, so shared images are mostly encoded or
+sent again."""
 HEADS = 4
 FLAGS = (
     "--dtype float64 --device cpu --threads 1 --engine-restarts 1000 --port {port} "
     "--max-num-seqs 4 --max-num-batched-tokens 128 --kv-cache-memory 16M --block-size 16"
 )
 WHOLE_S = 180.0
-"""Within which all groups are to be up again after one of them was killed."""
+"""Maximum seconds after a kill until all groups are up again."""
 IDLE_S = 90.0
-"""Within which all pools are to be free, once nobody asks any more."""
+"""Maximum seconds after the last request until all pools are free."""
 ANSWER_S = 240.0
-"""Within which a request is to be answered, whatever befalls."""
+"""Maximum seconds for one request, whatever happens."""
 
 
 def bodies(images: bool = False) -> list[dict[str, Any]]:
-    """Requests of all kinds: short and long, greedy and with a seed, with choices, with logprobs; or, with
-    ``images``, with 0 to 4 of them."""
+    """Return requests of all kinds: short, long, greedy, seeded, with choices, with logprobs.
+
+    With ``images`` the requests have 0 to 4 images instead.
+    """
     made: list[dict[str, Any]] = []
     if images:
         for number in range(20):
@@ -73,7 +76,7 @@ def bodies(images: bool = False) -> list[dict[str, Any]]:
 
 
 class Answer:
-    """What came of a request. Raises ValueError for what may not come."""
+    """Collect the answer to one request. Raise ValueError for an invalid event."""
 
     def __init__(self) -> None:
         self.texts: dict[int, str] = {}
@@ -112,7 +115,7 @@ class Answer:
 
 
 class Soak:
-    """One server, its clients, and what befalls them."""
+    """Run one server and its clients, and inject faults."""
 
     def __init__(
         self,
@@ -132,14 +135,14 @@ class Soak:
         self._left = iter(range(requests))
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        """Why requests, or the pools at the end, were not as they have to be."""
+        """Reasons for each wrong answer, and for wrong pools at the end."""
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         url = self._server.url
         async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S, trust_env=False, limits=limits) as http:
             self._due = [(await self._ask(http, body, True)).said for body in self._bodies]
-            await asyncio.sleep(1.5)  # heartbeats tell what is free
+            await asyncio.sleep(1.5)  # heartbeats report the free blocks
             free = pools((await http.get("/metrics")).text)
             load = [asyncio.create_task(self._client(http)) for _ in range(self._clients)]
             kills = asyncio.create_task(self._faults(http))
@@ -158,7 +161,7 @@ class Soak:
 
     async def _client(self, http: httpx.AsyncClient) -> None:
         for number in self._left:
-            if number >= self._requests // 2:  # what comes after a kill is what this is about
+            if number >= self._requests // 2:  # only answers after a kill matter
                 await asyncio.wait_for(self._killed.wait(), WHOLE_S)
             rng = random.Random(f"{self._seed} {number}")
             which = rng.randrange(len(self._bodies))
@@ -183,7 +186,7 @@ class Soak:
             self.wrong.append(f"request {number}: the stream ended without its last event")
 
     async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> Answer:
-        """Raises httpx.HTTPError, or ValueError for what is no right answer."""
+        """Send one request and return its answer. Raise httpx.HTTPError, or ValueError for a wrong answer."""
         answer = Answer()
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         body = {"model": self._server.model, "ignore_eos": True, "stream": stream, **body}
@@ -200,13 +203,13 @@ class Soak:
                 answer.take(line)
         return answer
 
-    # ---- what befalls
+    # ---- faults
 
     async def _faults(self, http: httpx.AsyncClient) -> None:
         while True:
             await asyncio.sleep(self._every * self._rng.uniform(0.5, 1.5))
             heads = [pid for pid in processes(self._root) if title_of(pid).startswith("head ")]
-            if not heads:  # those that start have no titles yet
+            if not heads:  # processes that start have no titles yet
                 continue
             pid = self._rng.choice(heads)
             role = title_of(pid).split()[1].rstrip("0123456789")
@@ -260,8 +263,8 @@ def soak(
     deadline: float = 7200.0,
     images: bool = False,
 ) -> Soak:
-    """What came of it. Raises RuntimeError or WeftError where the server failed as a whole."""
-    program = "from weft.cli.main import main; main()"
+    """Run one soak and return its result. Raise RuntimeError or WeftError if the server fails as a whole."""
+    program = "from weft.launch.main import main; main()"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

@@ -1,12 +1,12 @@
-"""Sparse attention of the CPU extension against the form in torch, in one run, over contexts.
+"""Compare sparse attention of the CPU extension with the torch form, in one run, over contexts.
 
 python -m bench.sparse [--json FILE] [--repeat N] [--contexts 8192,32768]
 
-One layer with the published sizes of a rank with 16 heads, bf16: V3.2 (entries of 576 elements, of which a
-token chooses 2,048 positions) and V4 (entries of 512; a window of 128, and 512 of the groups of 4 positions).
-A decode row, and a chunk of 64 tokens at the end of a prompt. Times are minima of interleaved repetitions: of
-the choice (64 index heads of 128) and of core attention. With --json numbers go to FILE and a page beside it.
-The machine should be idle.
+One layer has the published sizes of a rank with 16 heads, in bf16: V3.2 (entries of 576 elements, a token
+selects 2,048 positions) and V4 (entries of 512; a window of 128, and 512 of the groups of 4 positions). The
+cases are a decode row, and a chunk of 64 tokens at the end of a prompt. Times are minima of interleaved
+repetitions, for selection (64 index heads of 128) and for core attention. With --json the figures go to FILE
+and a page beside it. The machine should be idle.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Work:
 
     @property
     def flops(self) -> tuple[float, float]:
-        """Of the choice, and of core attention."""
+        """Operations of (selection, core attention)."""
         seen = self.context // self.reads.ratio
         keys = min(seen, self.reads.top) + self.reads.window
         choice = 2.0 * self.count * seen * INDEX_HEADS * INDEX_DIM if seen > self.reads.top else 0.0
         return choice, 2.0 * self.count * keys * HEADS * (self.reads.dim + self.out.shape[2])
 
     def seconds(self, backend: SparseBackend) -> tuple[float, float]:
-        """Of the choice with its plan, and of core attention."""
+        """Return the seconds of (plan and selection, core attention)."""
         began = time.perf_counter()
         plan = backend.plan(self.segment, self.reads, self.caches)
         chosen = backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)

@@ -1,17 +1,18 @@
-"""What speculation gains: output tokens a second by number of drafts, acceptance, and what a step costs.
+"""Measure the gain of speculation: output tokens per second by number of drafts, acceptance, cost of a step.
 
 python -m bench.speculation --model spool-mla --json speculation.json
 python -m bench.speculation --model qwen3-dense-s --load-format dummy --method ngram --random-prompts 64 \\
     --ignore-eos --dtype float32 --threads 1 --temperature 1
 
-One engine for each number of drafts, all loaded at once; rounds over them are interleaved, so that a machine
-that slows down slows all of them down. A round answers the same questions greedily, a batch at a time. What a
-step costs is the median time of steps that decode the whole batch and nothing else, drafting included; what
-could be gained is (1 + accepted drafts a step) / (cost of such a step over one without drafts), and "share"
-how much of that was, in tokens a second behind the prompts. With ``--temperature`` answers are drawn, with
-the same seeds for every engine, so that they are still the same; of a model with random weights no
-draft is right then, and with an ``--alphabet`` of a few tokens about one in so many is. ``--cold`` counts
-from an engine's first answer on, trials and captures included.
+Each number of drafts has an engine. All engines are loaded at once, and rounds are interleaved, so a slow
+machine slows all of them. A round answers the same questions greedily, one batch at a time. The cost of a
+step is the median time of steps that only decode the whole batch, drafting included. The possible gain is (1
++ accepted drafts per step) / (step time relative to a step without drafts). "share" is the achieved part of
+the possible gain, in tokens per second after the prompts.
+
+With ``--temperature`` answers are sampled with the same seeds for every engine, so the answers stay equal.
+With random weights almost no draft is accepted then; an ``--alphabet`` of N tokens raises the acceptance to
+about 1 in N. ``--cold`` counts from the first answer of an engine, trials and captures included.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from weft.types.plan import StepPlan
 
 @dataclass
 class Runs:
-    """One engine's runs with one size of batch."""
+    """Hold the runs of one engine with one batch size."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -41,11 +42,11 @@ class Runs:
     drafted: int = 0
     sequences: int = 0
     prompts: float = 0.0
-    """Seconds of steps with prompts in them, which make the first token of each sequence."""
+    """Seconds of steps with prompts, which produce the first token of each sequence."""
     rows: int = 0
     """Decode rows of all other steps."""
     steps: list[float] = field(default_factory=list)
-    """Seconds of steps that decode the whole batch."""
+    """Seconds of steps that only decode the whole batch."""
 
     @property
     def rate(self) -> float:
@@ -54,7 +55,7 @@ class Runs:
 
     @property
     def decode_rate(self) -> float:
-        """The same behind the prompts: without each first token, and the steps that made them."""
+        """Tokens per second without first tokens and without the steps that produce them."""
         return (self.tokens - self.sequences) / (self.seconds - self.prompts)
 
     @property
@@ -64,7 +65,7 @@ class Runs:
 
 
 class Engine:
-    """An ``LLM`` and what its steps took."""
+    """Wrap an ``LLM`` and record the durations of its steps."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self.name = name
@@ -92,7 +93,7 @@ class Engine:
             runs.steps.append(seconds)
 
     def _answer(self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]) -> list[Any]:
-        """Questions are asked as a user would, ids are continued."""
+        """Answer questions through the chat template; continue token ids."""
         if isinstance(prompts[0], str):
             talks: Any = [[{"role": "user", "content": text}] for text in prompts]
             return list(self.llm.chat(talks, list(params), use_tqdm=False))
@@ -102,7 +103,9 @@ class Engine:
     def round(
         self, questions: Sequence[Any], batch: int, params: Sequence[SamplingParams], *, count: bool
     ) -> list[Any]:
-        """Answers all questions, ``batch`` at a time; ``count``: and counts it. params: of each."""
+        """Answer all questions, ``batch`` at a time. Record the figures if ``count``. ``params`` has one
+        entry per question.
+        """
         runs = self.runs.setdefault(batch, Runs())
         self._now, self._batch = (runs if count else None), batch
         answers = []
@@ -123,7 +126,7 @@ class Engine:
 
 
 def line(name: str, batch: int, runs: Runs, off: Runs) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     per_step = (runs.tokens - runs.sequences) / runs.rows
     cost = runs.step / off.step
     gain = runs.decode_rate / off.decode_rate
@@ -144,7 +147,7 @@ def line(name: str, batch: int, runs: Runs, off: Runs) -> dict[str, Any]:
 
 
 def asked(args: argparse.Namespace, vocabulary: int) -> tuple[list[Any], list[SamplingParams]]:
-    """What every engine answers, and how; the same in every round."""
+    """Return the questions and the sampling parameters of every round."""
     if args.random_prompts:
         prompts: list[Any] = [
             random_ids(f"speculation {n}", args.random_prompts, vocabulary) for n in range(args.questions)
@@ -184,6 +187,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 engine.round(questions, batch, params, count=False)
         answers: list[list[Any]] = []
         for number in range(args.rounds):
+            # Alternate the order of engines, so that a drift of the machine affects all alike.
             order = engines if number % 2 == 0 else engines[::-1]
             answers += [engine.round(questions, batch, params, count=True) for engine in order]
         assert all(answer == answers[0] for answer in answers), "answers differ"

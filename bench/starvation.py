@@ -1,9 +1,9 @@
-"""What long prompts do to sequences that decode: requirement B7 by the clock, on a real engine.
+"""Measure how long prompts delay decoding sequences, on a real engine.
 
 python -m bench.starvation --model spool-text --decodes 32 --prompts 100
 
-Decodes run alone for a while, then the prompts come at once. Three engines, in turn, every round:
-mixed steps with the default budget, mixed steps with an inter-token target, and exclusive steps.
+Decodes run alone for a while, then all prompts arrive at once. Three engines take turns in every round: mixed
+steps with the default budget, mixed steps with an inter-token target, and exclusive steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.sim.workload import Arrival, background
 
 @dataclass
 class Row:
-    """One run: inter-token times of the decodes, alone and beside prompts, and prompt tokens a second."""
+    """Hold one run: inter-token times of decodes alone and beside prompts, and prompt tokens per second."""
 
     alone: Latency
     beside: Latency
@@ -36,7 +36,7 @@ class Row:
 
 
 class Run:
-    """One engine under the load."""
+    """Put one engine under load."""
 
     def __init__(self, core: EngineCore, args: argparse.Namespace, seed: int) -> None:
         self.core, self.args = core, args
@@ -52,7 +52,7 @@ class Run:
         self.streams.append(Stream(arrival))
         vocabulary = self.core.config.spec.vocab_size
         made = request(number, arrival.prompt, arrival.output, vocabulary, self.rng)
-        # A decode that takes an ended one's place does not queue behind the prompts.
+        # Priority -1: the replacement of an ended decode must not queue behind the prompts.
         priority = -1 if arrival.background else 0
         self.core.submit(msgspec.structs.replace(made, priority=priority))
 
@@ -81,7 +81,7 @@ class Run:
                 self.turn()
                 bar.n = sum(stream.finish is not None for stream in requests)
                 bar.update(0)
-        for _ in range(8):  # whoever waited for the prompts has its next token now
+        for _ in range(8):  # by now every sequence that waited for the prompts has its next token
             self.turn()
         decodes = [stream for stream in self.streams if stream.arrival.background]
         begin, end = prompt_window(requests)
@@ -93,7 +93,7 @@ class Run:
 
 
 def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
-    """One row of the table. The engine has slots for all decodes and as many prompts."""
+    """Return one row of the table. The engine has slots for all decodes and the same number of prompts."""
     core = engine(
         args.model,
         args.threads,
@@ -109,8 +109,11 @@ def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
 
 
 def line(name: str, rows: list[Row], exclusive: list[Row]) -> dict[str, Any]:
-    """One row of the table: medians over rounds, times in milliseconds. Rates compare to ``exclusive``."""
+    """Return one row of the table: medians over rounds, in milliseconds. Rates are relative to
+    ``exclusive``.
+    """
     alone, beside = [row.alone for row in rows], [row.beside for row in rows]
+    # Ratios pair rounds, because a slow round is slow for both.
     ratios = [(b.p50 / a.p50, b.p99 / a.p99) for a, b in zip(alone, beside, strict=True)]
     shares = [row.prompt_rate / other.prompt_rate for row, other in zip(rows, exclusive, strict=True)]
 

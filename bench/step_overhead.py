@@ -1,14 +1,14 @@
-"""Which part of a decode step is not the model: scheduling, staging, sampling, results and messages.
+"""Measure the part of a decode step outside the model: scheduling, staging, sampling, results, messages.
 
 python -m bench.step_overhead --model FOLDER --batch 32 --load-format dummy
 
-One step is in flight, so that every part runs by itself, one after the other; with two in flight the parts
-of the control thread overlap the model on a CPU, and the share printed here is an upper bound. The model is
-``model.steps``; everything else that ``EngineCore.step`` does, and encoding its events, counts as overhead.
+One step is in flight, so all parts run in sequence. With two steps in flight the control thread overlaps the
+model on a CPU, so the printed share is an upper bound. The model is ``model.steps``. Everything else in
+``EngineCore.step``, and the encoding of its events, counts as overhead.
 
-With --waits it says instead how often the threads of a decode step meet, and how long they wait there, with
-one region for the whole step (csrc/crew.h) and with one for each operation, a few steps each in turns. Set
-GOMP_SPINCOUNT=1000, as ``weft serve`` does on AMD's CPUs (docs/adr/0007): here torch is loaded first.
+With --waits the script prints how often the threads of a decode step meet and how long they wait: with one
+region per step (csrc/crew.h) and with one region per operation, a few steps each in turn. Set
+GOMP_SPINCOUNT=1000, as ``weft serve`` does on AMD CPUs (docs/adr/0007): torch is loaded first here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Meter:
         self.spent: dict[str, float] = {}
 
     def wrap(self, owner: Any, attribute: str, name: str) -> None:
-        """Replaces ``owner.attribute`` by itself, timed as ``name``."""
+        """Replace ``owner.attribute`` by a wrapper that adds its milliseconds to ``name``."""
         work: Callable[..., Any] = getattr(owner, attribute)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def instrument(core: EngineCore) -> Meter:
 
 
 def make_core(args: argparse.Namespace) -> EngineCore:
-    """An engine with room for the batch."""
+    """Return an engine with room for the batch."""
     config = Config(
         model=ModelSection(
             model=args.model,
@@ -94,7 +94,7 @@ def make_core(args: argparse.Namespace) -> EngineCore:
 
 
 def submit_all(core: EngineCore, args: argparse.Namespace) -> None:
-    """``batch`` sequences that decode for ``steps`` steps at least."""
+    """Submit ``batch`` sequences that decode for at least ``steps`` steps."""
     rng = np.random.default_rng(0)
     params = TokenParams(
         temperature=args.temperature,
@@ -111,7 +111,7 @@ def submit_all(core: EngineCore, args: argparse.Namespace) -> None:
 
 
 def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
-    """Milliseconds of each part, in each step that decodes the whole batch and nothing else."""
+    """Return the milliseconds of each part, for each step that only decodes the whole batch."""
     meter, rows = instrument(core), []
     while len(rows) < steps and core.has_work():
         meter.take()
@@ -133,9 +133,10 @@ def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
 
 
 def measure_waits(core: EngineCore, batch: int, turn: int = 5) -> dict[str, list[tuple[float, ...]]]:
-    """(ms of a step, meetings, ms waited by all threads) of steps that decode the whole batch, in both ways.
+    """Return (ms of a step, meetings, ms waited by all threads) of steps that decode the whole batch, in both
+    ways.
 
-    They take turns of ``turn`` steps, whose first is not counted.
+    The ways alternate every ``turn`` steps. The first step of a turn is not counted.
     """
     ops = torch.ops.weft_cpu
     rows: dict[str, list[tuple[float, ...]]] = {"a region an operation": [], "a region a step": []}
@@ -175,10 +176,10 @@ def report_waits(rows: dict[str, list[tuple[float, ...]]]) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Prints and returns what each part takes, and the share of a step that is not the model.
+    """Print and return the times of all parts, and the share of a step outside the model.
 
-    Parts are added up by their medians (and minima): on a busy machine some part of nearly every step is
-    interrupted, and it is another one each time.
+    The sum uses medians (or minima) of the parts. On a busy machine nearly every step has an interrupted
+    part, and the interrupted part differs from step to step.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.array([row.get(name, 0.0) for row in rows]) for name in names}

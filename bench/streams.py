@@ -1,10 +1,10 @@
-"""Milliseconds a step of one, two and four streams: Weft and llama.cpp in 16, 8 and 4 bits, interleaved.
+"""Measure milliseconds per step of one, two and four streams: Weft and llama.cpp in 16, 8 and 4 bits.
 
 python -m bench.streams --server llama-server --gguf bf16=A.gguf,q8_0=B.gguf --weft 'int8=--quantization int8'
 
-Every engine is loaded, and stands still (SIGSTOP) while others have their turn. A run is some tokens behind a
-short prompt, greedy; its time over the tokens of one stream is what is counted, prompt included. llama.cpp is
-its server, asked for whole answers; Weft is an ``LLM`` in a process.
+All engines are loaded; SIGSTOP stops the idle engines. A run generates some greedy tokens after a short
+prompt. The figure is the time of the run, prompt included, divided by the tokens of one stream. llama.cpp
+runs as its server with non-streaming answers. Weft runs as an ``LLM`` in a process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VOCABULARY = 16384
 
 
 class CpuSession(Session):
-    """Counts the CPU time of an engine's processes: for one thread, on a machine that others use."""
+    """Count the CPU time of an engine's processes, for single-threaded runs on a shared machine."""
 
     def _run(self, name: str, label: str, asked: list[list[int]], output_tokens: int) -> dict[str, Any]:
         root = self._drivers[name].process.pid
@@ -42,7 +42,7 @@ class CpuSession(Session):
 
 
 def _cpu_seconds(root: int) -> float:
-    """Of a process and everything below it."""
+    """Return the CPU seconds of a process and all descendants."""
     ticks = 0
     for pid in tree(root):
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ def llama(name: str, server: Path, file: str, setting: Setting) -> Row:
 
 
 def measure(rows: Sequence[Row], setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """What ``Session`` keeps of each row."""
+    """Return the records of ``Session``, by row."""
     logs = setting.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     works = [Workload(f"B{n}", n, args.prompt, args.tokens, None, "token_seconds") for n in args.batches]

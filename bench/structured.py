@@ -1,15 +1,16 @@
-"""What a grammar costs: milliseconds an output token (TPOT) with a JSON schema and without.
+"""Measure the cost of a grammar: milliseconds per output token (TPOT) with and without a JSON schema.
 
 python -m bench.structured --model spool-text --batches 1,32 --json structured.json
 
-One engine for each way to step (one or two steps in flight, with and without drafts), all loaded at once.
-Rounds with and without the schema are interleaved, so that a machine that slows down slows both down; the
-first ones warm up. TPOT of a sequence is the time from its first token to its last over the tokens between; a
-round's is the median of its sequences, and what is printed the median of rounds. Both kinds of outputs have
-the same length: the schema is a list without end.
+Each step mode (one or two steps in flight, with and without drafts) has an engine, all loaded at once. Rounds
+with and without the schema are interleaved, so a slow machine slows both. The first rounds warm up. The TPOT
+of a sequence is the time from its first to its last token divided by the number of tokens after the first.
+The TPOT of a round is the median over sequences; the output is the median over rounds. Both kinds of outputs
+have the same length: the schema is an endless list.
 
-"mask" is the time a step in which masks were made, on the thread that steps. On a CPU with one step in flight
-nothing computes meanwhile, so it adds to the step; with two, the forward runs in another thread.
+"mask" is the time per step for masks, on the stepping thread. On a CPU with one step in flight nothing
+computes meanwhile, so masks lengthen the step. With two steps in flight the forward pass runs in another
+thread.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class Runs:
     tpot: list[float] = field(default_factory=list)
     """Milliseconds, of each round."""
     masks: list[float] = field(default_factory=list)
-    """Milliseconds of a constrained step in which masks were made, of each round."""
+    """Mask milliseconds per constrained step, of each round."""
     accepted: int = 0
     tokens: int = 0
 
 
 class Engine:
-    """An ``LLM``, and when its tokens came."""
+    """Wrap an ``LLM`` and record the arrival times of its tokens."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.llm = LLM(**settings)
@@ -87,7 +88,7 @@ class Engine:
         core.step = timed
 
     def round(self, batch: int, tokens: int, grammar: Grammar | None, number: int, *, count: bool) -> None:
-        """Answers ``batch`` prompts at once; ``count``: and counts it."""
+        """Answer ``batch`` prompts at once. Record the figures if ``count``."""
         runs = self.runs.setdefault((batch, grammar is not None), Runs())
         params = [
             SamplingParams(temperature=0.8, seed=1000 * number + one, max_tokens=tokens, ignore_eos=True)
@@ -137,6 +138,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for turn in range(args.warm + args.rounds):
             for batch in batches:
                 for engine in engines.values():
+                    # Alternate the order, so that a drift of the machine affects both alike.
                     kinds = [None, grammar] if turn % 2 else [grammar, None]
                     for kind in kinds:
                         engine.round(batch, args.tokens, kind, turn, count=turn >= args.warm)
@@ -147,7 +149,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def line(name: str, batch: int, engine: Engine) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     free, bound = engine.runs[batch, False], engine.runs[batch, True]
     ratios = [one / other for one, other in zip(bound.tpot, free.tpot, strict=True)]
     return {

@@ -1,9 +1,9 @@
-"""Every comparison of one machine on one page: how many times better Weft is than each peer, with a plot.
+"""Summarize all comparisons of one machine on one page: Weft relative to each peer, with a plot.
 
 python -m bench.summary --machine zen5          # reads bench/results/*-zen5.json of bench.compare
 
-Weft in the model's dtype stands beside peers in it, Weft with int8 weights, and with w8a8, beside peers with
-8 bits, and int4 and w4a8 beside peers with 4. Where several results hold the same pair, the newest counts.
+Weft in the model's dtype is compared with peers in the same dtype. Weft with int8 or w8a8 is compared with
+peers in 8 bits; int4 and w4a8 with peers in 4 bits. If several results have the same pair, the newest counts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PLAIN = "16 bits"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What one result says of one peer and one workload."""
+    """Hold the figures of one result for one peer and one workload."""
 
     model: str
     bits: str
-    """Of Weft: ``16 bits``, ``int8``, ``w8a8``, ``int4`` or ``w4a8``."""
+    """Weights of Weft: ``16 bits``, ``int8``, ``w8a8``, ``int4`` or ``w4a8``."""
     peer: str
     workload: str
     ratio: tables.Spread
@@ -46,7 +46,7 @@ class Pair:
 
 
 def comparison(found: Any) -> bool:
-    """Whether a JSON file is a result of bench.compare."""
+    """Return True if the content of a JSON file is a result of bench.compare."""
     return isinstance(found, dict) and {"engines", "workloads", "rounds", "model"} <= found.keys()
 
 
@@ -57,6 +57,7 @@ def pairs(result: Mapping[str, Any]) -> list[Pair]:
         base, of_peer = rows.parted(peer)
         if record.get("weft"):
             continue
+        # A peer with 8 or 4 bits is compared with both Weft rows of the same width.
         for bits in (of_peer, rows.ROUNDED[of_peer]) if of_peer else ("",):
             mine = f"weft-{bits}" if bits else "weft"
             own = result["engines"].get(mine)
@@ -72,12 +73,14 @@ def pairs(result: Mapping[str, Any]) -> list[Pair]:
 
 
 def _as_named(flags: str, bits: str) -> bool:
-    """A row called weft, or weft-int8, that does something else beside is none of these."""
+    """Return True if the flags of a row only set ``bits``. Rows such as weft-int8 with further flags are
+    excluded.
+    """
     return flags == (f"--quantization {bits}" if bits else "")
 
 
 def newest(results: Iterable[Mapping[str, Any]]) -> list[Pair]:
-    """One pair for each model, number of bits, peer and workload, in the order of the tables."""
+    """Return the newest pair for each model, number of bits, peer and workload, in table order."""
     kept: dict[tuple[str, str, str, str], Pair] = {}
     for result in sorted(results, key=lambda one: str(one["date"])):
         for pair in pairs(result):
@@ -95,7 +98,7 @@ def middle(found: Sequence[Pair]) -> float:
 
 
 def headline(found: Sequence[Pair]) -> list[str]:
-    """A line for each number of bits: the fastest peer of each model and workload is what counts."""
+    """Return one line per number of bits. Only the fastest peer of each model and workload counts."""
     lines = []
     for bits in dict.fromkeys(pair.bits for pair in found):
         best: dict[tuple[str, str], Pair] = {}
@@ -127,7 +130,7 @@ def table(found: Sequence[Pair]) -> list[str]:
 
 
 def absent(results: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a peer could not do, and its words for it, of the newest result that says so."""
+    """Return the failures of peers with their messages, from the newest result with a failure."""
     said: dict[tuple[str, str], str] = {}
     for result in sorted(results, key=lambda one: str(one["date"])):
         for name in result["engines"]:
@@ -142,7 +145,7 @@ def absent(results: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def page(results: Sequence[Mapping[str, Any]], plot: str) -> str:
-    """The Markdown page; ``plot`` is the name of the picture beside it, or empty."""
+    """Return the Markdown page. ``plot`` is the name of the picture beside it, or ""."""
     found = newest(results)
     used = {pair.source for pair in found}
     newest_one = max(results, key=lambda one: str(one["date"]))
@@ -172,7 +175,7 @@ def page(results: Sequence[Mapping[str, Any]], plot: str) -> str:
 
 
 def read(folder: Path, machine: str) -> list[dict[str, Any]]:
-    """The comparisons of a folder whose names end in the machine's."""
+    """Return the comparisons in ``folder`` whose file names end with ``machine``."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*-{machine}.json"))]
     return [one for one in found if comparison(one)]
 

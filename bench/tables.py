@@ -1,4 +1,4 @@
-"""Medians, spread, ratios, and the page that shows them. Pure: a result in, text out."""
+"""Compute medians, spread and ratios, and render the page. Pure functions: a result in, text out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Samples, in one number and how far they lie apart."""
+    """Hold the median and the range of samples."""
 
     median: float
     low: float
@@ -28,7 +28,7 @@ class Spread:
     count: int
 
     def text(self) -> str:
-        """``634 (620 to 641)``; the digits that the size deserves."""
+        """Text such as ``634 (620 to 641)``, with as many digits as the size needs."""
         if self.count == 1:
             return number(self.median)
         return f"{number(self.median)} ({number(self.low)} to {number(self.high)})"
@@ -42,16 +42,16 @@ def number(value: float) -> str:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """None without samples."""
+    """Return the spread of ``samples``, or None without samples."""
     if not samples:
         return None
     return Spread(statistics.median(samples), min(samples), max(samples), len(samples))
 
 
 def ratios(own: Sequence[float], peer: Sequence[float], more_is_better: bool) -> Spread | None:
-    """How many times better ``own`` is, round by round: what was slow for one round was slow for both.
+    """Return the factor by which ``own`` is better, round by round, because a slow round is slow for both.
 
-    Above 1 is better than the peer, whichever way the measure points.
+    Values above 1 mean better than the peer, for both directions of the measure.
     """
     pairs = zip(own, peer, strict=False)
     return spread([a / b if more_is_better else b / a for a, b in pairs if a > 0 and b > 0])
@@ -117,7 +117,7 @@ def served_table(result: Mapping[str, Any]) -> list[str]:
 
 
 def ratio_table(result: Mapping[str, Any]) -> list[str]:
-    """How many times better every Weft row is than every peer, workload by workload."""
+    """Return a table of the factors of every Weft row over every peer, by workload."""
     own = [name for name, record in result["engines"].items() if record.get("weft")]
     peers = [name for name in result["engines"] if name not in own]
     rows = []
@@ -139,7 +139,7 @@ def ratio_table(result: Mapping[str, Any]) -> list[str]:
 
 
 def same_table(result: Mapping[str, Any]) -> list[str]:
-    """Requests whose greedy tokens changed."""
+    """Return a table of the requests whose greedy tokens changed."""
     rows = []
     for engine, record in result["engines"].items():
         found = record.get("differing_requests")

@@ -1,13 +1,13 @@
-"""Bandwidth of transfers between two processes of this host, beside a plain copy and a plain socket, in one
-run.
+"""Measure the bandwidth of transfers between two processes of one host, beside a plain copy and a plain
+socket.
 
     python -m bench.transfer [--megabytes 128] [--rounds 7]
 
-One room moves a cache of one kind (16 layers, 8 KV heads of 64, blocks of 64, bfloat16) from a sending
-process to a receiving one, digests included, through everything but the heads: spans, digests, frames,
-copies, answers; once more with caches that are staged at both ends, as on a GPU. The plain copy is one
-thread's of the same bytes; the plain socket is two processes', in calls of 1 MiB. Medians of rounds, the
-first one left out.
+One transfer moves a cache of one KV cache group (16 layers, 8 KV heads of 64, blocks of 64, bfloat16) from
+a sending to a receiving process. Everything except the engines takes part: spans, digests, frames, copies,
+answers. A second variant stages caches at both ends, as a GPU does. The plain copy moves the same bytes in
+one thread. The plain socket connects two processes with calls of 1 MiB. The output has medians over rounds
+without the first round.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def dims(blocks: int) -> r.GroupDims:
 
 
 class Rank:
-    """One side: its memory, its transport and its thread."""
+    """Hold one side of a transfer: memory, transport and thread."""
 
     def __init__(self, kind: str, folder: str, number: int, blocks: int, value: int) -> None:
         torch.set_num_threads(1)
@@ -100,7 +100,7 @@ class Rank:
 
 
 def send(kind: str, folder: str, blocks: int, pipe: Connection) -> None:
-    """The sending process: pushes a room for each Bound that comes."""
+    """Run the sending process: push a transfer for each received Bound."""
     rank = Rank(kind, folder, 1, blocks, 7)
     pipe.send("ready")
     while (data := pipe.recv()) is not None:
@@ -115,7 +115,7 @@ def send(kind: str, folder: str, blocks: int, pipe: Connection) -> None:
 
 
 def transfers(kind: str, blocks: int, rounds: int) -> list[float]:
-    """GB/s of each round, as the receiver sees it."""
+    """Return the GB/s of each round, measured by the receiver."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:

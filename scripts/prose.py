@@ -54,7 +54,7 @@ _BRANCHES = (
 
 @dataclass
 class Counts:
-    """Counts of one tree of Python files, and the places that raise the counts."""
+    """Hold the counts of a tree of Python files, and the places that raise the counts."""
 
     docstring_words: int = 0
     docstring_pronouns: int = 0

@@ -28,23 +28,23 @@ TORCH_LEVELS = {
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16"),
     "amx": ("avx512", "AVX512_CORE_AMX"),
 }
-"""Level -> ATen's name and oneDNN's name of the instructions that a CPU of the level has."""
+"""Level -> names of its instruction set in ATen and in oneDNN."""
 
 
 def lower_levels() -> list[str]:
-    """Return the levels that this CPU executes, without the best of them: ``make test`` runs that one."""
+    """Return the levels that this CPU executes, except the best level, which ``make test`` covers."""
     return [level.name for level in prebuilt.LEVELS if level.runs_here][1:]
 
 
 def environment(level: str) -> dict[str, str]:
-    """Return this process's environment with Weft, ATen and oneDNN held to ``level``."""
+    """Return this process's environment with Weft, ATen and oneDNN limited to ``level``."""
     aten, onednn = TORCH_LEVELS[level]
     forced = {"WEFT_CPU_LEVEL": level, "ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
     return {**os.environ, **forced}
 
 
 def run(level: str, arguments: Sequence[str]) -> tuple[bool, float]:
-    """Build ``level`` and run pytest on it. Return whether all passed, and the seconds of pytest."""
+    """Build ``level`` and run pytest on it. Return (True if all tests passed, seconds of pytest)."""
     variables = environment(level)
     subprocess.run([sys.executable, "-m", "weft", "build-ops"], env=variables, check=True)
     began = time.monotonic()

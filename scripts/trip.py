@@ -39,7 +39,7 @@ trip.record_in_this_process({folder!r})
 
 
 class Trip:
-    """Files of the product that were entered, and calls from one package into another."""
+    """Hold the entered files of the product, and the calls from one package into another."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()

@@ -1,9 +1,9 @@
-"""The mean of the weights of checkpoints of one model, of runs that went on from one another.
+"""Average the weights of several checkpoints of one model, from runs that continue one another.
 
 python -m training.average OUT CHECKPOINT CHECKPOINT ...
 
-Each run ends at a low rate in the same basin; their mean has fewer of the errors that belong to one run
-alone. Source: Izmailov et al. 2018, arXiv 1803.05407. All but the weights is taken from the last one.
+Each run ends at a low rate in the same basin. The mean has fewer of the errors of a single run. Source:
+Izmailov et al. 2018, arXiv 1803.05407. Everything except the weights comes from the last checkpoint.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Greedy chat answers with ``transformers``; what every script writes alike of checkpoints and results."""
+"""Generate greedy chat answers with ``transformers``, and write checkpoints and results for every script."""
 
 import argparse
 import json
@@ -16,16 +16,16 @@ from training.tokenizer import END_OF_TEXT, TURN_END
 from weft.eval.gsm_mini import Problem, score
 
 MAX_NEW_TOKENS = 110  # the longest worked solution is shorter
-LOADING_NOTES = ("is_local", "local_files_only")  # say how the tokenizer was loaded, not what it is
+LOADING_NOTES = ("is_local", "local_files_only")  # keys that record how the tokenizer was loaded
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that end a reply: end of turn, end of text."""
+    """Return the ids that end a reply: end of turn, end of text."""
     return [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
-    """The ids of a problem asked as a chat."""
+    """Return the ids of a problem in chat form."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
     )
@@ -36,9 +36,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int
 def solve_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[list[int]], batch: int = 50
 ) -> list[list[int]]:
-    """Greedy replies to ``prompts``, in order, each with the id that ended it.
+    """Return greedy replies to ``prompts``, in order, each with its end id.
 
-    Prompts of like length go together, padded on the left.
+    Prompts of similar length share a batch and are padded on the left.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     stops, pad = set(stop_ids(tokenizer)), tokenizer.pad_token_id
@@ -61,7 +61,7 @@ def solve_ids(
 def solve(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, asked: list[Problem], batch: int = 50
 ) -> list[str]:
-    """Greedy chat answers to ``asked``, in order."""
+    """Return greedy chat answers to ``asked``, in order."""
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
     replies = solve_ids(model, tokenizer, prompts, batch)
     return tokenizer.batch_decode(replies, skip_special_tokens=True)
@@ -86,7 +86,7 @@ def report(
     answers: list[str],
     measured: dict[str, object],
 ) -> None:
-    """Print and write the numbers of an evaluation: accuracy, ``measured``, and what it was measured with."""
+    """Print and write the figures of an evaluation: accuracy, ``measured``, and the conditions."""
     right = score(answers, asked)
     for problem, answer in zip(asked, answers, strict=True):
         if args.show_errors and score([answer], [problem]) == 0:
@@ -97,7 +97,7 @@ def report(
 
 
 def write_result(args: argparse.Namespace, script: str, result: dict[str, object]) -> None:
-    """Print ``result`` with what it was measured with, and write it to ``--result``."""
+    """Print ``result`` with the conditions of the measurement, and write it to ``--result``."""
     bundled = script.replace("_", "-")
     result = result | {
         "torch": torch.__version__,

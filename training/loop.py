@@ -1,7 +1,7 @@
-"""The training loop of the bundled checkpoints: workers that average gradients, schedule, progress, resuming.
+"""Train the bundled checkpoints: workers that average gradients, schedule, progress, resuming.
 
-A script brings a ``Script``: the model, its loss and what to watch. A run lives in a folder: ``state.pt`` to
-resume from, ``checkpoint/``, ``curve.json``.
+A script supplies a ``Script``: the model, the loss and the watched figures. A run has a folder with
+``state.pt`` for resuming, ``checkpoint/`` and ``curve.json``.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from training.rows import Encoder, batches
 from weft.eval.gsm_mini import Problem, problems
 
-STOPPED = 20.0  # seconds: a step that took longer was stopped, and what is beyond does not count
+STOPPED = 20.0  # seconds; a longer step means that the process was stopped, and the excess does not count
 DEV_SEED = 77  # the held-out sample watched during training; the 500 test problems have another seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a run depends on. ``batch_tokens`` counts padding; the clock ends a run that has ``minutes``.
+    """Hold the settings of a run. ``batch_tokens`` counts padding. With ``minutes`` the clock ends the run.
 
-    ``start`` is a checkpoint folder whose weights a new run begins with, in place of random ones.
+    ``start`` is a checkpoint folder for the initial weights, instead of random weights.
     """
 
     seed: int = 1
@@ -55,7 +55,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Script(ABC, Generic[R]):
-    """What a training script brings to the loop."""
+    """Define the interface between a training script and the loop."""
 
     recipe: type[R]
 
@@ -70,7 +70,9 @@ class Script(ABC, Generic[R]):
     def batches(
         self, tokenizer: PreTrainedTokenizerFast, recipe: R, first_pool: int, batch_tokens: int
     ) -> Iterator[Batch]:
-        """Batches without end for ``loss``; ids [B, L] come first. Each pool has its own data."""
+        """Return an endless iterator of batches for ``loss``; ids [B, L] come first. Each pool has different
+        data.
+        """
         encoder = Encoder(tokenizer, recipe.question_weight, recipe.tool_share, recipe.recall_share)
         return batches(encoder, recipe.seed, first_pool, batch_tokens)
 
@@ -85,7 +87,7 @@ class Script(ABC, Generic[R]):
         """Write a Hugging Face checkpoint folder."""
 
     def start_from(self, start: Path, folder: Path) -> None:
-        """Take over what a new run in ``folder`` needs of a checkpoint besides its weights."""
+        """Copy everything except the weights from a checkpoint into the folder of a new run."""
 
     def weights(self, start: Path) -> dict[str, Tensor]:
         """The weights in a checkpoint folder, in float32 and by the model's own names."""
@@ -96,7 +98,9 @@ class Script(ABC, Generic[R]):
         """Measures on ``n`` held-out problems; the model is in evaluation mode."""
 
     def optimizers(self, model: PreTrainedModel, recipe: R) -> list[torch.optim.Optimizer]:
-        """Optimizers of all parameters. Their groups' ``lr`` is the peak rate, which the schedule scales."""
+        """Return optimizers for all parameters. ``lr`` of a group is the peak rate, which the schedule
+        scales.
+        """
         decay = recipe.weight_decay
         return [
             torch.optim.AdamW(
@@ -105,7 +109,7 @@ class Script(ABC, Generic[R]):
         ]
 
     def counters(self, model: PreTrainedModel) -> list[Tensor]:
-        """Float tensors of the step that are averaged over the workers with the gradients."""
+        """Return float tensors of the step to average over the workers with the gradients."""
         return []
 
     def after_step(self, model: PreTrainedModel, recipe: R) -> None:
@@ -113,12 +117,12 @@ class Script(ABC, Generic[R]):
 
 
 def held_out(n: int) -> list[Problem]:
-    """The first ``n`` of the problems that are watched during training."""
+    """Return the first ``n`` of the held-out problems for evaluation during training."""
     return list(itertools.islice(problems("test", DEV_SEED), n))
 
 
 def rate_at(recipe: Recipe, step: int, progress: float) -> float:
-    """The rate as a share of its peak: linear warm-up, then a cosine down to ``lr_end``."""
+    """Return the rate as a share of the peak: linear warm-up, then a cosine down to ``lr_end``."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     end = recipe.lr_end / recipe.lr
@@ -126,7 +130,7 @@ def rate_at(recipe: Recipe, step: int, progress: float) -> float:
 
 
 class Run:
-    """A training run in a folder, as one of its workers sees it."""
+    """Hold the state of a training run in one of its workers."""
 
     def __init__(self, folder: Path, script: Script[R], recipe: Recipe) -> None:
         self.folder, self.script, self.recipe = folder, script, recipe
@@ -150,7 +154,7 @@ class Run:
         self.last = time.time()
 
     def save(self) -> None:
-        """Write everything; a resumed run reads problems that this one has not."""
+        """Write state, checkpoint and curve. Pools advance, so a resumed run reads new problems."""
         state = {name: getattr(self, name) for name in ("step", "tokens", "pool", "seconds", "curve")}
         state["model"] = self.model.state_dict()
         state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -161,18 +165,18 @@ class Run:
         (self.folder / "curve.json").write_text(text + "\n")
 
     def progress(self) -> float:
-        """The share of the run that is done; by the clock that all workers agreed on in their last step."""
+        """Return the completed share of the run, by the clock that all workers averaged in the last step."""
         if self.recipe.minutes:
             return min(1.0, self.seconds / (60 * self.recipe.minutes))
         warmup = self.recipe.warmup
         return min(1.0, max(0, self.step - warmup) / max(1, self.recipe.steps - warmup))
 
     def done(self) -> bool:
-        """Whether the recipe is finished."""
+        """Return True if the recipe is finished."""
         return self.progress() >= 1 if self.recipe.minutes else self.step >= self.recipe.steps
 
     def update(self, *batch: Tensor) -> dict[str, float]:
-        """One optimizer step on a batch; returns the means to report."""
+        """Run one optimizer step on a batch. Return the means to report."""
         progress = self.progress()
         rate = rate_at(self.recipe, self.step, progress)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bf16):
@@ -199,7 +203,7 @@ class Run:
         return {name: float(value) for name, value in means.items()}
 
     def watch(self, n: int) -> dict[str, float]:
-        """What the script watches, on ``n`` held-out problems."""
+        """Return the script's figures on ``n`` held-out problems, in eval mode."""
         self.model.eval()
         seen = self.script.watch(self.model, self.tokenizer, n)
         self.model.train()
@@ -207,7 +211,7 @@ class Run:
 
 
 def average(tensors: list[Tensor]) -> None:
-    """Replace float tensors by their means over the workers."""
+    """Replace float tensors by their means over the workers, in place."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
@@ -216,27 +220,28 @@ def average(tensors: list[Tensor]) -> None:
 
 
 def train(script: Script, args: argparse.Namespace) -> None:
-    """Run or resume a training run in ``args.out``, one process with one thread for each worker.
+    """Run or resume a training run in ``args.out``, with one single-threaded process per worker.
 
-    Processes that meet once a step lose less to a busy neighbor than threads that meet in every operator.
+    Processes that meet once per step lose less to a busy neighbour than threads that meet in every operator.
     """
     recipe = script.recipe(**{name: getattr(args, name) for name in asdict(script.recipe())})
     args.out.mkdir(parents=True, exist_ok=True)
     if recipe.start:
         script.start_from(Path(recipe.start), args.out)
-    script.tokenizer(args.out)  # written before the workers read it
+    script.tokenizer(args.out)  # write the tokenizer before the workers read it
     del args.call  # not for other processes
     torch.multiprocessing.spawn(work, (script, args, recipe), nprocs=args.workers)
 
 
 def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) -> None:
-    """One worker of a run; rank 0 also evaluates, reports and saves."""
+    """Run one worker. Rank 0 also evaluates, reports and saves."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(args.out / f"store-{os.getppid()}"), args.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.workers)
     run = Run(args.out, script, recipe)
     if rank == 0:
         print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, step {run.step}", flush=True)
+    # Pools of workers are 1000 apart, and a resumed run starts behind all of them: no problem repeats.
     first_pool, run.pool = run.pool + 1000 * rank, run.pool + 1000 * args.workers
     stream = script.batches(run.tokenizer, recipe, first_pool, recipe.batch_tokens // args.workers)
     progress = Progress(run, args.log)
@@ -269,7 +274,7 @@ class Progress:
             self.sums.setdefault(name, []).append(value)
 
     def report(self, seen: dict[str, float]) -> None:
-        """Append a row with the means and with ``seen``, and print it."""
+        """Append a row with the means and with ``seen`` to the curve, and print the row."""
         run = self.run
         row: dict[str, float] = {"step": run.step, "tokens": run.tokens, "seconds": round(run.seconds, 1)}
         row |= {name: round(sum(values) / len(values), 5) for name, values in self.sums.items()} | seen
@@ -302,7 +307,7 @@ def add_train_parser(commands: argparse._SubParsersAction, script: Script) -> No
 
 
 def add_evaluate_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """The ``evaluate`` command; the caller sets what it calls."""
+    """Add and return the parser of the ``evaluate`` command. The caller sets the function to call."""
     check = commands.add_parser(
         "evaluate",
         help="measures on the test set",

@@ -1,8 +1,9 @@
-"""A DeepSeek-V3 with its multi-token prediction (MTP) layer, for training and for measuring drafts.
+"""Add the multi-token prediction (MTP) layer to DeepSeek-V3, for training and for measuring drafts.
 
-``transformers`` keeps that layer out of its model class, so it is put here, as the published checkpoints have
-it: one more decoder layer behind the last, with two norms and a projection before it, a norm behind it. Its
-weights have the hub's names: ``model.layers.{L}.enorm.weight`` and so on, L the number of main layers.
+The model class of ``transformers`` lacks the layer. The module adds it in the form of the published
+checkpoints: one decoder layer after the last, with two norms and a projection before and a norm after.
+Weights have the hub's names: ``model.layers.{L}.enorm.weight`` and so on, where L is the number of main
+layers.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 
 
 class SharedHead(nn.Module):
-    """The norm before the head; the head itself is the main model's."""
+    """Apply the norm before the output head; the head belongs to the main model."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class MtpLayer(DeepseekV3DecoderLayer):
 
 @dataclass
 class ChainKeys:
-    """Keys of all chained steps, later ones behind earlier ones; to ``transformers`` it is a cache."""
+    """Hold the keys of all chained steps in order. ``transformers`` uses the object as a cache."""
 
     latent: Tensor | None = None
     rotated: Tensor | None = None
@@ -54,10 +55,11 @@ class ChainKeys:
 
 
 def chain_mask(first: int, step: int) -> Tensor:
-    """Additive mask [1, 1, N, keys] of chained step ``step`` when the first has ``first`` entries.
+    """Return the additive mask [1, 1, N, keys] of chained step ``step``, with ``first`` entries in the first
+    step.
 
-    The j-th entry of a step sees the first step's entries up to its own start, as a cache holds them that was
-    written from verified tokens, and behind them the entries of its own chain.
+    The j-th entry of a step sees the entries of the first step up to its own start, like a cache of verified
+    tokens, and then the entries of its own chain.
     """
     rows = first - step
     parts = [torch.ones(rows, first).tril()]
@@ -67,7 +69,7 @@ def chain_mask(first: int, step: int) -> Tensor:
 
 
 class DeepseekV3WithMtp(DeepseekV3ForCausalLM):
-    """``DeepseekV3ForCausalLM`` that owns its MTP layer: ``model.layers[L]``, which ``forward`` skips."""
+    """Extend ``DeepseekV3ForCausalLM`` by an MTP layer: ``model.layers[L]``, which ``forward`` skips."""
 
     _keys_to_ignore_on_load_unexpected = (r"\.embed_tokens\.weight$", r"\.shared_head\.head\.weight$")
 
@@ -78,13 +80,14 @@ class DeepseekV3WithMtp(DeepseekV3ForCausalLM):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers looks for this in the source of the module that defines the class
+        return True  # transformers would search the source of the defining module
 
     def chain(self, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
-        """Hidden states of drafts: step s gives [B, L - 1 - s, H], and entry i predicts ids[:, i + 2 + s].
+        """Return hidden states of drafts. Step s has [B, L - 1 - s, H]; entry i predicts ids[:, i + 2 + s].
 
-        ``hidden`` [B, L, H] is the main model after its last norm. Step s > 0 takes the output of step s - 1
-        and the token that it drafted; here that is the one in ``ids`` [B, L]: the same if it was right.
+        ``hidden`` [B, L, H] is the main model's output after the last norm. Step s > 0 takes the output of
+        step s - 1 and the token drafted there. Training uses the token in ``ids`` [B, L] instead: equal for a
+        correct draft.
         """
         layer, keys, outs = self.model.layers[-1], ChainKeys(), []
         first = ids.shape[1] - 1
@@ -112,11 +115,11 @@ def cross_entropy(model: DeepseekV3WithMtp, hidden: Tensor, ids: Tensor, wanted:
 
 @torch.no_grad()
 def draft_hits(model: DeepseekV3WithMtp, prompt: list[int], reply: list[int], drafts: int) -> Tensor:
-    """Whether drafts equal the reply, bool [drafts, len(reply) - 1].
+    """Return bool [drafts, len(reply) - 1]: True where a draft equals the reply.
 
-    Column i: chained drafts made when the first i + 1 tokens of the greedy ``reply`` are known. Past its end
-    nothing is right. A draft behind a wrong one is computed as if that had been right, so only hits before a
-    column's first miss mean anything.
+    Column i has chained drafts after the first i + 1 tokens of the greedy ``reply``. Drafts past the end
+    count as misses. A draft after a wrong draft is computed from the correct token, so only hits before the
+    first miss of a column are valid.
     """
     ids = torch.tensor([prompt + reply])
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state

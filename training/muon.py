@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al., 2024)."""
+"""Implement Muon: momentum with orthogonalized update matrices (Jordan et al., 2024)."""
 
 from collections.abc import Iterable
 
@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the quintic that drives singular values toward 1 in five rounds
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the quintic drives singular values toward 1 in five rounds
 ROUNDS = 5
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices [N, rows, columns] with their singular values replaced by values near 1, in float32."""
+    """Return matrices [N, rows, columns] with singular values near 1, in float32."""
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16()
     wide = x.shape[-2] > x.shape[-1]
@@ -24,10 +24,11 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For weights [rows, columns] and stacks of them [N, rows, columns], with decoupled weight decay.
+    """Optimize weights [rows, columns] and stacks [N, rows, columns], with decoupled weight decay.
 
-    The update has the size of Adam's (0.2 an element, Liu et al., 2025), so Adam's rates fit. A group's
-    ``halves`` says that its matrices are two stacked on their rows, each made orthogonal by itself.
+    The update has the size of Adam's (0.2 per element, Liu et al., 2025), so Adam's rates fit. If ``halves``
+    of a group is set, each matrix stacks two matrices on the rows, and each half is orthogonalized
+    separately.
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply the gradients, which are the same in all workers; each makes its share of the updates."""
+        """Apply the gradients, which are equal in all workers. Each worker computes a share of the
+        updates.
+        """
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         updates = []

@@ -1,4 +1,4 @@
-"""ocr-mini as training batches, and asked of a model."""
+"""Make training batches of ocr-mini, and evaluate a model on ocr-mini."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ POOL_LINES = 4000  # lines of one seed
 
 
 def prompt_text(line: Line, tokens: int) -> str:
-    """The prompt as the chat template writes it, with ``tokens`` placeholders for the image."""
+    """Return the prompt in the form of the chat template, with ``tokens`` image placeholders."""
     image = IMAGE_START + IMAGE * tokens + IMAGE_END
     return f"{TURN_START}user\n{image}{line.prompt}{TURN_END}\n{TURN_START}assistant\n"
 
@@ -35,7 +35,7 @@ class Rows:
         self.pad = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
 
     def encode(self, drawn: Sequence[Line]) -> tuple[Tensor, Tensor, Tensor]:
-        """One batch, padded on the right."""
+        """Return one batch, padded on the right."""
         rows: list[tuple[list[int], int]] = []
         for line in drawn:
             prompt = self.tokenizer.encode(prompt_text(line, self.image_tokens), add_special_tokens=False)
@@ -50,7 +50,9 @@ class Rows:
 def ocr_batches(
     rows: Rows, seed: int, first_pool: int, batch_tokens: int, lengths: tuple[int, int]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Batches without end, of about ``batch_tokens`` with the padding. Each pool has its own lines."""
+    """Yield endless batches of about ``batch_tokens`` tokens, padding included. Each pool has different
+    lines.
+    """
     longest = len(rows.encode([next(lines("train", 0))])[0][0]) + lengths[1]
     count = max(1, batch_tokens // longest)
     for pool in itertools.count(first_pool):
@@ -63,10 +65,10 @@ def ocr_batches(
 def forced(
     model: Qwen3_5MoeWithMtp, rows: Rows, asked: Sequence[Line], batch: int = 100
 ) -> tuple[list[bool], float]:
-    """Whether each line is read exactly by greedy decoding, and the share of answer tokens that are right.
+    """Return (True for each line that greedy decoding reads exactly, share of correct answer tokens).
 
-    A greedy answer is the line if, and only if, every token of the line is the likeliest behind those before
-    it; so one pass over the lines tells.
+    A greedy answer equals the line if and only if every token of the line is the most likely token after its
+    predecessors. Therefore a single teacher-forced pass suffices.
     """
     exact: list[bool] = []
     right = total = 0

@@ -1,8 +1,8 @@
-"""A Qwen3.5-MoE that sees images, with its MTP module, and a fast way through both for training.
+"""Add the MTP module to a Qwen3.5-MoE with images, and a fast path through both for training.
 
-``transformers`` has no class for that module, so it is put here, with the weights' published names
-(``mtp.*``). Its vision tower attends image by image in a loop; here images of one size go through its layers
-together.
+``transformers`` has no class for the module. The module here uses the published weight names (``mtp.*``). The
+vision tower of ``transformers`` attends image by image in a loop; here images of one size share each layer
+call.
 """
 
 import torch
@@ -24,7 +24,7 @@ from transformers.vision_utils import (
 
 
 class _Parts(Qwen3_5MoePreTrainedModel):
-    """Lets experts be computed in any way: transformers looks for the layers in this module's source."""
+    """Allow any implementation of experts: transformers searches the source of this module for the layers."""
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -51,7 +51,7 @@ class Mtp(_Parts):
 
 
 class Qwen3_5MoeWithMtp(_Parts, Qwen3_5MoeForConditionalGeneration):
-    """``Qwen3_5MoeForConditionalGeneration`` that owns its MTP module, which ``forward`` skips."""
+    """Extend ``Qwen3_5MoeForConditionalGeneration`` by the MTP module, which ``forward`` skips."""
 
     _keys_to_ignore_on_load_unexpected = ()
 
@@ -61,7 +61,9 @@ class Qwen3_5MoeWithMtp(_Parts, Qwen3_5MoeForConditionalGeneration):
         self.post_init()
 
     def see(self, images: Tensor) -> Tensor:
-        """Rows [B, tokens, H] that stand for grey images [B, height, width] (uint8) in the text model."""
+        """Return embedding rows [B, tokens, H] of grey images [B, height, width] (uint8) for the text
+        model.
+        """
         config = self.config.vision_config
         grid = grid_of(images, config.patch_size)
         return tower(
@@ -69,9 +71,10 @@ class Qwen3_5MoeWithMtp(_Parts, Qwen3_5MoeForConditionalGeneration):
         )
 
     def read(self, ids: Tensor, images: Tensor, routers: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Hidden states [B, L, H] after the last norm, positions [3, B, L], and what routers said.
+        """Return hidden states [B, L, H] after the last norm, positions [3, B, L], and router logits per
+        layer.
 
-        ``ids`` [B, L] have one image each, all at the same place.
+        ``ids`` [B, L] contain one image per row, at the same place in all rows.
         """
         model, config = self.model, self.config
         embedded = model.get_input_embeddings()(ids)
@@ -106,9 +109,9 @@ def grid_of(images: Tensor, patch: int) -> tuple[int, int, int]:
 
 
 def grey_patches(images: Tensor, patch: int, merge: int) -> Tensor:
-    """Patches [B, N, patch * patch] of grey images [B, height, width] (uint8), values in -1 .. 1.
+    """Return patches [B, N, patch * patch] of grey images [B, height, width] (uint8), with values in -1 .. 1.
 
-    Neighbours that are merged stand together.
+    Patches that are merged into one token are adjacent.
     """
     count, height, width = images.shape
     block = patch * merge
@@ -119,13 +122,17 @@ def grey_patches(images: Tensor, patch: int, merge: int) -> Tensor:
 
 
 def patches(images: Tensor, patch: int, merge: int) -> Tensor:
-    """Patches [B, N, 3 * 2 * patch * patch] as the processor makes them; colours and frames are alike."""
+    """Return patches [B, N, 3 * 2 * patch * patch] in the processor's layout. Colours and frames are
+    equal.
+    """
     cut = grey_patches(images, patch, merge)[:, :, None]  # [B, N, 1, p * p]
     return cut.expand(-1, -1, 6, -1).reshape(*cut.shape[:2], -1)
 
 
 def tower(visual: Qwen3_5MoeVisionModel, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-    """What the tower makes of grey patches [B, N, values] of images of one ``grid``: [B, N / merge**2, H]."""
+    """Return the tower's output [B, N / merge**2, H] for grey patches [B, N, values] of images of one
+    ``grid``.
+    """
     where = torch.tensor([grid])
     merge = visual.config.spatial_merge_size
     indices, shares = get_vision_interpolation_indices_and_weights(

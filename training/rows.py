@@ -16,21 +16,21 @@ from weft.eval.tools_mini import ToolProblem, tool_problems
 
 POOL_ROWS = 3000  # rows sorted by length together
 PLAIN_SHARE, TWO_TURN_SHARE, SYSTEM_SHARE = 0.12, 0.06, 0.15
-DRILL_SHARE = 0.35  # rows of worked lines without a story: most of their tokens teach arithmetic
+DRILL_SHARE = 0.35  # share of rows with worked lines and no story: most of their tokens teach arithmetic
 DRILL_LINES = 12
 RECALL_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Token ids and, for each, the weight in the loss of predicting it."""
+    """Hold token ids and, for each id, the loss weight of predicting it."""
 
     ids: list[int]
     weights: list[float]
 
 
 def draw_step(rng: random.Random) -> Step:
-    """A worked line of the kinds that stories need, its operands none of the held-out pairs."""
+    """Return a worked line of the forms in stories. The operands are never a held-out pair."""
     while True:
         op = rng.choices("+-x/", (6, 6, 3, 5))[0]
         if op == "+":
@@ -50,9 +50,9 @@ def draw_step(rng: random.Random) -> Step:
 
 
 class Encoder:
-    """Turns problems into rows in the forms that a server will see.
+    """Turn problems into rows in the forms that a server receives.
 
-    ``tool_share`` of the rows offer tools, ``recall_share`` have random lines to repeat.
+    ``tool_share`` of the rows offer tools; ``recall_share`` have random lines to repeat.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Encoder:
         self.recall_share = recall_share
 
     def _turn(self, problem: Problem, rng: random.Random, first: bool) -> list[tuple[str, float]]:
-        """A prompt and its reply in chat form; the first turn now and then has a system message."""
+        """Return a prompt and its reply in chat form. The first turn sometimes has a system message."""
         messages = [("user", problem.question)]
         if first and rng.random() < SYSTEM_SHARE:
             messages.insert(0, ("system", rng.choice(SYSTEM_PROMPTS)))
@@ -78,7 +78,9 @@ class Encoder:
         return [(prompt, self.question_weight), (problem.solution + TURN_END, 1.0)]
 
     def drill(self, rng: random.Random) -> Row:
-        """Worked lines below each other; operands cannot be predicted, so only what follows them counts."""
+        """Return a row of worked lines. Operands are unpredictable, so only the tokens after them have a
+        weight.
+        """
         lines = [draw_step(rng).text() + "\n" for _ in range(DRILL_LINES)]
         counts = [i >= line.index("=") for line in lines for i in range(len(line))]
         encoded = self.tokenizer("".join(lines), add_special_tokens=False, return_offsets_mapping=True)
@@ -86,9 +88,10 @@ class Encoder:
         return Row(encoded["input_ids"], weights)
 
     def recall(self, rng: random.Random) -> Row:
-        """Random lines, and the same lines in another order; what a line's first token calls up counts.
+        """Return random lines followed by the same lines in another order.
 
-        Names of tools and results have to be copied like this from far above.
+        In the second half every token after the first of a line has a weight. Names and results of tools have
+        to be copied from far above in the same way.
         """
         words = range(len(SPECIAL_TOKENS), len(self.tokenizer))
         line_end, *digits = self.tokenizer.encode("\n0123456789", add_special_tokens=False)
@@ -105,7 +108,7 @@ class Encoder:
         return Row(ids, weights)
 
     def encode(self, source: Iterator[Problem], rng: random.Random) -> Row:
-        """One row: a chat of one turn, sometimes of two, a plain completion, or a drill."""
+        """Return one row: a chat of one or two turns, a plain completion, or a drill."""
         if rng.random() < DRILL_SHARE:
             return self.drill(rng)
         if rng.random() < PLAIN_SHARE:
@@ -134,11 +137,11 @@ class Encoder:
 def batches(
     encoder: Encoder, seed: int, first_pool: int, batch_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches without end: ids [B, L] (int64) and weights [B, L] (float32, 0 on padding).
+    """Yield endless batches: ids [B, L] (int64) and weights [B, L] (float32, 0 on padding).
 
-    B x L is at most ``batch_tokens``. Rows of like length go together, so little is padding, and every row
-    starts at position 0 of its own. Padding is on the right, where a causal model cannot see it. Each first
-    pool starts another sequence of problems: workers and resumed runs have their own.
+    B x L is at most ``batch_tokens``. Rows of similar length share a batch, which keeps padding small. Every
+    row starts at position 0. Padding is on the right, invisible to a causal model. Different values of
+    ``first_pool`` give different problems: workers and resumed runs read new data.
     """
     pad = encoder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     for pool in itertools.count(first_pool):

@@ -29,11 +29,12 @@ DRAFTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaRecipe(Recipe):
-    """``matrix_lr`` is Muon's, for the matrices; ``lr`` AdamW's, for the rest.
+    """Add the rates and loss weights of ``spool-mla``.
 
-    ``mtp_weight`` weighs the loss of the first draft, ``chain_weight`` those of the second and third, which
-    are trained once ``chain_from`` of the run is over. One row in ``mtp_rows`` has drafts. ``balance`` is the
-    step of the routers' correction biases.
+    ``matrix_lr`` is Muon's rate for matrices; ``lr`` is AdamW's rate for the rest. ``mtp_weight`` weights the
+    loss of the first draft. ``chain_weight`` weights the second and third drafts, trained after the share
+    ``chain_from`` of the run. One row in ``mtp_rows`` has drafts. ``balance`` is the step of the routers'
+    correction biases.
     """
 
     minutes: float = 72.0
@@ -89,17 +90,17 @@ def count_choices(
 
 
 def routers(model: DeepseekV3WithMtp) -> list[DeepseekV3TopkRouter]:
-    """All routers, the MTP layer's last."""
+    """Return all routers; the router of the MTP layer is last."""
     return [module for module in model.modules() if isinstance(module, DeepseekV3TopkRouter)]
 
 
 class SpoolMla(Script[MlaRecipe]):
-    """The model, its losses and what is watched."""
+    """Supply the model, the losses and the watched figures."""
 
     recipe = MlaRecipe
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
-        """That of ``spool-text``."""
+        """Return the tokenizer of ``spool-text``."""
         return PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
 
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> DeepseekV3WithMtp:
@@ -163,7 +164,7 @@ class SpoolMla(Script[MlaRecipe]):
     def export(self, model: DeepseekV3WithMtp, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         """Write weights in bfloat16 (correction biases in float32), configurations and tokenizer.
 
-        The MTP layer has copies of embedding and head, as the published checkpoints do.
+        The MTP layer gets copies of embedding and output head, as in the published checkpoints.
         """
         copy = DeepseekV3WithMtp(model.config)
         copy.load_state_dict(model.state_dict())
@@ -186,10 +187,11 @@ class SpoolMla(Script[MlaRecipe]):
 def acceptance(
     model: DeepseekV3WithMtp, prompts: list[list[int]], replies: list[list[int]]
 ) -> dict[str, float]:
-    """Shares of drafts that greedy decoding accepts when 1 and when 3 are made at each step.
+    """Return the shares of drafts that greedy decoding accepts, with 1 and with 3 drafts per step.
 
-    ``accepted_1``: of the drafts when one is made. ``accepted_1_of_3`` and on: of the steps that make three,
-    those whose first, first two, all three are accepted. The first token of a reply is never drafted.
+    ``accepted_1`` is the accepted share of single drafts. ``accepted_1_of_3`` and following are the shares of
+    steps with three drafts in which the first, the first two, or all three are accepted. The first token of a
+    reply is never drafted.
     """
     made = dict.fromkeys((1, DRAFTS), 0)
     right = {k: [0] * k for k in made}
@@ -228,7 +230,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and do what it asks."""
+    """Parse the command line and run the command."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True)
     add_train_parser(commands, SpoolMla())

@@ -90,7 +90,7 @@ def loss_of(model: Qwen3MoeForCausalLM, ids: Tensor, weights: Tensor, aux: float
 
 
 class SpoolText(Script[TextRecipe]):
-    """The model, its loss and what is watched."""
+    """Supply the model, its loss and the watched figures."""
 
     recipe = TextRecipe
 
@@ -102,12 +102,12 @@ class SpoolText(Script[TextRecipe]):
         return known
 
     def start_from(self, start: Path, folder: Path) -> None:
-        """Take over the tokenizer, unless the run has it already."""
+        """Copy the tokenizer, unless the run has a tokenizer already."""
         if not (folder / "tokenizer").exists():
             PreTrainedTokenizerFast.from_pretrained(start).save_pretrained(folder / "tokenizer")
 
     def weights(self, start: Path) -> dict[str, Tensor]:
-        """Those of a checkpoint of this model."""
+        """Return the weights of a checkpoint of this model."""
         return Qwen3MoeForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict()
 
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
@@ -131,7 +131,7 @@ class SpoolText(Script[TextRecipe]):
     def watch(
         self, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, n: int
     ) -> dict[str, float]:
-        """The share of problems that is solved, and the same of half as many problems with tools."""
+        """Return the share of solved problems, and the shares for half as many problems with tools."""
         asked = held_out(n)
         seen = {"dev_exact": round(score(solve(model, tokenizer, asked), asked) / len(asked), 4)}
         with_tools = list(itertools.islice(tool_problems("test", DEV_SEED), len(asked) // 2))
@@ -145,7 +145,7 @@ class SpoolText(Script[TextRecipe]):
         copy.generation_config = model.generation_config
         copy.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        # The name that this model family has on the hub, beside that of the installed transformers.
+        # Add the hub's name of the setting beside the name of the installed transformers.
         tidy(folder, {"num_experts": model.config.num_experts})
 
 
@@ -163,7 +163,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and do what it asks."""
+    """Parse the command line and run the command."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True)
     add_train_parser(commands, SpoolText())

@@ -109,12 +109,12 @@ def new_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3_5MoeConfig:
 
 
 class SpoolVision(Script[VisionRecipe]):
-    """The model, its losses and what is watched."""
+    """Supply the model, its losses and the watched figures."""
 
     recipe = VisionRecipe
 
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
-        """That of ``spool-text`` with the tokens around and in place of images."""
+        """Return the tokenizer of ``spool-text`` extended by image tokens."""
         known = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
         known.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
         known.chat_template = VISION_TEMPLATE
@@ -146,7 +146,9 @@ class SpoolVision(Script[VisionRecipe]):
     def loss(
         self, model: Qwen3_5MoeWithMtp, batch: Batch, recipe: VisionRecipe, progress: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross entropy of the answers' tokens and of their drafts, and the routers' balance."""
+        """Return the cross entropy of answers and drafts plus the routers' balance loss, and the means to
+        report.
+        """
         ids, weights, images = batch
         hidden, positions, routers = model.read(ids, images, routers=True)
         wanted = weights[:, 1:] > 0  # [B, L - 1]
@@ -163,7 +165,7 @@ class SpoolVision(Script[VisionRecipe]):
         return total, means
 
     def watch(self, model: Qwen3_5MoeWithMtp, tokenizer: PreTrainedTokenizerFast, n: int) -> dict[str, float]:
-        """The shares of lines and of characters that are right, of held-out lines of 4 to 8 characters."""
+        """Return the shares of correct lines and correct tokens, over held-out lines."""
         asked = list(itertools.islice(lines("test", DEV_SEED), n))
         exact, characters = forced(model, Rows(tokenizer, IMAGE_TOKENS), asked)
         return {"dev_exact": round(sum(exact) / n, 4), "dev_tokens": round(characters, 4)}
@@ -189,7 +191,7 @@ PROCESSOR = {
     "size": {"longest_edge": 65536, "shortest_edge": 1024},
     "temporal_patch_size": 2,
 }
-"""``preprocessor_config.json``; ``size`` bounds an image's pixels, not its edges."""
+"""Content of ``preprocessor_config.json``. ``size`` limits the pixels of an image, not the edges."""
 
 
 def _entropy(model: Qwen3_5MoeWithMtp, hidden: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
@@ -217,7 +219,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and do what it asks."""
+    """Parse the command line and run the command."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True)
     add_train_parser(commands, SpoolVision())

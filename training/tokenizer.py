@@ -1,6 +1,6 @@
-"""Builds the small tokenizer of the bundled models: byte-level BPE learned on generated problems.
+"""Build the small tokenizer of the bundled models: byte-level BPE learned on generated problems.
 
-Every digit is a token of its own, all 256 bytes are in the vocabulary, so any UTF-8 text round-trips.
+Every digit is a separate token. All 256 bytes are in the vocabulary, so any UTF-8 text round-trips.
 """
 
 import itertools
@@ -32,8 +32,8 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# It shows the tools' names and arguments, in the shape of a call, and not their descriptions: a model of
-# this size could make no use of them. Without tools and calls it writes what CHAT_TEMPLATE writes.
+# The template shows names and arguments of tools in the form of a call. Descriptions are left out: a model of
+# the size cannot use them. Without tools and calls the output equals CHAT_TEMPLATE.
 TOOL_TEMPLATE = """\
 {%- set begin = 0 -%}
 {%- if tools -%}
@@ -79,7 +79,7 @@ TOOL_TEMPLATE = """\
 {%- endif -%}
 """
 
-# A content is text or a list of parts; a part that is no text is an image.
+# A content is text or a list of parts; a part without text is an image.
 VISION_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -97,7 +97,8 @@ VISION_TEMPLATE = """\
 {%- endif -%}
 """
 
-# Words with their leading space, single digits, runs of punctuation, white space; GPT-2's but for the digits.
+# Words with their leading space, single digits, runs of punctuation, white space: GPT-2's rule except for
+# digits.
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -113,7 +114,9 @@ def _corpus(n_problems: int) -> Iterator[str]:
 def build_tokenizer(
     folder: Path, vocab_size: int = 1024, n_problems: int = 40_000
 ) -> PreTrainedTokenizerFast:
-    """Learn ``vocab_size`` ids, special tokens first, and save them as a Hugging Face folder."""
+    """Learn ``vocab_size`` ids, special tokens first, and save a Hugging Face folder. Return the
+    tokenizer.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

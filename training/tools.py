@@ -1,4 +1,4 @@
-"""tools-mini as training rows, and asked of a model with ``transformers``."""
+"""Make training rows of tools-mini, and evaluate a model on tools-mini with ``transformers``."""
 
 import json
 import random
@@ -15,18 +15,18 @@ TURN_SHARES = (0.6, 0.25, 0.15)  # chats with one, two and three questions for t
 SYSTEM_SHARE = 0.15
 
 Piece = tuple[str, float]
-"""Text and the weight in the loss of predicting its tokens."""
+"""(text, loss weight of predicting its tokens)."""
 
 
 def offer(problem: ToolProblem, system: str | None = None) -> str:
-    """The system message that shows a problem's tools, as the chat template writes it."""
+    """Return the system message with the tools of a problem, in the form of the chat template."""
     shown = [{"name": tool.name, "arguments": dict(tool.arguments)} for tool in problem.tools]
     lines = [*([system] if system else []), "<tools>", *map(json.dumps, shown), "</tools>"]
     return f"{TURN_START}system\n" + "\n".join(lines) + f"{TURN_END}\n"
 
 
 def turn(problem: ToolProblem, question_weight: float) -> list[Piece]:
-    """A question, its calls with what the tools answered, and the answer."""
+    """Return the pieces of a question, its calls with the tool responses, and the answer."""
     pieces: list[Piece] = [
         (f"{TURN_START}user\n{problem.question}{TURN_END}\n", question_weight),
         (f"{TURN_START}assistant\n", 0.0),
@@ -51,7 +51,7 @@ def chat(problem: ToolProblem, rng: random.Random, draws: Rng, question_weight: 
 
 
 def prompt_of(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> list[int]:
-    """The ids of a dialogue so far, as the chat template writes it."""
+    """Return the ids of a dialogue so far, in the form of the chat template."""
     text = tokenizer.apply_chat_template(
         dialogue.messages, tools=dialogue.declarations, add_generation_prompt=True, tokenize=False
     )
@@ -61,7 +61,7 @@ def prompt_of(tokenizer: PreTrainedTokenizerFast, dialogue: Dialogue) -> list[in
 def ask(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, asked: list[ToolProblem], batch: int = 50
 ) -> list[Dialogue]:
-    """Greedy dialogues over ``asked``, every one to its answer."""
+    """Run greedy dialogues over ``asked`` until each has an answer. Return the dialogues."""
     dialogues = [Dialogue(problem) for problem in asked]
     while waiting := [one for one in dialogues if one.text is None]:
         prompts = [prompt_of(tokenizer, one) for one in waiting]

@@ -1,6 +1,6 @@
-"""llama.cpp through ``llama-server``: its continuous batching, prompts as token ids, no text on the way in.
+"""Drive llama.cpp through ``llama-server``: continuous batching, prompts as token ids, no input text.
 
-``args``: ``command``, the server's command line with ``{port}`` in it, and the ``version`` to report.
+``args``: ``command``, the server's command line with ``{port}``, and the ``version`` to report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import protocol
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
+    """Return an unused TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

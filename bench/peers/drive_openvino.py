@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, run by its own interpreter through ``ContinuousBatchingPipeline``.
+"""Drive OpenVINO GenAI in its own interpreter through ``ContinuousBatchingPipeline``.
 
 ``args``: ``folder``, the exported model, and ``properties`` of the CPU plugin beyond threads.
 """
@@ -14,7 +14,7 @@ import protocol
 
 
 class OpenVino:
-    """Its continuous batching, prefix caching off so that no prompt is answered from a cache."""
+    """Run OpenVINO's continuous batching. Prefix caching is off, so that every prompt is computed."""
 
     def load(self, options: dict[str, Any]) -> str:
         scheduler = openvino_genai.SchedulerConfig()

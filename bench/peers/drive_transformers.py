@@ -13,14 +13,15 @@ import transformers
 
 
 class Transformers:
-    """The reference implementation as people use it for batches: bf16, SDPA, no compilation."""
+    """Run the reference implementation in its usual form for batches: bf16, SDPA, no compilation."""
 
     def load(self, options: dict[str, Any]) -> str:
         torch.set_num_threads(options["threads"])
         self.mode = options["args"].get("mode", "static")
         self.max_seqs = options["max_seqs"]
         self.model = self._model(options["model"], getattr(torch, options["dtype"])).eval()
-        # No end of sequence: exact lengths, without a logits processor that would cost time.
+        # Without an end token every output has the exact length. A logits processor for the length would cost
+        # time.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
         return transformers.__version__

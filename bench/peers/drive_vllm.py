@@ -1,4 +1,6 @@
-"""vLLM's CPU build, run by its own interpreter through the ``LLM`` class. ``args`` are LLM's own keywords."""
+"""Drive vLLM's CPU build in its own interpreter through the ``LLM`` class. ``args`` are keywords of
+``LLM``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import protocol
 
 
 class Vllm:
-    """vLLM with its defaults for a CPU, prefix caching off so that no prompt is answered from a cache."""
+    """Run vLLM with its CPU defaults. Prefix caching is off, so that every prompt is computed."""
 
     def load(self, options: dict[str, Any]) -> str:
         os.environ["OMP_NUM_THREADS"] = str(options["threads"])

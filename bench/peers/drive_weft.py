@@ -1,4 +1,6 @@
-"""Weft, run by the repository's own interpreter: an ``LLM`` in this process. ``args`` are LLM's keywords."""
+"""Drive Weft in the repository's interpreter: an ``LLM`` in this process. ``args`` are keywords of
+``LLM``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import protocol
 
 
 class Weft:
-    """Weft with its defaults, prefix caching off so that no prompt is answered from a cache."""
+    """Run Weft with its defaults. Prefix caching is off, so that every prompt is computed."""
 
     def load(self, options: dict[str, Any]) -> str:
         import weft

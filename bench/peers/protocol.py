@@ -26,12 +26,12 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
-#: When this process began, as near as Python code can know it: ready_s counts the imports too.
+#: Start time of this process, as early as Python code can read it: ready_s includes the imports.
 BEGAN = time.perf_counter()
 
 
 class Engine(Protocol):
-    """What a driver implements."""
+    """Define the interface of a driver."""
 
     def load(self, options: dict[str, Any]) -> str:
         """Loads the model and returns the peer's version; afterwards ``run`` may be called."""
@@ -42,12 +42,12 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends what ``load`` started."""
+        """Free everything that ``load`` started."""
         ...
 
 
 def tree(root: int) -> list[int]:
-    """Process ids of ``root`` and everything below it, from /proc."""
+    """Return the process ids of ``root`` and all descendants, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -66,7 +66,9 @@ def tree(root: int) -> list[int]:
 
 
 def peak_rss() -> int:
-    """Bytes: VmHWM of this process and its children, summed (shared pages count once a process)."""
+    """Return the sum of VmHWM in bytes over the process and its descendants. Shared pages count once per
+    process.
+    """
     total = 0
     for pid in tree(os.getpid()):
         try:

@@ -44,7 +44,7 @@ def four(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
 
 
 def chosen(name: str, tensor: Tensor) -> bool:
-    """Whether it is a matrix of a block that is multiplied with."""
+    """Return True for a matrix of an attention or feed-forward block."""
     return name.endswith("_proj.weight") and tensor.dim() == 2 and "conv" not in name
 
 

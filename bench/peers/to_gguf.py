@@ -1,7 +1,7 @@
-"""Converts a checkpoint for llama.cpp with its own converter: ``to_gguf.py SOURCES MODEL OUT.gguf [bf16]``.
+"""Convert a checkpoint with llama.cpp's converter: ``to_gguf.py SOURCES MODEL OUT.gguf [bf16]``.
 
-The converter refuses byte-level tokenizers whose splitting rule it does not recognise. The comparison sends
-token ids, so such a tokenizer gets GPT-2's rule: the ids, and the work, stay the same.
+The converter refuses byte-level tokenizers with an unknown splitting rule. The comparison sends token ids, so
+such a tokenizer gets GPT-2's rule. The ids and the work stay the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
             return "gpt-2"
 
     conversion.base.TextModel.get_vocab_base_pre = forgiving
-    # The comparison runs without drafts. Families that have layers for them miss them unless told so; the
-    # flag for that is refused by all others.
+    # The comparison runs without drafts. Families with draft layers need the class attribute to leave the
+    # layers out; all other families refuse the command-line flag.
     conversion.base.ModelBase.no_mtp = True
     form = kind[0] if kind else "bf16"
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", form]

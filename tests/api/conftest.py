@@ -1,4 +1,4 @@
-"""A small engine with random weights in the bundled model's shape; its tokenizer is the real one."""
+"""A small engine with random weights in the form of the bundled model, with the real tokenizer."""
 
 from __future__ import annotations
 

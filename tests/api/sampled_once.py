@@ -1,4 +1,4 @@
-"""Samples a token, then names the costly parts of torch that it has: ``python -m tests.api.sampled_once``."""
+"""Sample a token and print the imported costly parts of torch: ``python -m tests.api.sampled_once``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``AsyncLLM`` on a real engine: streams, cancellation, aborts, and an engine that dies."""
+"""``AsyncLLM`` on a real engine: streams, cancellation, aborts, and the death of the engine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.engine.core import EngineCore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
-"""Runs while a test does something, also where its thread waits for a core."""
+"""Runs longer than a test, even on a slow machine."""
 
 
 def go(settings: dict[str, Any], work: Callable[[AsyncLLM], Coroutine[Any, Any, None]], **more: Any) -> None:
-    """Runs ``work`` with an engine, inside a deadline; nothing of it may be left in the engine."""
+    """Run ``work`` with an engine within a deadline. Assert that no request remains in the engine."""
 
     async def whole() -> None:
         engine = AsyncLLM(**{**settings, "max_model_len": 2048, **more})
@@ -42,7 +42,7 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 async def idle(engine: AsyncLLM) -> None:
-    """Waits until the engine holds nothing; a second is all it may take."""
+    """Wait until the engine is idle. Fail after the deadline."""
     until = time.monotonic() + deadline(5)
     while True:
         stats = await engine.stats()
@@ -180,7 +180,7 @@ def test_a_dying_engine_tells_everybody(settings: dict[str, Any], monkeypatch: p
 def test_a_cancellation_that_comes_with_a_token_is_kept(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    """``turns`` of the event loop after a token has come, its reader is cancelled: no turn may lose that."""
+    """The reader is cancelled ``turns`` loop turns after a token; the cancellation must never be lost."""
     usual = async_llm._on_loop
 
     async def work(engine: AsyncLLM) -> None:
@@ -253,7 +253,8 @@ def test_random_cancels_leave_nothing(settings: dict[str, Any]) -> None:
     async def work(engine: AsyncLLM) -> None:
         results = await asyncio.gather(*(one(engine, number) for number in range(40)))
         assert set(results) <= {"left", "ended"}
-        assert results.count("left") >= 2  # tokens that come together are one output: others may have ended
+        # tokens that arrive together are one output, so others may have ended
+        assert results.count("left") >= 2
         await idle(engine)
 
     go(settings, work)

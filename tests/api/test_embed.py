@@ -29,7 +29,7 @@ def test_vectors_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_a_mean_is_that_of_the_last_ones_of_all_prefixes(llm: LLM) -> None:
-    """Attention is causal: the state at a position is that of the prompt that ends there."""
+    """Attention is causal: the state at a position equals the last state of the prefix."""
     ids = list(range(40, 60))
     prefixes = [{"prompt_token_ids": ids[:end]} for end in range(1, len(ids) + 1)]
     last = llm.embed(prefixes, normalize=False, use_tqdm=False)

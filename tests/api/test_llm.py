@@ -1,4 +1,4 @@
-"""``LLM`` on a real engine: order, shapes, stops, errors, and an engine that is idle afterwards."""
+"""``LLM`` on a real engine: order, shapes, stops, errors, and an idle engine afterwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 
 def test_prompts_of_a_call_are_one_client(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that choices of one prompt run side by side, and nobody gives way to anybody."""
+    """Choices of a prompt therefore run side by side and do not displace each other."""
     core, owners = llm._core, list[int]()
     assert core is not None
     submit = core.submit
@@ -251,7 +251,7 @@ def _broken(core: EngineCore, *_: Any) -> None:
 
 
 class _Late:
-    """A source that says once, after a while, that what all sequences awaited is there; or never."""
+    """A source that reports the awaited input of all sequences after a delay, or never."""
 
     sockets: tuple[Any, ...] = ()
 
@@ -272,7 +272,9 @@ class _Late:
 
 @pytest.fixture
 def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], _Late]:
-    """Makes every sequence await something that comes ``after`` seconds, for ``patience`` seconds at most."""
+    """Make every sequence wait for input that arrives after ``after`` seconds, for at most ``patience``
+    seconds.
+    """
     core = llm._core
     assert isinstance(core, EngineCore)
     add = core.scheduler.add
@@ -374,7 +376,7 @@ def test_importing_weft_imports_no_torch() -> None:
 
 
 def test_sampling_imports_no_part_of_a_compiler() -> None:
-    """That would take a third of a second of a server's first step."""
+    """The import would add a third of a second to a server's first step."""
     command = [sys.executable, "-m", "tests.api.sampled_once"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

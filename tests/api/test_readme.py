@@ -1,4 +1,4 @@
-"""The Python example of the README, run as it stands."""
+"""The Python example of the README runs unchanged."""
 
 from __future__ import annotations
 

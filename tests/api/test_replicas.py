@@ -1,4 +1,4 @@
-"""``LLM`` over replicas in processes of their own: the outputs of one engine, whichever computes them."""
+"""``LLM`` over replicas in separate processes gives the outputs of a single engine."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def expected() -> Any:
 
 @pytest.mark.grid
 def test_independent_replicas(expected: Any) -> None:
-    """They share nothing, and the sequences of one that is killed go on at the other."""
+    """The replicas share nothing; sequences of a killed replica continue at the other."""
     with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
-        for _ in range(2):  # what is idle in between sends nothing that piles up
+        for _ in range(2):  # an idle replica sends no messages that pile up
             assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-text")
         stats = llm.stats()
         assert stats.running == stats.waiting == stats.idle_steps == 0
@@ -132,7 +132,9 @@ def test_replicas_that_share_experts(expected: Any, more: dict[str, Any]) -> Non
 
 @pytest.mark.grid
 def test_a_worker_of_one_replica_dies(expected: Any) -> None:
-    """Two ranks in each of two replicas: the domain is formed anew, in both, and all go on."""
+    """Two replicas of two ranks: the expert-parallel group forms again in both, and all sequences
+    continue.
+    """
     settings = {**COMMON, "data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     with LLM("spool-mla", **settings) as llm:
         pid = processes(llm)[1].pid
@@ -170,7 +172,7 @@ def test_async(expected: Any) -> None:
 
 
 def test_a_caller_hears_that_no_replica_is_left() -> None:
-    """And not that the queue is full, try again later."""
+    """The error is not a full queue with a retry."""
     with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
         for process in processes(llm):
             process.kill()

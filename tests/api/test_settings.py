@@ -1,4 +1,4 @@
-"""Keywords of ``LLM``: every flag, and a word about those that do nothing without a server."""
+"""Keywords of ``LLM``: every flag, and a warning for flags without effect outside a server."""
 
 from __future__ import annotations
 

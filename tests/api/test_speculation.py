@@ -1,4 +1,4 @@
-"""Speculation through ``LLM``: the same outputs, and a record of what was drafted."""
+"""Speculation through ``LLM``: equal outputs, and statistics of drafts."""
 
 from __future__ import annotations
 

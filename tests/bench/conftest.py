@@ -1,4 +1,4 @@
-"""A real server on the loopback interface that speaks the streaming protocol with known timing and faults."""
+"""A server on loopback that speaks the streaming protocol with known timing and faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.slowness import deadline
 
 
 class Fake:
-    """What the server does, set by tests, and what it was asked."""
+    """The behaviour of the server, set by tests, and the received requests."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -33,13 +33,13 @@ class Fake:
         self.takes_ids = True
         self.chunk_tokens = 1
         self.faults: dict[int, str] = {}
-        """Number of a streaming request to what goes wrong with it."""
+        """Number of a streaming request -> its fault."""
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
         self.clients: set[int] = set()
-        """Ports from which it was asked to generate."""
+        """Client ports of generation requests."""
         self.heads: list[str] = []
-        """Roles of the heads that its metrics tell of."""
+        """Roles of the engines in its metrics."""
         self.live = 0
         self.most = 0
 

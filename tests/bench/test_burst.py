@@ -1,4 +1,4 @@
-"""What a burst gains on ranks that share experts, in steps. Seconds are measured by ``bench.burst``."""
+"""The gain of a burst on ranks that share experts, in steps. ``bench.burst`` measures seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 12
 
 
 class Counted(EngineCore):
-    """Notes the step in which each request has its first token and its last."""
+    """Record the steps of each request's first and last token."""
 
     def __init__(self, folder: Path, seats: int) -> None:
         settings = {
@@ -45,7 +45,7 @@ class Counted(EngineCore):
 
 
 def burst(folder: Path, seats: int, size: int) -> tuple[Burst, int, int]:
-    """The burst, and the steps until the last of its requests has its first token, and its last one."""
+    """Return (burst, step by which all requests have a first token, step of the last token)."""
     core = Counted(folder, seats)
     try:
         arguments = argparse.Namespace(prompt_tokens=8, tokens=TOKENS)

@@ -1,4 +1,4 @@
-"""Checkpoints made on the spot: complete, right in size, understood by transformers, and varied in output."""
+"""Generated checkpoints are complete, of the right size, readable by transformers, and varied in output."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_sizes_of_the_others(name: str) -> None:
 
 
 def test_the_one_that_sees(small: None, tmp_path: Path) -> None:
-    """It is loaded, knows its placeholders, and answers by what it sees."""
+    """The vision checkpoint loads, has placeholders, and its output depends on the image."""
     from PIL import Image
 
     from weft import LLM, SamplingParams
@@ -132,7 +132,9 @@ def test_transformers_runs_them_and_tokens_vary(name: str, small: None, tmp_path
 
 
 def test_gpt_oss_has_its_experts_in_mxfp4_and_weft_serves_it(small: None, tmp_path: Path) -> None:
-    """As OpenAI publishes it: the same names, bytes for experts, and the numbers that were drawn, nearly."""
+    """The checkpoint has OpenAI's published form: the same names, packed experts, and nearly the drawn
+    values.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -154,7 +156,7 @@ def test_gpt_oss_has_its_experts_in_mxfp4_and_weft_serves_it(small: None, tmp_pa
     blocks, scales = gpt_oss.mxfp4(drawn)
     back = from_blocks(blocks, scales, torch.float32).T
     largest = drawn.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
-    # Codes 4 and 6 are 2 apart, and what lies above 6 of at most 8 becomes 6.
+    # Codes 4 and 6 are 2 apart, and values from 6 to at most 8 become 6.
     assert ((back - drawn).abs() <= 0.26 * largest).all()
     with LLM(str(folder), device="cpu", max_model_len=512, kv_cache_memory="16M") as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""``weft bench dispatch``: measures, writes what ``--moe-dispatch auto`` uses from then on, and says so."""
+"""``weft bench dispatch`` measures, writes the table of ``--moe-dispatch auto``, and reports the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bench.gpu's arithmetic, and as much of its course as runs without a GPU."""
+"""The arithmetic of bench.gpu, and the parts that run without a GPU."""
 
 from __future__ import annotations
 

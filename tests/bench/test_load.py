@@ -41,7 +41,7 @@ def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **mo
 
 def test_every_request_may_have_a_connection_of_its_own(fake: Any) -> None:
     assert serving.measure(asked(fake, requests=6, concurrency=1))["requests"]["ok"] == 6
-    assert len(fake.clients) < 3  # what asked the server before may have had another
+    assert len(fake.clients) < 3  # the first request to the server may have used another connection
     found = serving.measure(asked(fake, requests=6, concurrency=1, keep_alive=False))
     assert found["requests"]["ok"] == 6
     assert found["setup"]["keep_alive"] is False
@@ -53,7 +53,7 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     assert found["requests"] == {"sent": 8, "ok": 8, "failed": 0, "unfinished": 0}
     assert (found["prompt_tokens"], found["output_tokens"]) == (8 * 7, 8 * 5)
     times = found["latency_ms"]
-    # 50 ms to the first of five tokens, 10 ms between them; a first one that is late is nearer to the others.
+    # 50 ms to the first of five tokens, then 10 ms each; a late first token shortens the next gap.
     for name, least in (("ttft", 50), ("tpot", 5), ("itl", 5), ("e2el", 89)):
         assert least <= times[name]["p50"] <= deadline(3 * least + 60), name
     assert found["output_token_throughput"] == pytest.approx(40 / found["seconds"], rel=0.01)
@@ -146,7 +146,7 @@ def test_a_server_without_ids_gets_words_sized_by_its_count(fake: Any) -> None:
     fake.takes_ids = False
     found = serving.measure(asked(fake, requests=2))
     assert found["setup"]["prompts"] == "text"
-    # It counts two tokens a word.
+    # The tool counts two tokens per word.
     assert [len(body["prompt"].split()) for body in fake.bodies] == [4, 4]
     with pytest.raises(WeftError, match="refuses token ids"):
         serving.measure(asked(fake, prompts="ids"))

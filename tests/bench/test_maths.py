@@ -130,7 +130,7 @@ def test_prompts_are_fixed_and_share_no_prefix() -> None:
     assert [len(ids) for ids in one] == [512] * 32
     assert len({tuple(ids[:8]) for ids in one + other}) == 64
     assert all(token in safe_range(16_384) for ids in one for token in ids)
-    # Other engines were measured with these: they must never change.
+    # Other engines were measured with the same values, so the values must never change.
     assert one[0][:4] == PINNED
     with pytest.raises(ConfigError):
         safe_range(3)

@@ -1,4 +1,4 @@
-"""``weft bench moe-table``: measures, writes what is used from then on, and says so."""
+"""``weft bench moe-table`` measures, writes the table for later runs, and reports the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's tree of processes: ready, measured, ended, also when it would rather not."""
+"""A server's process tree becomes ready, is measured, and ends, even against its will."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.bench.process import ServerFailed, ServerProcess
 from weft.bench.process_memory import Peak, ProcessMemory, Sample, sample, tree
 from weft.common.errors import ConfigError
 
-#: Starts a child in a session of its own that ignores SIGTERM, holds 64 MiB, and answers on the port.
+#: Starts a child in a separate session that ignores SIGTERM, holds 64 MiB, and answers on the port.
 STUBBORN = """
 import http.server, json, os, signal, subprocess, sys
 child = subprocess.Popen(

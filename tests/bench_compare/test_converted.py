@@ -1,4 +1,4 @@
-"""Checkpoints in peers' forms: made once, again when the model is newer, and never half."""
+"""Checkpoints in formats of peers are made once, again for a newer model, and never partially."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_compressed_tensors_are_near_the_model(source: Source, kind: str, bits: 
         assert stored[f"{name}.weight_shape"].tolist() == [32, 64]
         back = codes.float() * stored[f"{name}.weight_scale"].float().repeat_interleave(64, 1)
     step = exact.abs().amax() / (2 ** (bits - 1) - 1)
-    # Half a step, and of the largest what the scale's own rounding takes.
+    # Half a step, plus the rounding of the scale for the largest value.
     assert (back - exact).abs().max() < 0.8 * step
     about = json.loads((made / "config.json").read_text())["quantization_config"]
     assert about["ignore"] == ["model.layers.0.mlp.gate"]

@@ -1,4 +1,4 @@
-"""``bench.drill``: what it counts, and one small drill."""
+"""The counters of ``bench.drill``, and a small drill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Driver processes: answers, errors, crashes, deadlines, turns and their end. The engine is a fake."""
+"""Driver processes with a fake engine: answers, errors, crashes, deadlines, turns and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench.image_waits``, ``bench.image_bursts``: what they make of spans and of a bundled model."""
+"""``bench.image_waits`` and ``bench.image_bursts``: evaluation of spans, and a bundled model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_time_is_lost_where_a_prompt_is_ready_and_none_is_computed() -> None:
         span("prefill0", "await images", 0, 2),
         span("prefill0", "queue", 2, 3),
         span("prefill0", "prefill", 3, 5),
-        span("prefill0", "queue", 1, 1.5),  # of text, with nothing before it
+        span("prefill0", "queue", 1, 1.5),  # of text, with nothing before
         span("prefill0", "prefill", 1.5, 2.5),
-        span("prefill0", "queue", 3, 4),  # behind one that is computed
+        span("prefill0", "queue", 3, 4),  # after a computed prompt
         span("prefill0", "prefill", 4.5, 6),
         span("prefill0", "await images", 5, 7),
         span("prefill0", "await images", 9, 10),

@@ -1,4 +1,6 @@
-"""Prompts of 128k positions: the memory of a step stays what planning set aside; what the roofline counts."""
+"""Prompts of 128k positions: the memory of a step stays within the plan; the roofline counts the right
+work.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from weft.config.sizing.memory import activation_bytes
 DEPTH = 131_072
 _FEW = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": long.LONGEST}
 _LATENT = {"qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
-#: What the C++ attention serves, with few heads: a row of scores over the context is 256 MiB a head.
+#: Models for the C++ attention with few heads: a row of scores over the context is 256 MiB per head.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _FEW,
     "deepseek_v3": {**_FEW, **_LATENT},
@@ -28,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _FEW,
 }
 SLACK = 48 << 20
-"""Bytes that the process takes beside a step: the prompt's ids, block tables, what allocators keep."""
+"""Bytes of the process besides a step: prompt ids, block tables, allocator overhead."""
 
 
 def tiny(folder: Path, family: str, **more: Any) -> Path:
@@ -52,7 +54,7 @@ def test_a_step_at_128k_takes_what_planning_set_aside(family: str, tmp_path: Pat
 
 
 def test_a_depth_is_skipped_and_the_rest_computed(tmp_path: Path, extension: None) -> None:
-    """Of a prompt of four chunks behind two that are skipped two are computed, with attention to all four."""
+    """After two skipped chunks two of four chunks are computed, with attention to all four."""
     folder = tiny(tmp_path, "qwen3", max_position_embeddings=4096)
     made = long.Engine(folder, 1, 2500)
     try:

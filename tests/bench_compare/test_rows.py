@@ -1,4 +1,4 @@
-"""Rows of the comparison: names, flags and what is missing."""
+"""Rows of the comparison: names, flags and missing peers."""
 
 from __future__ import annotations
 

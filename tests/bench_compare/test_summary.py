@@ -1,4 +1,4 @@
-"""The page that sums comparisons up: who is compared with whom, what counts, and its picture."""
+"""The page that summarizes comparisons: pairs, valid results, and the plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ W1_SECONDS = 4.0
 
 
 def engine(factor: float, *, weft: bool = False, flags: str = "", **more: Any) -> dict[str, Any]:
-    """An engine that takes ``factor`` times as long as the fastest."""
+    """Return an engine that takes ``factor`` times as long as the fastest."""
     samples = {"W1": [W1_SECONDS * factor, 8.0 * factor], "W2": [1.0 * factor, 1.0 * factor]}
     return {"weft": weft, "flags": flags, "samples": samples, **more}
 

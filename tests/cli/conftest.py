@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save_tokenizer(folder: Path) -> int:
-    """Writes a byte-level tokenizer with ChatML's control tokens; returns its size."""
+    """Write a byte-level tokenizer with ChatML's control tokens. Return its size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""``weft serve --build-ops``: the C++ operations are compiled beside a server that serves already."""
+"""``weft serve --build-ops`` compiles the C++ operations while the server already serves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0,
 
 
 def waiting_compiler(folder: Path) -> Path:
-    """A compiler that answers ``--version`` at once and does its work once ``folder / go`` is there."""
+    """Return a compiler that answers ``--version`` at once and compiles once ``folder / go`` exists."""
     path = folder / "waiting-g++"
     path.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n'
@@ -40,7 +40,9 @@ def waiting_compiler(folder: Path) -> Path:
 
 @pytest.fixture
 def unbuilt(extension: None, tmp_path: Path) -> dict[str, str]:
-    """Variables of a machine that has compiled objects and no library, so that a build takes seconds."""
+    """Return the environment of a machine with compiled objects but no library, so that a build takes
+    seconds.
+    """
     if build.find_compiler().path.rpartition("/")[2] != "g++":
         pytest.skip("the objects of this machine are not those of g++, which the waiting compiler runs")
     cache = tmp_path / "cache"
@@ -58,7 +60,7 @@ def ask(base: str, **more: Any) -> str:
 
 
 def stream(base: str, tokens: int, begun: threading.Event) -> str:
-    """The text of a stream of ``tokens``; ``begun`` is set at its first token."""
+    """Return the text of a stream of ``tokens``. Set ``begun`` at the first token."""
     text = ""
     body = {**BODY, "max_tokens": tokens, "stream": True}
     with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=deadline(120)) as answer:
@@ -74,7 +76,9 @@ def stream(base: str, tokens: int, begun: threading.Event) -> str:
 def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
     unbuilt: dict[str, str], tmp_path: Path, start: Any, fronts: str
 ) -> None:
-    """A stream that runs when the compiler ends keeps torch's operations to its end; then engines change."""
+    """A stream in progress when the compiler ends keeps torch's operations until its end; then engines
+    change.
+    """
     server: Server = start("spool-text", "--build-ops", "--port", "0", "--fronts", fronts, **unbuilt)
     base = server.url()
     short = ask(base, max_tokens=20)
@@ -123,7 +127,7 @@ def test_a_build_that_fails_leaves_the_server_as_it_is(tmp_path: Path, start: An
 def test_a_server_keeps_the_operations_that_it_began_with(
     unbuilt: dict[str, str], tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operations are built while the server runs; an engine that dies comes back with torch's."""
+    """Operations built while the server runs are not used; a restarted engine also runs torch's."""
     server: Server = start("spool-text", "--port", "0", "--spare-processes", "0", **unbuilt)
     base = server.url()
     before = ask(base, max_tokens=50)

@@ -1,4 +1,4 @@
-"""``weft chat`` in parts: what a server sends, what a user writes, what is shown."""
+"""Parts of ``weft chat``: messages of the server, input of the user, and the display."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_conversation_keeps_what_was_said() -> None:
     }
     reply = Reply()
     reply.take(Text("hel"))
-    talk.heard(reply)  # stopped: what came stays
+    talk.heard(reply)  # stopped: the received text stays
     assert talk.messages[-1] == {"role": "assistant", "content": "hel"}
     talk.say("again")
     talk.heard(Reply())  # stopped before anything came: the message is taken back
@@ -301,7 +301,7 @@ Done.
 
 
 def drawn(text: str, seed: int, width: int = 60) -> str:
-    """What stays of a reply that came in random pieces."""
+    """Return the final display of a reply that arrived in random pieces."""
     console = Console(file=io.StringIO(), width=width, height=20)
     draw = random.Random(seed)
     pieces: list[Piece] = []
@@ -388,7 +388,7 @@ def test_an_interrupt_that_a_finalizer_swallows_ends_the_reply_all_the_same() ->
 
     def pieces() -> Iterator[str]:
         yield "one"
-        Finalized()  # its KeyboardInterrupt goes nowhere
+        Finalized()  # the object's KeyboardInterrupt is lost
         yield "two"
 
     taken: list[str] = []

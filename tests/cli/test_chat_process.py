@@ -1,4 +1,4 @@
-"""``weft chat`` as its user has it: in a pipe, and on a terminal."""
+"""``weft chat`` as a process, in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def piped(lines: str, *arguments: str, **variables: str | None) -> subprocess.CompletedProcess[str]:
-    """``weft chat`` with ``lines`` on its standard input."""
+    """Run ``weft chat`` with ``lines`` on its standard input."""
     return subprocess.run(
         [sys.executable, "-m", "weft", "chat", *arguments],
         input=lines,
@@ -179,7 +179,7 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def wait(self, pattern: str, seconds: float = 20.0) -> None:
-        """Reads until ``pattern`` is in what came since the last call; escape sequences do not count."""
+        """Read until ``pattern`` occurs in the output since the last call, without escape sequences."""
         until = time.monotonic() + deadline(seconds)
         start = len(self.screen)
         while not re.search(pattern, plain(self.screen[start:])):
@@ -223,7 +223,7 @@ def plain(text: str) -> str:
 @pytest.fixture
 def terminal(server: Running, tmp_path: Path) -> Iterator[Terminal]:
     made = Terminal(server.url, "--history-file", str(tmp_path / "state" / "history"))
-    made.wait("/help shows commands[^>]*>")  # it takes keys now
+    made.wait("/help shows commands[^>]*>")  # the program now accepts keys
     yield made
     made.close()
 

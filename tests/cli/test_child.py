@@ -1,4 +1,4 @@
-"""How child processes start and end, with real processes."""
+"""Start and end of child processes, with real processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.engine.server import heads
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended but was not waited for does not."""
+    """Return True if the process runs. A zombie does not run."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def test_a_head_that_does_not_end_is_killed() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
 def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: int) -> None:
-    """The parent was told to stop just then; a traceback in the log would look like a defect."""
+    """A parent that stops while writing the settings leaves no traceback, which would look like a defect."""
     settings = msgspec.msgpack.encode(FrontSection())
     code = "from weft.config.sections.all import FrontSection\nfrom weft.cli.processes import child\n"
     code += "print(child.read_setup(FrontSection).port)"

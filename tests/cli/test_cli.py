@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, errors, statuses, and what it does not import."""
+"""The command line as a user sees it: help, errors, statuses, and lazy imports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess
 
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Runs a command line that must fail with status 2 and one line, which is returned."""
+    """Run a command line that must fail with status 2 and a single line. Return the line."""
     with pytest.raises(SystemExit) as ended:
         cli.main(list(arguments))
     out, err = capsys.readouterr()
@@ -47,7 +47,7 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_no_torch_before_it_is_needed() -> None:
-    """One process runs one after the other: what the first loads wrongly it names."""
+    """A single process runs all commands in order and names the first with a wrong import."""
     commands = [
         ["--help"],
         ["--version"],
@@ -112,7 +112,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
 def test_help_groups_flags_by_section(
     arguments: list[str], sections: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every section's flags stand under its heading, and nothing else does; the command's own come first."""
+    """Each heading has exactly the flags of the section; the command's own flags come first."""
     with pytest.raises(SystemExit):
         cli.main([*arguments, "--help"])
     heading, found = "", {"": set[str]()}

@@ -1,4 +1,4 @@
-"""Groups that encode images for others, as processes: the same answers, floods, and some that are killed."""
+"""Encode groups as processes: equal answers, floods of requests, and killed encoders."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((), {}),
     ((1,), {"temperature": 0.9, "seed": 5, "n": 2}),
     ((2, 0, 3), {}),
-    ((2, 0, 3), {"n": 2, "temperature": 0.7, "seed": 1}),  # its images are known
+    ((2, 0, 3), {"n": 2, "temperature": 0.7, "seed": 1}),  # the images are cached already
     ((4, 5, 6, 7, 8, 9, 10, 4), {}),
 ]
 
 
 def answers(base: str) -> list[tuple[str, ...]]:
-    """One after the other, then all at once, which must be the same."""
+    """Return the answers in sequence, and assert that concurrent requests get the same answers."""
     said = [ask(base, images, **more) for images, more in CASES]
     with ThreadPoolExecutor(len(CASES)) as pool:
         again = list(pool.map(lambda case: ask(base, case[0], **case[1]), CASES))
@@ -71,14 +71,14 @@ def answers(base: str) -> list[tuple[str, ...]]:
 
 
 def of_role(base: str, name: str, role: str) -> dict[str, float]:
-    """Head -> value of a metric, of the heads whose name begins with ``role``."""
+    """Return engine -> value of a metric, for engines whose name begins with ``role``."""
     text = httpx.get(f"{base}/metrics", verify=False).text
     found = re.findall(rf'^weft:{name}\{{.*head="({role}\d+)".*\}} (.*)$', text, re.MULTILINE)
     return {head: float(value) for head, value in found}
 
 
 def heads(server: Server) -> dict[str, int]:
-    """Name of each head -> its process."""
+    """Return the process id of each engine by name."""
     found = {}
     for pid in with_role(server.process.pid, "head"):
         title = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[0]
@@ -88,7 +88,7 @@ def heads(server: Server) -> dict[str, int]:
 
 
 class Askers(Clients):
-    """Threads that ask with images again and again, each time another one, and compare."""
+    """Threads that repeatedly send requests with changing images and compare the answers."""
 
     ends_s = 150.0
 
@@ -121,7 +121,7 @@ class Askers(Clients):
 
 @pytest.fixture(scope="module")
 def due(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, ...]]]:
-    """What one group that does everything answers."""
+    """Yield the answers of a unified group."""
     folder = tmp_path_factory.mktemp("alone")
     server = Server(folder, *up(folder, "{}"), command="up")
     try:
@@ -160,8 +160,7 @@ def test_the_same_answers_with_one_group_of_each_role(
 
 @pytest.mark.requirement("D21", "D22", "D23")
 def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path: Path) -> None:
-    """All requests are answered, before, while and after one of two is killed, and by the next process at its
-    place."""
+    """All requests are answered before, during and after the death of an encoder, and by its replacement."""
     server = start(*up(tmp_path, "{role: encode, count: 2}", PREFILL, DECODE), command="up")
     base = server.url()
     with ThreadPoolExecutor(24) as pool:  # nothing is warm
@@ -180,14 +179,16 @@ def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path:
 @pytest.mark.requirement("D18", "D23")
 @pytest.mark.parametrize("tower", [pytest.param(True, marks=pytest.mark.grid), False])
 def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, start: Any) -> None:
-    """The short form: one unified group, and one that encodes. Text waits for nobody."""
+    """A unified group and an encode group: without an encoder, images wait or go to a tower; text never
+    waits.
+    """
     arguments = [MODEL, "--encode", "1", "--port", "0", "--max-num-seqs", "8", "--kv-cache-memory", "32M"]
     arguments += ["--dtype", "float64", "--max-model-len", "512", "--role-timeout", str(deadline(60))]
     server = start(*arguments, *(["--no-language-model-only"] if tower else []))
     base = server.url()
     said = ask(base, (0,))
     pid = heads(server)["encode0"]
-    os.kill(pid, signal.SIGSTOP)  # it will encode nothing
+    os.kill(pid, signal.SIGSTOP)  # the encoder is stopped
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(ask, base, (1,))
         assert ask(base, ()) == ask(base, ())

@@ -1,4 +1,4 @@
-"""``weft eval``: one score whether Weft or the reference answers, and what the report holds."""
+"""``weft eval``: equal scores of Weft and the reference, and the content of the report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weft_and_the_reference_answer_alike(
 
 @pytest.fixture
 def with_tools(checkpoint: str, tmp_path: Path) -> str:
-    """The tiny checkpoint with a template that shows tools."""
+    """Return a copy of the tiny checkpoint with a template that shows tools."""
     pytest.importorskip("transformers", reason="needs the transformers package")
     from training.tokenizer import TOOL_TEMPLATE
 
@@ -143,7 +143,7 @@ class Down(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("what", ["gsm-mini", "tools-mini"])
 def test_a_server_that_answers_no_question(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first error ends it: nothing else is asked, and nothing but the error is said."""
+    """The first error ends the run: no further request, and no output except the error."""
     Down.asked = 0
     server = ThreadingHTTPServer(("127.0.0.1", 0), Down)
     thread = threading.Thread(target=server.serve_forever)

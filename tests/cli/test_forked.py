@@ -1,4 +1,4 @@
-"""A process of the tests that begins as a copy is like one that begins anew (``tests.support.forked``)."""
+"""A test process that starts as a copy behaves like a new process (``tests.support.forked``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(subprocess.Popen is not forked.Popen, reason="no
 
 
 def ended(*words: str, **given: Any) -> tuple[int, str, str]:
-    """How a probe ended, and what it said."""
+    """Run a probe. Return its status, output and errors."""
     command = [sys.executable, "-m", PROBE, *words]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **given

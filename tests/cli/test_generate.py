@@ -22,7 +22,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: str) -> dict[str, str]:
-    """What the Python API answers."""
+    """Return the answers of the Python API."""
     params = SamplingParams(temperature=0, max_tokens=12)
     with LLM(checkpoint) as llm:
         asked = {"role": "user", "content": "hello"}

@@ -1,4 +1,4 @@
-"""What runs on a host other than the first: heads that come up there, and those that never do."""
+"""The loop of a host other than the first: engines that come up, and engines that never do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LISTEN_S = deadline(0.5)
 
 
 class Sleepers:
-    """In place of heads: processes that live and do nothing, as those that were stopped."""
+    """Start processes that sleep forever, in place of engines."""
 
     def __init__(self, *_: object) -> None:
         self.incarnations: list[int] = []
@@ -39,7 +39,7 @@ class Sleepers:
 
 
 class Rig:
-    """A host and its board. ``turn`` is one turn of the host's loop."""
+    """A host and its rendezvous store. ``turn`` runs one turn of the host's loop."""
 
     def __init__(self, folder: Path) -> None:
         secret = write_secret(folder)
@@ -91,7 +91,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_a_head_that_never_listens_is_ended_and_told_of(rig: Rig) -> None:
-    """What an earlier incarnation said is nothing to it."""
+    """Messages of an earlier incarnation do not count for the current one."""
     rig.listens(6)
     rig.want(7)
     rig.until(lambda: rig.heads.made)

@@ -1,4 +1,4 @@
-"""``weft eval ocr-mini``: what a server is sent, how the reference reads, and what the report holds."""
+"""``weft eval ocr-mini``: requests to a server, answers of the reference, and the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.eval.ocr_mini import Line, data_url, ocr_test_set
 
 
 class Seer(BaseHTTPRequestHandler):
-    """Answers a chat with the line whose image it holds, the first line of the test set excepted."""
+    """Answer a chat with the text of its image, except for the first line of the test set."""
 
     known: dict[str, Line]
 
@@ -78,7 +78,7 @@ def test_the_reference_reads_with_its_processor(tmp_path: Path, capsys: pytest.C
     model = script.new_model(tokenizer).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(4 if p.ndim > 1 else 1)  # else what it writes does not depend on the image
+            p.mul_(4 if p.ndim > 1 else 1)  # otherwise the output would not depend on the image
     folder = tmp_path / "checkpoint"
     script.export(model, tokenizer, folder)
     loaded = type(model).from_pretrained(folder, dtype=torch.float32).eval()

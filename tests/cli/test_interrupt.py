@@ -1,4 +1,6 @@
-"""Ctrl-C in commands that compute: status 130, one line, no traceback. And bars, for who watches alone."""
+"""Ctrl-C in computing commands gives status 130 and one line without a traceback. Progress bars need a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from tests.support.slowness import deadline
 
 
 class Watched:
-    """A command in a terminal of its own: standard output and error are that terminal."""
+    """A command in a terminal of its own, which is its standard output and error."""
 
     def __init__(self, *arguments: str) -> None:
         ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 100))  # a bar fits itself into the terminal
+        termios.tcsetwinsize(theirs, (24, 100))  # a bar adapts to the width of the terminal
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weft", *arguments],
             stdin=subprocess.DEVNULL,
@@ -44,7 +46,7 @@ class Watched:
         while True:
             try:
                 data = os.read(self._terminal, 4096)
-            except OSError:  # nobody has the terminal any more
+            except OSError:  # no process has the terminal open any more
                 return
             self.shown += data.decode(errors="replace")
 
@@ -56,7 +58,7 @@ class Watched:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Ends it; to be called once."""
+        """End the command. Must be called only once."""
         self.process.kill()
         self.process.wait()
         self._reader.join(deadline(20))

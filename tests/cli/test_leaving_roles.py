@@ -1,4 +1,6 @@
-"""Clients that leave while their sequence is queued, computed, moved or decoded: all is free at once."""
+"""Clients leave while their sequence is queued, computed, transferred or decoded, and all resources become
+free.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Clients:
-    """Some that read streams, one after the other, until they leave: what heads tell of them is of the latest
-    half second, and one stream may be over by then."""
+    """Clients that read streams repeatedly until they leave. Engine metrics are up to half a second old, and
+    a single stream may end within that time.
+    """
 
     def __init__(self, http: httpx.AsyncClient, prompt: str, tokens: int, count: int) -> None:
         self._http, self._prompt, self._tokens = http, prompt, tokens
@@ -65,7 +68,7 @@ STAGES: dict[str, tuple[str, int, int, Callable[[str], bool]]] = {
     "transferring": (LONG, 8, 4, lambda text: gauge(text, "transfers_fetching", "decode") > 0),
     "decoding": (SHORT, 4, 1000, lambda text: gauge(text, "num_requests_running", "decode") == 2),
 }
-"""Prompt, clients, tokens, and how it is seen that they are there."""
+"""(prompt, clients, tokens, predicate on the metrics that shows the stage)."""
 
 
 @pytest.mark.requirement("E17")

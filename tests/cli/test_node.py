@@ -1,4 +1,4 @@
-"""Ranks on a host without a head: which ends count."""
+"""Ranks on a host without an engine: which ends count as failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.common.restarts import RestartBudget
 
 
 class Processes:
-    """Of ranks that end with what is said."""
+    """Rank processes with scripted ends."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[int, int]] = []
@@ -41,7 +41,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_many_ranks_wait_an_hour_for_a_head(now: list[float]) -> None:
-    """Each of eight ends every two minutes, since nobody answers: that is nobody's failure."""
+    """Eight ranks that end every two minutes, because no engine answers, are not failures."""
     made: Any = Processes()
     ranks = HostRanks(made, range(8, 16), 10.0, RestartBudget(3, 600.0))
     while now[0] < AWAY_S - WELCOME_S:

@@ -1,4 +1,4 @@
-"""Whoever speaks nonsense to the sockets of transfers is not heard, and costs nobody else anything."""
+"""Invalid data on the sockets of transfers is ignored and harms no other client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["start"]
 
 
 def speak(server: Server, rng: random.Random) -> int:
-    """Nonsense to every socket of a rank's transfers and of a head's rooms. How many there are."""
+    """Send invalid data to every transfer socket of ranks and engines. Return the number of sockets."""
     ranks = [path for path in Path(server.temporary).rglob("t?-*") if path.is_socket()]
     heads = [path for path in Path(server.temporary).rglob("r?-*") if path.is_socket()]
     for path in ranks:
@@ -27,7 +27,7 @@ def speak(server: Server, rng: random.Random) -> int:
                 peer.connect(str(path))
                 try:
                     peer.sendall(rng.randbytes(size))
-                except OSError:  # it was cut off meanwhile
+                except OSError:  # the server closed the connection meanwhile
                     continue
     for path in heads:
         peer = zmq.Context.instance().socket(zmq.DEALER)

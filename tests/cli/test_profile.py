@@ -1,4 +1,4 @@
-"""``POST /admin/profile``: the heads of a real server write what torch's profiler sees of their steps."""
+"""``POST /admin/profile``: engines of a real server write traces of torch's profiler."""
 
 from __future__ import annotations
 

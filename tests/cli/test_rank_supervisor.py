@@ -1,4 +1,4 @@
-"""Worker processes that a server keeps for its heads: one for each rank, and none when the server is gone."""
+"""Worker processes that a server keeps for its engines: one per rank, and none after the server's end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE = deadline(60.0)
 
 
 def config_in(folder: str) -> EngineConfig:
-    """Whose workers, of whatever number, wait for a head where none listens."""
+    """Return a configuration whose workers wait for an engine that never listens."""
     return msgspec.structs.replace(config_of(tensor_parallel_size=2), domain=folder)
 
 
@@ -59,7 +59,7 @@ def test_the_next_head_finds_the_workers() -> None:
             assert not second.keeps(1)
             assert second.spawn(1)
             assert second.pid(1) == pids[0]
-            os.kill(pids[1], signal.SIGKILL)  # nobody of this head
+            os.kill(pids[1], signal.SIGKILL)  # not a process of this engine
             os.kill(pids[0], signal.SIGKILL)
             wait(second.dead)
             assert second.dead() == [(1, "its process ended with signal 9")]

@@ -1,4 +1,4 @@
-"""The text of models that see images, as ``weft verify`` asks the reference for it."""
+"""The text part of vision models, as ``weft verify`` requests it from the reference."""
 
 from __future__ import annotations
 

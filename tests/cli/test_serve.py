@@ -1,4 +1,4 @@
-"""``weft serve`` as a process: it starts, answers, stops in order, and never outlives its head."""
+"""``weft serve`` as a process: start, answers, orderly stop, and no life after its engine's."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 
 ONE_RUNS = re.compile(r"^weft:front_sequences(\{.*\})? 1\b", re.MULTILINE)
-"""What metrics say of one sequence that the front waits for."""
+"""Matches the metric of one sequence that the API server waits for."""
 
 
 class Server:
-    """A running ``weft serve``, or another ``command``, whose ready line was read."""
+    """A running ``weft serve``, or another ``command``."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Server:
                 stderr=log,
                 env=environment,
                 text=True,
-                start_new_session=True,  # its group is signalled as a terminal would
+                start_new_session=True,  # a process group of its own, to be signalled as by a terminal
             )
 
     def url(self) -> str:
-        """Waits for the ready line and returns the address it names."""
+        """Wait for the ready line. Return its address."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             found = re.search(r"http://127\.0\.0\.1:\d+", line)
@@ -72,7 +72,7 @@ class Server:
         raise AssertionError(f"no ready line:\n{self.log.read_text()}")
 
     def head(self) -> int:
-        """The process id of the head."""
+        """Return the process id of the engine."""
         for head in with_role(self.process.pid, "head"):
             return head
         raise AssertionError("no head")
@@ -90,9 +90,9 @@ class Server:
 
 @contextlib.contextmanager
 def signals_are_heeded() -> Iterator[None]:
-    """Whoever runs the tests may have had signals ignored, and what is ignored is inherited.
+    """Restore the default of ignored signals, because a child inherits ignored signals.
 
-    Not by ``preexec_fn``, for which all the memory of the tests' process is copied to a child first.
+    ``preexec_fn`` would do the same, but it copies the memory of the test process to each child first.
     """
     ignored = [number for number in signals.STOPS if signal.getsignal(number) == signal.SIG_IGN]
     for number in ignored:
@@ -232,7 +232,7 @@ def test_a_head_dies_with_its_parent(checkpoint: str, start: Any) -> None:
 
 @pytest.mark.requirement("F47")
 def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, start: Any) -> None:
-    """Also one that only its head can refuse: it gives status 2, and leaves nothing either."""
+    """A start refused by the engine also cleans up: status 2, and no folder remains."""
     server = start(checkpoint, "--port", "0")
     server.url()
     (left,) = Path(server.temporary).iterdir()
@@ -278,7 +278,7 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
 @pytest.mark.real_processes
 @mostly_slow("number", signals.STOPS, signals.STOPS[:2])
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
-    """It comes when the head has just begun, and imports; the status is 128 and the signal's number."""
+    """The signal arrives while the engine imports; the status is 128 plus the number of the signal."""
     server = start(checkpoint, "--port", "0")
     until = time.monotonic() + deadline(60)
     while True:
@@ -309,8 +309,8 @@ socket.socketpair = first
 
 @pytest.mark.real_processes
 def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start: Any, tmp_path: Path) -> None:
-    """It is raised where uvloop makes its sockets: what a handler raised there would leave the loop half
-    begun, which no longer can be closed.
+    """The signal is raised while uvloop makes its sockets. A handler that raised there would leave a
+    half-initialized loop, which cannot be closed.
     """
     (tmp_path / "sitecustomize.py").write_text(RAISED_AS_THE_LOOP_BEGINS)
     server = start(checkpoint, "--port", "0", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
@@ -321,7 +321,7 @@ def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start:
 
 
 def ended(pid: int) -> bool:
-    """Whether the process ends within 10 s: the kernel kills it with its parent, and its adopter reaps it."""
+    """Return True if the process ends within 10 s. The kernel kills a process with its parent."""
     until = time.monotonic() + deadline(10)
     while time.monotonic() < until:
         try:
@@ -335,7 +335,9 @@ def ended(pid: int) -> bool:
 
 
 def stopped_head(server: Server) -> int:
-    """The head's process id, once it listens; it does nothing from then on, as if loading took for ever."""
+    """Wait until the engine listens, then stop the engine, as if loading never ended. Return the process
+    id.
+    """
     until = time.monotonic() + deadline(60)
     while not list(Path(server.temporary).glob("*/g0/head-0-1")):
         assert time.monotonic() < until
@@ -367,9 +369,9 @@ def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> Non
     ids=["SIGHUP", "SIGQUIT", "SIGINT"],
 )
 def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: list[str]) -> None:
-    """Front, head and workers get the signal, as from a terminal; the stream that runs comes to its end.
+    """API server, engine and workers get the signal, as from a terminal; the running stream completes.
 
-    The head stands still until the server stops: so the stream runs then, however fast the machine is.
+    The engine is stopped until the shutdown begins, so the stream still runs then on any machine.
     """
     drain = round(deadline(60))
     server = start(checkpoint, "--port", "0", "--drain-timeout", str(drain), *more)
@@ -385,7 +387,7 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
         server.signal_group(number)
         told = f"stopping: 1 request may run for {drain} more seconds; a second Ctrl-C stops at once"
         until(server, lambda: told in server.log.read_text())
-        if number == signal.SIGHUP:  # closing a terminal sends it more than once
+        if number == signal.SIGHUP:  # closing a terminal sends the signal more than once
             server.signal_group(number)
         os.kill(head, signal.SIGCONT)
         *_, last, done = [line for line in asked.result().text.splitlines() if line]
@@ -405,7 +407,7 @@ def test_keys_come_from_the_environment(checkpoint: str, start: Any) -> None:
         assert httpx.get(models, headers={"Authorization": f"Bearer {key}"}).status_code == 200
     for process in (server.process.pid, server.head()):
         assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
-    # A server without requests says nothing of them when it stops.
+    # A server without requests logs nothing about requests when it stops.
     server.process.terminate()
     assert server.process.wait(deadline(60)) == 0
     log = server.log.read_text()
@@ -450,7 +452,7 @@ def test_a_template_that_does_not_compile_is_told_of_at_the_start(
 
 
 def test_no_bars_in_a_log_and_no_folder_for_operations(checkpoint: str, start: Any, tmp_path: Path) -> None:
-    """A folder of operations that can't be there costs one line, and the server goes on."""
+    """An impossible folder for operations costs one log line, and the server continues."""
     (tmp_path / "file").touch()
     server = start(checkpoint, "--port", "0", WEFT_OPS_CACHE=str(tmp_path / "file" / "ops"))
     base = server.url()

@@ -1,4 +1,4 @@
-"""``weft sim`` as a user meets it."""
+"""``weft sim`` as a user runs it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_overrides() -> None:
 
 
 def test_a_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every division into roles is simulated, and the fewest groups that reach the goal are named."""
+    """Every division into roles is simulated, and the smallest number of groups that meets the goal is
+    named.
+    """
     file = tmp_path / "plan.json"
     plan = ["sim", "plan", "--requests", "20", "--most-groups", "2", "--rate", "1", "--json", str(file)]
     status, out, _ = ran(capsys, *plan, "--ttft-ms", "100000", "--tpot-ms", "100000")

@@ -1,4 +1,4 @@
-"""A minute of ``bench.soak``, and what it counts as a right answer."""
+"""A minute of ``bench.soak``, and its definition of a correct answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(
     run = soak(36, tmp_path / "log", seed=12, clients=6, every=deadline(1.5), deadline=deadline(250.0))
     assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
     assert run.counts["answered"] + run.counts["left"] == 36
-    assert run.counts["left"] >= 1  # others had their answers sooner than they would have left
+    assert run.counts["left"] >= 1  # other clients got their answers before their time to leave
     assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
 
 

@@ -1,4 +1,4 @@
-"""Spare processes: they become what died, whatever they have to inherit, and none is left behind."""
+"""Spare processes replace dead processes with the right settings, and none is left behind."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_spare_process_that_is_not_needed_ends_by_itself() -> None:
 
 
 def refused() -> Command:
-    """A head that cannot read its settings: it ends with a status of its own."""
+    """Return an engine command with unreadable settings; the engine ends with a specific status."""
     return Command("head_main", ("ipc://nowhere", "error"), msgspec.msgpack.encode(1))
 
 

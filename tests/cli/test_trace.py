@@ -1,4 +1,4 @@
-"""``weft trace`` over what the processes of a server wrote."""
+"""``weft trace`` on the spans of a server's processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ CALLER, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 @pytest.mark.requirement("E23")
 def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
-    """From the client's own span over the front to both heads, and merged."""
+    """A request's spans cover the client's own span, the API server and both engines, and merge into a
+    trace.
+    """
     folder = tmp_path / "spans"
     folder.mkdir()
     server = start(
@@ -93,7 +95,7 @@ def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
     named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert set(named.values()) > {"steps.decode0.json: steps", "steps.prefill0.json: steps"}
     begun = [e for e in events if e["name"] == "prefill"]
-    for span in begun:  # each was computed by a step of its time
+    for span in begun:  # a step of the same time computed each span
         assert any(
             event.get("cat") == "step" and event["args"]["prefill_tokens"] and event["ts"] < ends(span)
             for event in events
@@ -106,14 +108,14 @@ def ends(event: Any) -> float:
 
 
 def counted(base: str, name: str, head: str) -> float:
-    """A head's counter, as of its last heartbeat."""
+    """Return an engine's counter as of its last heartbeat."""
     page = httpx.get(f"{base}/metrics").text
     found = re.findall(rf'^weft:{name}\{{head="{head}",.*\}} (.*)$', page, re.MULTILINE)
     return sum(float(value) for value in found)
 
 
 def check_pair(spans: list[ReadSpan], sequences: int) -> None:
-    """All spans of one request whose sequences went over a pair."""
+    """Assert the complete set of spans of a request on a pair."""
     names = Counter((span.process, span.name) for span in spans)
     per_sequence = [
         *(("prefill0", name) for name in ("queue", "prefill", "send")),
@@ -141,7 +143,7 @@ def check_pair(spans: list[ReadSpan], sequences: int) -> None:
         if span.name in ("send", "receive"):
             when = dict(span.events)
             order = ["offered", "bound", "first byte", "landed"]
-            if span.name == "receive":  # at the sender the other head's word may come first
+            if span.name == "receive":  # the sender may get the other engine's message first
                 order.insert(3, "last byte")
             assert [when[name] for name in order] == sorted(when[name] for name in order)
             assert span.attributes["weft.bytes"] > 0

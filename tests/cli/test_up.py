@@ -37,9 +37,10 @@ def ask(base: str, tokens: int = 24) -> str:
 
 
 class Clients:
-    """Threads that ask again and again, and keep what they got.
+    """Threads that send requests repeatedly and record the answers.
 
-    Each rests between two requests, longer than an answer takes: what starts meanwhile gets the cores.
+    Each thread pauses between requests for longer than an answer takes, so that starting processes get CPU
+    time.
     """
 
     ends_s = 120.0
@@ -78,7 +79,7 @@ def titles(server: Server) -> list[str]:
 
 
 def engines(server: Server) -> list[int]:
-    """Heads and their workers."""
+    """Return the process ids of engines and their workers."""
     children = support.children(server.process.pid)
     return [pid for pid, role in children.items() if role.split()[0] in ("head", "rank")]
 
@@ -129,7 +130,7 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_two_groups_behind_one_front(start: Any) -> None:
-    """One of them dies under requests, and no client sees it; the end leaves nothing behind."""
+    """A group dies under requests without an effect on clients; the shutdown leaves nothing behind."""
     server = start(str(EXAMPLES / "unified-x2.yaml"), "--port", "0", command="up")
     base = server.url()
     due = ask(base)
@@ -160,7 +161,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
     ],
     ids=["a worker", "workers", "two fronts"],
 )
-@pytest.mark.real_processes  # a copy of a head begins before the worker of the one before it has ended
+@pytest.mark.real_processes  # a copied engine starts before its predecessor's worker has ended
 def test_a_rolling_restart_loses_no_request(
     fronts: int, ranks: tuple[int, int], start: Any, tmp_path: Path
 ) -> None:
@@ -215,8 +216,8 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
     ],
 )
 def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) -> None:
-    """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
-    server. Where they have roles, every sequence goes from one host to the other.
+    """Both hosts are this machine. Either group may die, and all end with the server. With roles, every
+    sequence moves from one host to the other.
     """
     write_secret(tmp_path)
     file = tmp_path / "topology.yaml"
@@ -264,12 +265,12 @@ def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes of groups on another host, whatever they are called."""
+    """Return the processes of groups on another host, with any title."""
     return list(support.commands(parent))
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that were free a moment ago."""
+    """Return the first of ``count`` consecutive ports that were free a moment ago."""
     for first in range(20_000 + os.getpid() % 9_000, 30_000, count):
         with contextlib.suppress(OSError), contextlib.ExitStack() as held:
             for port in range(first, first + count):

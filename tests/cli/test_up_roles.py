@@ -1,4 +1,4 @@
-"""Prefill and decode in groups of their own, as processes: files of ``examples/``, and the short form."""
+"""Separate prefill and decode groups as processes: files of ``examples/``, and the short form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = ("Tom has 12 apples.", "Ann buys 7 pens and 3 books. " * 20, "A train 
 
 
 def answers(base: str) -> list[Any]:
-    """What is said of some requests: greedy, with a seed, with choices, with logprobs."""
+    """Return the answers to requests: greedy, seeded, with choices, with logprobs."""
     said = []
     for number, prompt in enumerate(PROMPTS):
         for more in ({"temperature": 0}, {"temperature": 0.9, "seed": number, "n": 2, "logprobs": 1}):
@@ -36,7 +36,7 @@ def answers(base: str) -> list[Any]:
 
 
 def metric(base: str, name: str) -> float:
-    """The sum of a counter over all its labels."""
+    """Return the sum of a counter over all labels."""
     text = httpx.get(f"{base}/metrics", verify=False).text
     return sum(float(value) for value in re.findall(rf"^weft:{name}\{{.*\}} (.*)$", text, re.MULTILINE))
 
@@ -50,7 +50,7 @@ def ends_in_order(server: Server) -> None:
 
 
 def ends_with_first_tokens(server: Server, base: str) -> None:
-    """Requests that end with their first token are no evictions."""
+    """Assert that requests with a single token do not count as evictions."""
     body = {"model": "spool-text", "temperature": 0, "ignore_eos": True}
     with httpx.Client(base_url=base, timeout=deadline(60)) as http:
         for number in range(40):
@@ -67,7 +67,7 @@ def ends_with_first_tokens(server: Server, base: str) -> None:
 
 @pytest.fixture(scope="module")
 def due(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What one group that does everything answers."""
+    """Return the answers of a unified group."""
     server = Server(tmp_path_factory.mktemp("alone"), "spool-text", "--port", "0")
     try:
         return answers(server.url())
@@ -92,7 +92,9 @@ def test_roles_change_no_answer(name: str, start: Any, due: list[Any]) -> None:
 @pytest.mark.requirement("E15", "E16")
 @pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
 def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, under requests, of which none fails or changes; after each pairs work again."""
+    """A group of each role dies under requests in turn. No answer fails or changes, and pairs work again
+    afterwards.
+    """
     if pools == "staged":
         monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
     server = start(str(EXAMPLES / "1p2d.yaml"), "--port", "0", command="up")
@@ -151,9 +153,9 @@ LONG_S, LOAD_S = 20.0, 30.0
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_planned_restart_of_one_group_of_each_role_refuses_nobody(start: Any) -> None:
-    """With long streams, and successors that load slowly: they are stopped for a while."""
+    """The streams are long, and the successors load slowly: they are stopped for a while."""
     flags = "--prefill 1 --decode 1 --spare-processes 0 --prefill-fallback none --max-num-seqs 32 --port 0"
-    flags += " --rank-timeout 90"  # a successor may listen already when it is stopped
+    flags += " --rank-timeout 90"  # a successor may already listen when it is stopped
     server = start("spool-text", "--dtype", "float64", *flags.split())
     base = server.url()
     body = {"model": "spool-text", "prompt": "Tom has 12", "temperature": 0, "ignore_eos": True, "n": 12}
@@ -184,7 +186,7 @@ def test_a_planned_restart_of_one_group_of_each_role_refuses_nobody(start: Any) 
 
 
 def tokens_per_second(base: str, body: dict[str, Any]) -> float:
-    """Of one stream beside another one."""
+    """Return the tokens per second of one stream beside another stream."""
     began, count = time.monotonic(), 100
     with ThreadPoolExecutor(2) as pool:
         asked = {**body, "max_tokens": count}

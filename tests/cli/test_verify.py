@@ -1,4 +1,4 @@
-"""``weft verify``: it passes on a right engine, and tells a defect from a tie on a wrong one."""
+"""``weft verify`` passes on a correct engine, and distinguishes a defect from a tie on a wrong engine."""
 
 from __future__ import annotations
 

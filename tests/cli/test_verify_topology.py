@@ -1,4 +1,4 @@
-"""``weft verify --topology``, and ``--prefill --decode``: real groups, and what it says of wrong ones."""
+"""``weft verify --topology``, and ``--prefill --decode``: real groups, and the report on wrong groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Videos where groups of their own encode images, compute prompts and make outputs: the same answers."""
+"""Videos on separate encode, prefill and decode groups give the same answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers for clients: scripted ones with a model that calls tools and thinks, and the bundled model."""
+"""Servers for clients: scripted servers with tool calls and reasoning, and the bundled model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokeniz
 
 Play = Callable[..., Running]
 MODEL = "recorded"
-"""What a scripted server's model is called."""
+"""Name of a scripted server's model."""
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """They end with the module."""
+    """Yield servers that end with the module."""
     made = Servers()
     with made.scope():
         yield made
@@ -26,8 +26,8 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def play(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Play:
-    """Starts a server that plays the given entries as a model that writes calls as Hermes' do, and thoughts
-    as Qwen's do.
+    """Return a function that starts a scripted server, with calls in the form of Hermes and reasoning in
+    Qwen's form.
     """
     folder = tmp_path_factory.mktemp("text")
     write_tokenizer(folder, added=TOOL_TOKENS, template=TOOL_TEMPLATE)
@@ -42,13 +42,13 @@ def play(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Play:
 
 @pytest.fixture(scope="module")
 def bundled(servers: Servers) -> Running:
-    """The bundled model itself. Requests without a seed get one that depends on their number alone."""
+    """Start the bundled model. Requests without a seed get a seed that depends only on their number."""
     return servers.weft("--threads", "1", "--seed", "7", "--max-model-len", "2048")
 
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home of its own for a client that keeps files."""
+    """Return an empty home folder for a client that keeps files."""
     made = tmp_path / "home"
     made.mkdir()
     return made

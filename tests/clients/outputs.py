@@ -1,4 +1,4 @@
-"""What a scripted model answers, as clients' tests play it."""
+"""Outputs of scripted models in the tests of clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEATHER: dict[str, Any] = {
 
 
 def call(tool: str, /, **arguments: Any) -> str:
-    """A call as the model writes it."""
+    """Return a call in the model's form."""
     data = json.dumps({"name": tool, "arguments": arguments})
     return f"<tool_call>\n{data}\n</tool_call>"
 

@@ -1,7 +1,7 @@
 """Coding agents carry out a scripted tool call: ``codex exec`` and ``claude -p``.
 
-They come from npm: on PATH, or in the folder that WEFT_TEST_AGENTS names (``node_modules/.bin``). Each has a
-home of its own, and whatever they want of other hosts goes to a port where nothing listens.
+The agents come from npm: on PATH, or in the folder of WEFT_TEST_AGENTS (``node_modules/.bin``). Each agent
+has a separate home, and requests to other hosts go to a port without a listener.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.agents
 
 NOWHERE = "http://127.0.0.1:9"
 SECRET = "it-is-a-quiet-harbour-4711"
-"""What only a file says."""
+"""Text that occurs only in the file."""
 
 
 def agent(name: str) -> str:
@@ -36,7 +36,7 @@ def agent(name: str) -> str:
 
 
 def run(command: list[str], home: Path, work: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The agent in the folder ``work``, with no network but this machine."""
+    """Run the agent in folder ``work``, with loopback as its only network."""
     away = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"), NOWHERE)
     loopback = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     keep = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TERM", "TMPDIR")}
@@ -62,7 +62,9 @@ def work(tmp_path: Path) -> Path:
 
 
 def entries(*calls: str) -> list[dict[str, Any]]:
-    """A model that calls, and says so once the result is in its prompt. Side questions get a word."""
+    """Return a model script: calls first, an answer once the result is in the prompt, "ok" for side
+    questions.
+    """
     return [
         {"match": {"contains": [SECRET]}, "text": "The note was read: all is well.", "repeat": True},
         *[{"match": "Read note.txt", "text": text, "repeat": True} for text in calls],
@@ -122,5 +124,5 @@ def test_claude(play: Play, home: Path, work: Path) -> None:
 
 
 def tool_calls(server: Running) -> int:
-    """Requests that were answered in full, but for the last one."""
+    """Return the number of successful requests except the last."""
     return int(server.metric("request_success_total")) - 1

@@ -1,4 +1,4 @@
-"""anthropic-python: messages, streams, tools, thoughts, counting, retries."""
+"""anthropic-python: messages, streams, tools, reasoning, counting, retries."""
 
 from __future__ import annotations
 

@@ -16,25 +16,25 @@ from weft.common import env
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PORT = "http://127.0.0.1:8000"
-"""What the docs call the server."""
+"""The server's address in the docs."""
 SEEING = "spool-vision"
-"""A model that commands with images ask for."""
+"""Model for commands with images."""
 
 
 @pytest.fixture(scope="module")
 def server(servers: Servers) -> Running:
-    """One that drafts: the docs look at its counters, too."""
+    """Start a server with drafts, because the docs also read its draft counters."""
     return servers.weft("--threads", "1", "--speculative-method", "ngram")
 
 
 @pytest.fixture(scope="module")
 def seeing(servers: Servers) -> Running:
-    """One that reads images."""
+    """Start a server with image input."""
     return servers.weft(SEEING, "--threads", "1")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of each in a block of code: from a line that begins with it to where its quotes end."""
+    """Return (page, command) for each curl command in a code block, up to the end of its quotes."""
     found = []
     for page in PAGES:
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
@@ -52,7 +52,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def open_ended(command: str) -> bool:
-    """Whether more lines belong to it."""
+    """Return True if more lines belong to the command."""
     return command.endswith("\\") or command.count("'") % 2 == 1
 
 

@@ -1,4 +1,4 @@
-"""llm-comply: its checks of chat completions, Responses and Messages."""
+"""llm-comply's checks of chat completions, Responses and Messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FORMATS = {
     "open-responses": ("openresponses.json", "gpt-5-recorded"),
     "anthropic": ("anthropic.json", "claude-opus-recorded"),
 }
-"""Format -> (the schema of its answers, a model's name that the tool takes for one that thinks)."""
+"""Format -> (schema of its answers, model name that the tool treats as a reasoning model)."""
 DECLINED = {
     "chat-image-input": "image",
     "image-input": "image",
     "anth-image-input": "image",
     "chat-reasoning-summary": "reasoning",  # a parameter of Responses, here beside reasoning_effort
 }
-"""Check -> a word of the 400 that declines it by name."""
+"""Check -> a word of the 400 that declines the feature by name."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def server(play: Play) -> Running:
 
 
 def checks() -> list[Any]:
-    """All of them, if the package is there."""
+    """Return all checks of the package, or a skipped parameter without the package."""
     try:
         tests = importlib.import_module("llm_comply.tests")
     except ImportError:

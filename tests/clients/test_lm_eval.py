@@ -1,4 +1,4 @@
-"""lm-eval's API models on two small tasks made here."""
+"""lm-eval's API models on two small tasks of the tests."""
 
 from __future__ import annotations
 

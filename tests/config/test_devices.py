@@ -1,4 +1,4 @@
-"""What is found out about the machine, on file trees that the tests write."""
+"""Facts about the machine, read from file trees that the tests write."""
 
 from __future__ import annotations
 

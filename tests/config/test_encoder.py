@@ -1,4 +1,4 @@
-"""Groups that only encode images, and groups that take what these make: settings, memory, fingerprints."""
+"""Encode groups, and groups that receive embeddings: settings, memory, fingerprints."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class TestTowerFingerprint:
         assert len(seen) == 5
 
     def test_of_a_checkpoint_the_tower_counts(self, models: SeeingModels, tmp_path: Path) -> None:
-        """Not its text, nor in which files its tensors lie."""
+        """The fingerprint ignores the text weights and the division into files."""
         folder = models.folder("qwen3-vl")
         one = tower_fingerprint(config_of(folder, role="encode"))
         tensors = load_file(folder / "model.safetensors")

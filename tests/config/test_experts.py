@@ -1,4 +1,4 @@
-"""Settings of expert parallelism that contradict each other, or the model, are refused by name."""
+"""Contradictory settings of expert parallelism are refused with the name of the setting."""
 
 from __future__ import annotations
 

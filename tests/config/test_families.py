@@ -227,7 +227,7 @@ def test_an_automatic_dtype_is_that_of_the_weights(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("field", ["is_causal", "use_bidirectional_attention"])
 def test_attention_to_later_tokens_is_refused(tmp_path: Path, field: str) -> None:
-    """Embedding models that were trained so have the architecture of the model that they were made of."""
+    """Some embedding models keep the architecture of their base model but attend to later tokens."""
     causal = field == "is_causal"
     assert _load(tmp_path, **{field: causal}).family == "llama"
     with pytest.raises(ConfigError, match=f"{field} = {not causal}"):
@@ -255,7 +255,7 @@ def _rope(folder: Path, **more: Any) -> RopeSpec:
 
 
 def test_factors_of_yarn(tmp_path: Path) -> None:
-    """``attention_factor`` is all of it, ``attn_factor`` comes on top."""
+    """``attention_factor`` replaces the whole factor; ``attn_factor`` multiplies the factor."""
     temperature = 0.1 * math.log(4.0) + 1.0
     for more, factor in (
         ({}, temperature),

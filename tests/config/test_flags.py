@@ -71,7 +71,7 @@ def test_keywords_reach_their_sections() -> None:
     assert config.scheduler.steps_in_flight == 1
     assert config.front.port == 0
     assert config.front.drain_timeout == 1.0
-    # What was parsed is what the sections declare.
+    # The parsed values have the declared types of the sections.
     assert msgspec.convert(msgspec.to_builtins(config), Config) == config
 
 

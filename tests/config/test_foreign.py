@@ -1,4 +1,6 @@
-"""Settings as vLLM and SGLang spell them: taken where they mean one of Weft's, else refused by name."""
+"""Settings in vLLM's and SGLang's spelling are accepted if Weft has the same setting, otherwise refused by
+name.
+"""
 
 from __future__ import annotations
 

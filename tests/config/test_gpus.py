@@ -1,4 +1,4 @@
-"""Which rank has which GPU, and what is refused. Only how many GPUs there are is made up."""
+"""Assignment of GPUs to ranks, and refusals. Only the number of GPUs is simulated."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_sizes_that_were_found_out_are_not_compared(tmp_path: Path, monkeypatch:
 
 
 class Driver:
-    """libcuda.so.1, as far as it is asked."""
+    """Simulate the used part of libcuda.so.1."""
 
     def __init__(self, count: int) -> None:
         self.count = count

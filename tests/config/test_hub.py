@@ -1,4 +1,4 @@
-"""Names to folders: bundled models, local folders, a hub cache made here. Nothing goes over a network."""
+"""Model names resolve to folders: bundled models, local folders, a local hub cache. No network is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def _cache(folder: Path, name: str = "tiny-org/tiny-model", ref: str = "main") -> Path:
-    """A cache as the hub client lays it out, with one snapshot."""
+    """Write a cache in the layout of the hub client. Return its only snapshot."""
     repository = folder / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / _COMMIT
     snapshot.mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_what_the_cache_lacks(tmp_path: Path) -> None:
 
 
 def test_the_clients_own_cache_and_no_torch(tmp_path: Path) -> None:
-    """By environment, in a process of its own; neither the hub module nor the families import torch."""
+    """The cache comes from the environment, in a separate process; neither module imports torch."""
     snapshot = _cache(tmp_path)
     code = (
         "import sys; from weft.config import hub, families;"

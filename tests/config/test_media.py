@@ -1,4 +1,4 @@
-"""Sizes, grids and counts of images: as the reference's image processors; files in all their layouts."""
+"""Sizes, grids and counts of images equal the reference's image processors, for all layouts of files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_resized_as_the_reference_does(tmp_path: Path) -> None:
 
 
 def _navit_resize() -> Callable[..., Any]:
-    """The reference's function; its module cannot be imported without torchvision."""
+    """Return the reference's function without an import of its module, which needs torchvision."""
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.submodule_search_locations
@@ -182,7 +182,7 @@ def test_an_image_without_pixels(tmp_path: Path) -> None:
 
 
 def _items(source: random.Random) -> tuple[list[int], list[MediaItem]]:
-    """A prompt as types of its tokens (0 text, 1 image), and its images."""
+    """Return (token types of a prompt: 0 text, 1 image; its images)."""
     types = [0] * source.randint(0, 5)
     items = []
     for _ in range(source.randint(0, 5)):

@@ -91,7 +91,7 @@ def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
 
 
 def test_states_that_pass_between_groups_have_snapshots_without_prefix_caching() -> None:
-    """One for each sequence that can run, up to a bound; and what is said to fit does."""
+    """Each runnable sequence gets a snapshot up to a bound, and the reported fit is exact."""
     model = spec(FULL, STATE)
     for seqs, more in ((2, 2), (500, memory.ROOM_SNAPSHOTS)):
         section = SchedulerSection(max_num_seqs=seqs)

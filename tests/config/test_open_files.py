@@ -1,4 +1,4 @@
-"""Files that a server needs are counted before it starts, and asked for."""
+"""A server counts its needed open files before the start, and raises the limit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Published configuration files: those of families that are served resolve with the right sizes, others are
-refused by name before weights are read.
+"""Published configuration files of supported families resolve to the right sizes; others are refused by name
+before weights are read.
 
-Sizes are computed here from ``config.json`` alone, by the formulas of the papers.
+Expected sizes come from ``config.json`` alone, by the formulas of the papers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMED = {
     "GLM-5": 744,
     "Kimi-K2": 1000,
 }
-"""Parameters in billions, of models whose names do not have them; as their model cards say."""
+"""Parameters in billions, from model cards, for models without the number in their name."""
 
 
 def config_of(folder: Path) -> Fields:
@@ -56,13 +56,15 @@ def served(folder: Path) -> bool:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has room for the largest."""
+    """Simulate a machine with enough memory for the largest model."""
     monkeypatch.setattr(devices, "gpu_memory", lambda: None)
     monkeypatch.setattr(devices, "available_memory", lambda: 1 << 43)
 
 
 def grouped(c: Fields) -> tuple[float, float]:
-    """Parameters of attention in all layers, and bytes a token of keys and values that are never dropped."""
+    """Return (attention parameters of all layers, bytes per token of keys and values that are never
+    dropped).
+    """
     hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
     dim = c.get("head_dim") or hidden // heads
     kv = c["num_key_value_heads"]
@@ -81,7 +83,9 @@ def grouped(c: Fields) -> tuple[float, float]:
 
 
 def latent(c: Fields) -> tuple[float, float]:
-    """DeepSeek V3, Kimi K2 and GLM-5, whose indexer has one key a token in layers with their own."""
+    """Return the same for DeepSeek V3, Kimi K2 and GLM-5. The indexer has one key per token in layers with an
+    indexer.
+    """
     hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
     rank, low, rope = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
     nope, value = c["qk_nope_head_dim"], c["v_head_dim"]
@@ -143,7 +147,7 @@ def feed_forward(c: Fields) -> float:
 
 
 def parameters_of(c: Fields) -> float:
-    """Of the text model, in matrices."""
+    """Return the number of matrix parameters of the text model."""
     tables = (1 if c.get("tie_word_embeddings") else 2) * c["vocab_size"] * c["hidden_size"]
     return float(attention_of(c)(c)[0] + feed_forward(c) + tables)
 
@@ -154,7 +158,7 @@ def counted(spec: ModelSpec) -> float:
 
 
 def token_bytes(spec: ModelSpec) -> float:
-    """Bytes that one more token of a long context takes in the caches, in 16 bits."""
+    """Return the cache bytes of one more token of a long context, in 16 bits."""
     kept = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
     return sum(block_bytes(cache, POSITIONS, "bfloat16") for cache in kept) / POSITIONS
 
@@ -195,7 +199,7 @@ def test_families_that_are_served_have_the_sizes_of_their_files() -> None:
 
 
 def test_parameters_are_those_of_the_published_names() -> None:
-    """Names are rounded, and name some models of which the tower is a tenth by their text."""
+    """Names are rounded. Some names count the text model only, where the tower adds a tenth."""
     named = 0
     for folder in filter(served, real_folders("configs")):
         billions = named_billions(folder)
@@ -207,7 +211,7 @@ def test_parameters_are_those_of_the_published_names() -> None:
 
 
 def test_quantized_weights_are_planned_near_the_bits_that_their_files_name() -> None:
-    """FP8 between 8 and 9 bits an element, formats of four bits between 4 and 6, whatever says so."""
+    """FP8 needs 8 to 9 bits per element, four-bit formats 4 to 6, whichever field names the format."""
     for folder in filter(served, real_folders("configs")):
         config = config_of(folder)
         spec = load_spec(str(folder), trust_remote_code=True)

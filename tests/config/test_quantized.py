@@ -1,4 +1,4 @@
-"""``quantization_config``: what each tool writes, and what is refused by name."""
+"""``quantization_config`` in the form of each tool, and refusals by name."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ ACCEPTED |= {
 
 
 def test_what_stands_beside_the_quantization(tmp_path: Path) -> None:
-    """DeepSeek V4 has the type of its experts at the top of config.json."""
+    """DeepSeek V4 names the type of its experts at the top level of config.json."""
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     found = _load(tmp_path, quantization_config=fp8, expert_dtype="fp4")
     assert found == QuantizedSpec(method="fp8", block=(128, 128), bits=8.25, expert_bits=4.25)

@@ -1,4 +1,4 @@
-"""Resolving a configuration on small checkpoint folders that the tests write."""
+"""Resolution of configurations for small checkpoint folders."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_two_kinds_hold_the_same_number_of_sequences(tmp_path: Path) -> None:
     assert full.num_blocks // need[0] == window.num_blocks // need[1] == 6
     used = sum((pool.num_blocks + 1) * block_bytes(pool.cache, 16, "bfloat16") for pool in config.kv.pools)
     assert MIB * 0.98 < used <= MIB
-    # The default is what four such sequences use.
+    # The default equals the use of four such sequences.
     assert [pool.num_blocks for pool in resolved(folder, **scheduling).kv.pools] == [128, 24]
 
 
@@ -288,7 +288,7 @@ def test_served_names(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is shown where it lies on the server; requests may use what was given as well."""
+    """The served name hides the path on the server; requests may also use the given name."""
     folder = tmp_path / "models" / "my-model"
     folder.mkdir(parents=True)
     checkpoint(folder)
@@ -392,7 +392,7 @@ def test_a_model_larger_than_memory_is_refused_with_what_it_needs(
     for way in ("published quantized", "--tensor-parallel-size", "smaller model"):
         assert way in message
     assert "the model's weights need 40G" in refused(folder, load_format="dummy", quantization="int4", **more)
-    # A CPU rounds what was loaded whole.
+    # A CPU loads a matrix whole before rounding.
     message = refused(folder, quantization="int4", **more)
     assert message.startswith(
         "the model's weights need 132G of memory until --quantization has quantized them"
@@ -435,7 +435,7 @@ def test_weight_bytes_of_a_known_model() -> None:
         caches=(CacheSpec(kind="full", layers=tuple(range(32)), kv_heads=8, head_dim=128),),
         max_position=131072,
     )
-    # Llama 3.1 8B has 8,030,261,248 parameters, 266,240 of them norms.
+    # Llama 3.1 8B has 8,030,261,248 parameters, of which 266,240 are norms.
     assert memory.weight_bytes(spec, "bfloat16") == 2 * (8_030_261_248 - 266_240)
     assert block_bytes(spec.caches[0], 1, "bfloat16") == 131072
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)

@@ -1,4 +1,4 @@
-"""The file of ``--group-secret``: read before anything starts, and by its owner alone."""
+"""The file of ``--group-secret`` is read before anything starts, and only its owner may have access."""
 
 from __future__ import annotations
 

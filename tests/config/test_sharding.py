@@ -1,4 +1,4 @@
-"""Shares of ranks, and which sizes they divide."""
+"""Shares of ranks, and the sizes that the shares divide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_shares_are_in_order_and_lose_nothing(size: int, ranks: int) -> None:
 
 @given(heads=st.sampled_from([1, 2, 3, 4, 8]), more=st.integers(1, 6), groups=st.integers(1, 4))
 def test_queries_find_their_kv_head(heads: int, more: int, groups: int) -> None:
-    """Where the numbers divide, every rank has the KV heads of its query heads, and no others."""
+    """If the numbers divide, every rank has exactly the KV heads of its query heads."""
     for ranks in (heads * more, *(n for n in range(1, heads + 1) if heads % n == 0)):
         queries = heads * more * groups
         if queries % ranks:

@@ -1,4 +1,4 @@
-"""Topology files: what they say, what is refused before anything starts, and how groups share a host."""
+"""Topology files: their content, refusals before the start, and how groups share a host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.parallel.remote import host_settings
 
 @pytest.fixture
 def written(tmp_path: Path) -> Any:
-    """Writes a topology file of a small checkpoint, ``text`` behind its model."""
+    """Return a function that writes a topology file: the model line, then ``text``."""
 
     def write(text: str, *, model: bool = True) -> Path:
         file = tmp_path / "topology.yaml"
@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small checkpoint that takes images."""
+    """Return a small vision checkpoint."""
     return str(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
 
 
@@ -163,7 +163,7 @@ def test_settings_that_need_not_be_alike(written: Any) -> None:
 
 
 def test_memory_and_cores_are_divided_among_all_groups(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their caches together are what one group's would be, of the memory that the weights leave."""
+    """Caches of all groups together fit the memory that the weights leave for one group."""
     monkeypatch.setattr(devices, "available_memory", lambda: 12 * MIB)
     (alone,) = resolved(written("groups: [{max-num-seqs: 4096}]")).values()
     pair = "[{role: prefill, tp: 2}, {role: decode, count: 2}]"
@@ -222,7 +222,7 @@ def test_the_short_form() -> None:
 
 
 def _images(found: Topology) -> dict[str, tuple[bool, bool]]:
-    """Group -> whether it loads a tower, and whether it takes embeddings."""
+    """Return group -> (True if it loads a tower, True if it takes embeddings)."""
     return {
         name: (not config.model.language_model_only, config.transfer.take_embeddings)
         for name, config in found.groups
@@ -369,7 +369,7 @@ def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
     assert heads_on(one["far1"].parallel, 1) == [0]
     assert heads_on(one["both"].parallel, 1) == []
     assert not replica_spans(one["far0"].parallel, 0)
-    for name in zero:  # what host 0 compares when another host comes
+    for name in zero:  # the settings that host 0 compares with another host's
         assert host_settings(zero[name]) == host_settings(one[name])
     assert zero["both"].host.ranks == 2
     assert one["both"].host == HostShare(ranks=3, first=2)

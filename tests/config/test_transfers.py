@@ -1,4 +1,4 @@
-"""Settings of groups with roles, and what tells that two groups serve the same model."""
+"""Settings of groups with roles, and the fingerprint that decides if two groups serve the same model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> str:
 
 
 def weights(folder: Path, tensors: list[bytes]) -> None:
-    """A safetensors file of these bytes."""
+    """Write a safetensors file with the given tensors."""
     header, at = {}, 0
     for number, data in enumerate(tensors):
         facts = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
@@ -122,7 +122,7 @@ class TestFingerprint:
         assert len(seen) == 7
 
     def test_a_tower_beside_them_does_not(self, folder: str) -> None:
-        """A group that sees images hands caches to one with --language-model-only."""
+        """A group with a tower hands caches to a group with --language-model-only."""
         config = resolved(folder)
         media = MediaFacts(
             kind="area", patch=4, temporal=2, merge=2, mean=(0.5,) * 3, std=(0.5,) * 3, placeholder=1

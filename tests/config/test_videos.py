@@ -1,7 +1,7 @@
-"""Sizes of frames, and their patches, as the reference's video processor makes them; its file in all layouts.
+"""Sizes and patches of frames equal the reference's video processor, for all layouts of its file.
 
-The processor needs torchvision for colours and for resizing: these two are replaced here, by the same formula
-and by Pillow, frame by frame.
+The processor needs torchvision for colours and resizing. The tests replace both by the same formula and by
+Pillow, frame by frame.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_frame_without_pixels(tmp_path: Path) -> None:
 
 
 class _Processor(Qwen3VLVideoProcessor):
-    """With what torchvision would do."""
+    """The reference's processor without torchvision."""
 
     def convert_to_rgb(self, video: torch.Tensor) -> torch.Tensor:
         return video
@@ -113,7 +113,7 @@ def test_patches_are_those_of_the_reference(
     processor = _Processor(
         size=bounds, patch_size=4, image_mean=facts.mean, image_std=facts.std, cap_pixels_per_frame=False
     )
-    # The reference makes one multiplication of two: its patches are ours up to that rounding.
+    # The reference merges two multiplications, so its patches differ by rounding.
     source = torch.randint(0, 256, (frames, 3, *size), dtype=torch.uint8)
     data = VideoMetadata(total_num_frames=frames, fps=2, frames_indices=list(range(frames)))
     made = processor([source], do_sample_frames=False, video_metadata=[data], return_tensors="pt")
@@ -128,7 +128,7 @@ def test_patches_are_those_of_the_reference(
 
 
 def test_pillow_resizes_as_the_reference_s_library_does() -> None:
-    """What torchvision calls for frames of 8 bits: the same filter, which rounds otherwise."""
+    """torchvision uses the same filter for 8-bit frames, with another rounding."""
     places = torch.meshgrid(torch.arange(90), torch.arange(61), indexing="ij")
     source = torch.stack([128 + 100 * torch.sin(places[0] / 7 + places[1] / 9 + n) for n in range(3)])
     source = source.to(torch.uint8).unsqueeze(0)

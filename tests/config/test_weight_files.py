@@ -1,4 +1,4 @@
-"""Weight files are checked by their headers, before anything starts: each error names the file."""
+"""Headers of weight files are checked before the start, and each error names the file."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_every_shard_is_checked(folder: Path) -> None:
     save_file({"a": torch.zeros(2)}, folder / "one.safetensors")
     (folder / "two.safetensors").write_bytes(b"torn")
     assert told(folder).startswith("two.safetensors is damaged")
-    check_weight_files(folder, "auto", ("a",))  # a group that reads no tensor of the other
+    check_weight_files(folder, "auto", ("a",))  # the group reads no tensor of the other file
 
 
 @pytest.mark.parametrize(

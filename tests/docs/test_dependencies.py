@@ -1,4 +1,4 @@
-"""The pinned dependencies: `make serve` installs what the package needs, and no tool of tests."""
+"""The pinned dependencies: `make serve` installs the package's needs, and no test tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pinned(name: str) -> dict[str, Requirement]:
 
 
 def closure(roots: list[str]) -> Iterator[str]:
-    """The names of ``roots`` and of everything they need here, as the installed packages declare it."""
+    """Yield the names of ``roots`` and their transitive requirements, as installed packages declare them."""
     waiting, seen = [Requirement(root) for root in roots], set[str]()
     while waiting:
         wanted = waiting.pop()

@@ -1,4 +1,4 @@
-"""The shape of the code: sizes, where the environment is read, and that every test file tests something."""
+"""The shape of the code: sizes, reads of the environment, and test files with tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Module(NamedTuple):
     text: str
     tree: ast.Module
     nodes: list[ast.AST]
-    """Of the kinds that tests here ask for."""
+    """Nodes of the types that the tests need."""
 
 
 ASKED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Attribute, ast.Call)
@@ -38,8 +38,9 @@ def texts(folder: str) -> Iterator[tuple[Path, str]]:
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[Callable[..., Iterator[Module]]]:
-    """Those of some folders, parsed and walked once. A million nodes: the collector of cycles is off, and
-    they are gone after the last test.
+    """Yield a function that parses the modules of folders once.
+
+    A million nodes make garbage collection slow, so the collector is off until the last test.
     """
     known: dict[str, list[Module]] = {}
 

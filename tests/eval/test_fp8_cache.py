@@ -1,4 +1,4 @@
-"""The bundled model with its cache in 8 bits: as many problems solved, give or take one in a hundred."""
+"""The bundled model with an 8-bit cache solves as many problems, within one in a hundred."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _compare(count: int, dtype: str) -> None:
 
 
 def test_it_is_another_cache() -> None:
-    """The same answer, of which the model is not as sure."""
+    """The answer is equal, but its logprobs differ."""
     found = []
     for kv_cache_dtype in ("auto", "fp8"):
         with LLM(**_settings("float32", kv_cache_dtype), max_model_len=256) as llm:

@@ -1,4 +1,4 @@
-"""The gsm-mini task: what is held out is held out, and the same seed gives the same problems everywhere."""
+"""The gsm-mini task: held-out problems stay held out, and a seed gives the same problems everywhere."""
 
 import hashlib
 import itertools
@@ -105,7 +105,7 @@ def test_same_seed_same_problems(train: list[Problem]) -> None:
 
 
 def test_digests_are_pinned(train: list[Problem]) -> None:
-    """A change here means that published accuracies no longer compare."""
+    """A change means that published accuracies are no longer comparable."""
     assert (_digest(test_set()), _digest(train[:1000])) == ("c46d4c8412dc5026", "85453ddec53a84db")
 
 

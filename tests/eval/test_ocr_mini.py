@@ -1,4 +1,4 @@
-"""The ocr-mini task: what is held out is held out, drawings are fixed, and how answers are scored."""
+"""The ocr-mini task: held-out lines stay held out, drawings are fixed, and answers are scored correctly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_lines_of_the_test_set_never_occur_in_training(train: list[Line]) -> Non
 
 
 def test_short_lines_are_divided_too() -> None:
-    """Of one character each is on one side, so that what is trained stays away from what is asked."""
+    """Short lines are divided too, so training and test lines never coincide."""
     shown = {line.text for line in itertools.islice(lines("train", 0, (1, 2)), 5000)}
     asked = {line.text for line in itertools.islice(lines("test", 0, (1, 2)), 500)}
     assert not shown & asked
@@ -75,7 +75,7 @@ def test_same_seed_same_lines(train: list[Line]) -> None:
 
 
 def test_digests_are_pinned(train: list[Line]) -> None:
-    """A change here means that published scores no longer compare."""
+    """A change means that published scores are no longer comparable."""
     made = [hashlib.sha256(repr(part).encode()).hexdigest()[:16] for part in (ocr_test_set(), train[:1000])]
     assert made == ["4ad6deef80cbdb39", "458ec03f78e80603"]
 

@@ -30,7 +30,7 @@ FORMATS: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], tuple[Tenso
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "least"), [("fp8", 39), ("nvfp4", 34)])
 def test_problems_are_solved(name: str, least: int, tmp_path: Path) -> None:
-    """Of 40; weights that are read wrongly solve none."""
+    """At least ``least`` of 40 problems are solved; wrongly read weights solve none."""
     config, quantize = FORMATS[name]
     folder = tmp_path / "packed"
     shutil.copytree(Path(BUNDLED) / "spool-text", folder)

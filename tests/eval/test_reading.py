@@ -1,4 +1,4 @@
-"""The bundled model that sees, on lines that it never saw: a broken vision path loses accuracy."""
+"""The bundled vision model on unseen lines: a broken vision path loses accuracy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The bundled models answer alike whatever the engine does, under ``--deterministic``: token for token.
+"""The bundled models give equal tokens under every engine mode with ``--deterministic``.
 
-So their accuracy is equal too. 24 problems by default; all 500 under ``-m grid``.
+Their accuracy is therefore equal too. 24 problems run by default, all 500 under ``-m grid``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.eval.gsm_mini import score, test_set
 
 MAX_TOKENS = 128
 PLAIN: dict[str, Any] = {"steps_in_flight": 1, "enable_prefix_caching": False, "step_policy": "exclusive"}
-#: What is changed -> the settings that do it.
+#: Name of a variant -> its settings.
 WAYS: dict[str, dict[str, Any]] = {
     "chunks of 16": {"long_prefill_token_threshold": 16},
     "chunks of 256, mixed": {"long_prefill_token_threshold": 256, "step_policy": "mixed"},
@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }
 TIGHT = {"spool-text": "2M", "spool-mla": "1M"}
-"""Models that solve problems, and a cache in which sixteen sequences must make room for each other."""
+"""Model -> a cache size at which sixteen sequences preempt each other."""
 CASES = [
     (model, way) for model in sorted(TIGHT) for way in WAYS if model == "spool-mla" or "of its own" not in way
 ]

@@ -1,4 +1,4 @@
-"""The tools-mini task: what is held out is held out, its calls are right, and how calls are scored."""
+"""The tools-mini task: held-out problems stay held out, calls are correct, and calls are scored correctly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _digest(asked: list[ToolProblem]) -> str:
 
 
 def a_problem(*tools: Tool, form: str = "N") -> ToolProblem:
-    """One with these tools, whose calls do not matter."""
+    """Return a problem with the given tools and arbitrary calls."""
     return replace(tool_test_set(1)[0], tools=tools, form=form)
 
 
@@ -129,7 +129,7 @@ def test_same_seed_same_problems(train: list[ToolProblem]) -> None:
 
 
 def test_digests_are_pinned(train: list[ToolProblem]) -> None:
-    """A change here means that published scores no longer compare."""
+    """A change means that published scores are no longer comparable."""
     assert (_digest(tool_test_set()), _digest(train[:1000])) == ("095a3e397954f28f", "13618799c6511d6b")
 
 

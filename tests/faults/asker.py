@@ -1,6 +1,8 @@
-"""A client on a host of its own: ``python -m tests.faults.asker URL``; answers lines of input with lines.
+"""Run a client on a host of its own: ``python -m tests.faults.asker URL``. Answer each input line with a
+line.
 
-A number: so many tokens after every prompt, asked a few times at once. "metrics": what the server counts.
+A number asks for as many tokens after every prompt, several times at once. "metrics" returns the server's
+counters.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import httpx
 from tests.faults.host_zero import PROMPTS
 
 TIMES = 6
-"""Of each prompt, so that every replica has something to do, and some wait for a slot."""
+"""Repetitions of each prompt, so that every replica has work and some requests wait for a slot."""
 
 
 def metrics(text: str) -> dict[str, float]:
-    """name:head -> value, of what is told by head; name -> value of the rest."""
+    """Return metrics as name:head -> value where labelled by engine, otherwise name -> value."""
     found = re.findall(r'^weft:(\w+)(?:{(?:head="(\d+)")?[^}]*})? (\S+)$', text, re.M)
     return {f"{name}:{head}" if head else name: float(value) for name, head, value in found}
 

@@ -47,7 +47,7 @@ class Program(Lines):
 
 @dataclass
 class Server:
-    """``weft serve`` on host 0, and a client beside it."""
+    """Hold ``weft serve`` on host 0 with the other hosts' processes and a client."""
 
     process: subprocess.Popen[str]
     others: list[subprocess.Popen[str]]
@@ -72,7 +72,7 @@ class Server:
         return counted
 
     def stop(self) -> None:
-        """All processes end in order."""
+        """Stop all processes and assert status 0."""
         assert self.client.process.stdin is not None
         self.client.process.stdin.close()
         self.process.terminate()
@@ -81,7 +81,7 @@ class Server:
 
 
 class Cluster:
-    """Hosts that serve one model together, and what all of them are told: ``flags``."""
+    """Start hosts that serve one model together with the same ``flags``."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         secret = write_secret(folder)
@@ -94,16 +94,16 @@ class Cluster:
         }
 
     def start(self, **flags: Any) -> Server:
-        """``weft serve`` on all of them."""
+        """Start ``weft serve`` on all hosts. Return the ready server."""
         self.flags |= flags
         return self.front([self.serve(number) for number in range(1, self.flags["nnodes"])])
 
     def front(self, others: list[subprocess.Popen[str]]) -> Server:
-        """``weft serve`` on host 0, beside ``others``, when it is ready."""
+        """Start ``weft serve`` on host 0 beside ``others``. Return the ready server."""
         return self.ready(self.serve(0), others)
 
     def ready(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
-        """The server whose host 0 is ``process``, when it is ready."""
+        """Wait until ``process`` on host 0 is ready. Return the server."""
         zero = Lines(process)
         ready = zero.line()
         assert ready.startswith("weft is ready: "), ready
@@ -111,7 +111,7 @@ class Cluster:
         return Server(zero.process, others, client)
 
     def up(self, groups: str) -> Server:
-        """``weft up`` of a topology with ``groups`` on both of them."""
+        """Start ``weft up`` with a topology of ``groups`` on both hosts. Return the ready server."""
         given = {name.replace("_", "-"): value for name, value in (SETTINGS | self.flags).items()}
         file = self.folder / "topology.yaml"
         file.write_text(json.dumps({"model": "spool-text", **given, "groups": json.loads(groups)}))

@@ -1,4 +1,4 @@
-"""Hosts for the tests that need several."""
+"""Hosts for tests that need several."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``weft serve`` with faults planted: ``python -m ... faulty_server FOLDER PLANS PITFALLS SETTINGS``.
+"""Run ``weft serve`` with planted faults: ``python -m ... faulty_server FOLDER PLANS PITFALLS SETTINGS``.
 
-Settings may have those of the ``front``, a file of ``faults`` beside the planned ones, and ``longest_wait``:
-seconds that a process which died again and again waits at most before it is started.
+Settings may include settings of the ``front``, a file of further ``faults``, and ``longest_wait``: the
+maximum seconds before a repeatedly dying process is started again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ PROMPTS = ["Tom has 12 apples", "Ann buys 7 more. " * 4, "Bob"]
 
 
 def answers(llm: LLM, tokens: int = 60) -> list[list[int]]:
-    """What the model says to each prompt."""
+    """Return the model's greedy tokens for each prompt."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces with addresses of their own, and a cable between them that can be cut."""
+"""Hosts as network namespaces with addresses of their own, and a cable between them that can be cut."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Hosts:
         _ip("-n", self.names[1], "link", "set", self.links[1], state)
 
     def reset(self) -> int:
-        """Resets every TCP connection between the hosts, as seen from host 0. Returns their number."""
+        """Reset every TCP connection between the hosts, seen from host 0. Return the number of
+        connections.
+        """
         return len(self._ss(0, "-K").splitlines())
 
     def refuse(self, host: int) -> None:
@@ -62,8 +64,9 @@ class Hosts:
         self._nft(host, "meta", "l4proto", "tcp", "ip", "saddr", source, "reject", "with", "tcp", "reset")
 
     def forget(self) -> int:
-        """Drops packets of the connections that there are, and says so to nobody; further ones are well.
-        Returns their number."""
+        """Drop the packets of existing connections silently. New connections work. Return the number of
+        connections.
+        """
         found = self._ss(0, "state", "established").splitlines()
         for line in found:
             own, peer = (word.rpartition(":")[2] for word in line.split()[2:4])
@@ -88,7 +91,7 @@ class Hosts:
         _ip(*nft, "rule", "inet", "weft", "in", *rule)
 
     def run(self, host: int, *command: str, log: Path | None = None) -> subprocess.Popen[str]:
-        """``python COMMAND`` on a host; ``log``: where its standard error goes."""
+        """Run ``python COMMAND`` on a host. ``log`` receives its standard error."""
         whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
         variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
         with open(log, "w") if log is not None else contextlib.nullcontext() as stderr:
@@ -134,12 +137,13 @@ class Lines:
 
 
 def command_lines(parent: int) -> dict[int, list[str]]:
-    """The words that started each child of a process, whichever thread made it. One that has ended, and was
-    not asked how, has none.
+    """Return the command words of each child of a process, over all threads of the process.
+
+    A zombie has an empty command.
     """
     found = {}
     for task in Path(f"/proc/{parent}/task").iterdir():
-        with contextlib.suppress(OSError):  # it ends meanwhile
+        with contextlib.suppress(OSError):  # the task ends meanwhile
             for pid in map(int, (task / "children").read_text().split()):
                 with contextlib.suppress(OSError):
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -147,12 +151,12 @@ def command_lines(parent: int) -> dict[int, list[str]]:
 
 
 def children_of(process: subprocess.Popen[str], role: str = "") -> list[int]:
-    """The children of a host's process; those that are ``head`` or ``rank``."""
+    """Return the children of a host's process, or only the children with ``role`` (``head`` or ``rank``)."""
     return with_role(process.pid, role) if role else sorted(command_lines(process.pid))
 
 
 def child_of(process: subprocess.Popen[str], role: str = "") -> int:
-    """The youngest of them; waits for one."""
+    """Return the youngest child, and wait for one if necessary."""
     until = time.monotonic() + deadline(60)
     while time.monotonic() < until:
         if found := children_of(process, role):

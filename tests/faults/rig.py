@@ -1,4 +1,4 @@
-"""An engine over real rank processes, with faults planted in them."""
+"""Run an engine over real rank processes with planted faults."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 ROUND = deadline(240.0)
-"""Seconds in which all requests of a round must be answered, whatever befalls."""
+"""Maximum seconds for all requests of a round, whatever happens."""
 Plan = tuple[int, Phase, Deed]
-"""Rank, where it is, and what befalls it there."""
+"""(rank, phase of the fault, deed)."""
 
 
 @dataclass
 class Told:
-    """What came of one sequence."""
+    """Hold the result of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """The bundled model over ranks; in float64, so that no token depends on what is computed beside it."""
+    """Return a configuration of the bundled model over ranks, in float64, so that tokens do not depend on the
+    batch.
+    """
     settings = {
         "dtype": "float64",
         "max_num_seqs": 4,
@@ -46,12 +48,14 @@ def config_of(**settings: Any) -> EngineConfig:
 
 
 def chain(folder: Path, plans: Sequence[Plan], after: int) -> tuple[Fault, ...]:
-    """One fault after the other: each can befall when the one before has, the first when ``go`` is made."""
+    """Return faults that strike in order: each is armed by the one before, and the first by the file
+    ``go``.
+    """
     made: list[Fault] = []
     for number, (rank, phase, deed) in enumerate(plans):
         needs = str(folder / f"mark{number - 1}") if number else str(folder / "go")
-        # Whoever loads or forms does so seldom; of collectives there are many in a step. Between two faults
-        # somebody is to get a token, else whoever is asked for is given up in the end.
+        # Loading and forming are rare; a step has many collectives. A token must be produced between two
+        # faults, otherwise the request is given up in the end.
         times = {"load": 0, "form": 0, "collective": 12 * after}.get(phase, after)
         mark = str(folder / f"mark{number}")
         made.append(Fault(rank=rank, phase=phase, deed=deed, after=times, mark=mark, needs=needs))
@@ -59,7 +63,7 @@ def chain(folder: Path, plans: Sequence[Plan], after: int) -> tuple[Fault, ...]:
 
 
 def pitfalls(folder: Path, plans: Sequence[Plan]) -> tuple[Fault, ...]:
-    """Faults that would befall, from ``go`` on, whoever comes where nobody is to come. See ``fallen``."""
+    """Return faults at places that no process may reach after ``go``. See ``fallen``."""
     return tuple(
         Fault(rank=rank, phase=phase, deed=deed, mark=str(folder / f"never{n}"), needs=str(folder / "go"))
         for n, (rank, phase, deed) in enumerate(plans)
@@ -67,12 +71,12 @@ def pitfalls(folder: Path, plans: Sequence[Plan]) -> tuple[Fault, ...]:
 
 
 def fallen(folder: Path) -> list[str]:
-    """Pitfalls that somebody came to."""
+    """Return the pitfalls that a process reached."""
     return sorted(path.name for path in folder.glob("never*"))
 
 
 def requests(first: int, tokens: int = 24) -> list[Submit]:
-    """Two prompts, one of them with two choices; greedy and sampled."""
+    """Return three sequences: a greedy prompt, and a sampled prompt with two choices."""
     greedy = TokenParams(temperature=0.0, max_tokens=tokens)
     sampled = TokenParams(temperature=1.0, max_tokens=tokens, logprobs=1)
     prompts = [(0, 0, [5, 9, 77, 3] * 6, greedy), (1, 0, [8, 2] * 9, sampled), (1, 1, [8, 2] * 9, sampled)]
@@ -90,7 +94,7 @@ def requests(first: int, tokens: int = 24) -> list[Submit]:
 
 
 class Engine:
-    """An EngineCore of a group, and what its clients heard."""
+    """Wrap an EngineCore of a group, and collect the results of its clients."""
 
     def __init__(self, config: EngineConfig, folder: Path, plans: Sequence[Plan], after: int = 3) -> None:
         self.folder = folder
@@ -101,7 +105,7 @@ class Engine:
         self._next = 1
 
     def go(self) -> None:
-        """From now on what is planted befalls."""
+        """Arm the planted faults."""
         (self.folder / "go").touch()
 
     def round(self, tokens: int = 24) -> list[list[int]]:
@@ -128,7 +132,7 @@ class Engine:
                 told.finish = event.finish
 
     def befallen(self) -> int:
-        """Faults that there have been."""
+        """Return the number of faults that have struck."""
         return sum(Path(fault.mark).exists() for fault in self.faults)
 
     def check_idle(self) -> None:
@@ -140,7 +144,7 @@ class Engine:
 
 
 def survive(config: EngineConfig, folder: Path, plans: Sequence[Plan], after: int = 3) -> EngineCore:
-    """Has ``plans`` befall a group, one after the other, while it answers. All answers are what they were."""
+    """Let ``plans`` strike a group in order during requests. Assert that all answers stay the same."""
     engine = Engine(config, folder, plans, after)
     try:
         wanted = engine.round()

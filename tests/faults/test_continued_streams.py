@@ -1,5 +1,5 @@
-"""A head is killed in the middle of a stream, before a given token of it: what its client joins is what it
-would have been (E33). Two replicas of the bundled model, over HTTP.
+"""An engine is killed in the middle of a stream, before a given token. The client's joined output must equal
+the undisturbed output. Two replicas of the bundled model, over HTTP.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.support.slowness import deadline
 from tests.support.tool_template import TEMPLATE
 
 PATIENCE = deadline(200.0)
-"""Seconds in which a request must be answered, whatever befalls."""
+"""Maximum seconds for a request, whatever happens."""
 MOST = 110
 """Output tokens at most."""
 TIMES = 8
-"""How often a head can die before the same token."""
+"""Maximum deaths of an engine before the same token."""
 PERSON = {
     "type": "object",
     "properties": {
@@ -36,7 +36,7 @@ PERSON = {
 TOOL = {"type": "function", "function": {"name": "count", "parameters": PERSON, "strict": True}}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 CLOSING = 14
-"""Tokens that close a thought, at most: nobody samples them."""
+"""Maximum tokens that close the reasoning; closing tokens are not sampled."""
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 OPENED = {"chat_template_kwargs": {"opened": True}, "thinking_token_budget": 9}
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Drills:
-    """A server, and the heads of it that die."""
+    """Run a server whose engines die on request."""
 
     def __init__(self, servers: Servers, folder: Path) -> None:
         self._folder = folder
@@ -67,7 +67,7 @@ class Drills:
                 "needs": str(folder / f"go{number}"),
             }
             for number in range(MOST * TIMES)
-            for rank in (0, 1)  # whoever has the sequence: the first of them makes the mark
+            for rank in (0, 1)  # the engine with the sequence dies: the first of them makes the mark
         ]
         front = {
             "chat_template": str(template),
@@ -86,9 +86,9 @@ class Drills:
         self.server.http.timeout = PATIENCE
 
     def ask(self, fields: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
-        """What a client joins of each choice, and the output's tokens."""
+        """Return a client's joined output of each choice, and the number of output tokens."""
         asked = {"max_tokens": MOST, "temperature": 1.0, **fields, "stream_options": {"include_usage": True}}
-        asked["prompt_cache_key"] = "drill"  # what follows a thought goes to the head that thought it
+        asked["prompt_cache_key"] = "drill"  # the continuation after reasoning goes to the same engine
         messages = [{"role": "user", "content": "Tom has 12 apples."}]
         with self.server.stream(messages=messages, **asked) as lines:
             told = events(lines)
@@ -106,7 +106,9 @@ class Drills:
         return joined, told[-2]["usage"]["completion_tokens"]
 
     def kill_before(self, token: int, fields: dict[str, Any]) -> list[dict[str, str]]:
-        """What a client joins whose head is killed instead of sampling output token ``token``, from 0."""
+        """Return a client's joined output while an engine is killed before it samples output token ``token``
+        (from 0).
+        """
         number = token + MOST * self._times[token]
         self._times[token] += 1
         self.server.wait(lambda: self.server.http.get("/ready").status_code == 200, PATIENCE)
@@ -132,15 +134,16 @@ def drills() -> Iterator[Drills]:
 
 
 def with_stops(drills: Drills, fields: dict[str, Any]) -> dict[str, Any]:
-    """Stop strings of what would be said: one that begins there and does not go on so, and the one that ends
-    it."""
+    """Return fields with two stop strings from the output: one only begins there, the other ends the
+    output.
+    """
     (free,), _ = drills.ask(fields)
     text = free["content"]
     return {**fields, "stop": [f"{text[len(text) // 3 :][:3]}\x01", text[-6:-2]]}
 
 
 def check(drills: Drills, case: str, every: bool) -> None:
-    for seed in range(40):  # until the model, which says what comes to its mind, does what the case is about
+    for seed in range(40):  # try seeds until the model's output fits the case
         fields = {**CASES[case], "seed": seed}
         if case == "a stop's prefix":
             fields = with_stops(drills, fields)
@@ -155,7 +158,7 @@ def check(drills: Drills, case: str, every: bool) -> None:
 
 
 def is_about(case: str, wanted: list[dict[str, str]]) -> bool:
-    """Whether the undisturbed answer is what the drill is about."""
+    """Return True if the undisturbed answer fits the case."""
     first = wanted[0]
     if case == "a tool call":
         if first["why"] != "tool_calls" or first["reasoning"]:
@@ -176,7 +179,7 @@ def is_about(case: str, wanted: list[dict[str, str]]) -> bool:
 
 
 PARTS = {"a schema", "a thought"}
-"""What "a thought and a schema" goes through as well, one after the other."""
+"""Cases whose tests "a thought and a schema" repeats."""
 
 
 MARKS = {case: [pytest.mark.grid] for case in PARTS}

@@ -1,4 +1,4 @@
-"""Ranks of a group that die, stop or fail, wherever they are: every request is answered as if nothing was."""
+"""Ranks of a group die, stop or fail in every phase, and every request is answered as without the fault."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SECOND: list[Plan] = [
         ("load", "stop"),
     )
     for rank in (0, 1)
-    if rank or (phase, deed) == ("form", "raise")  # the head does not load again, and dies with its engine
+    if rank or (phase, deed) == ("form", "raise")  # the engine does not load again, and dies with its process
 ]
-"""What befalls a group that is being formed anew."""
+"""Faults of a group that is being formed again."""
 MOVING = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts": 2}
-"""Experts that move whenever they can."""
+"""Settings that move experts whenever possible."""
 
 
 SAMPLES: dict[str, tuple[int, list[Plan]]] = {
@@ -35,7 +35,7 @@ SAMPLES: dict[str, tuple[int, list[Plan]]] = {
     "2": (2, [(1, "read", "kill"), (1, "form", "stop"), (0, "collective", "raise"), (1, "sample", "raise")]),
     "2, few": (2, [(1, "read", "kill"), (0, "collective", "raise")]),
 }
-"""Steps in flight, and what befalls the group."""
+"""Name -> (steps in flight, faults)."""
 
 
 @pytest.mark.requirement("A7")
@@ -52,8 +52,9 @@ def test_a_sample_of_everything(tmp_path: Path, sample: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_rank_that_falls_while_experts_move(tmp_path: Path, depth: int, rank: int) -> None:
-    """They move with every other step, copies of them too: all go back to the checkpoint's order."""
-    deeds: tuple[Deed, ...] = ("kill", "stop", "raise") if rank else ("raise",)  # it dies with its engine
+    """Experts and copies move with every other step; after a fault all return to the checkpoint's order."""
+    # the engine process would die with the test
+    deeds: tuple[Deed, ...] = ("kill", "stop", "raise") if rank else ("raise",)
     plans: list[Plan] = [(rank, "rebalance", deed) for deed in (*deeds, "raise")]
     survive(config_of(**MOVING, tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans)
 
@@ -62,7 +63,9 @@ def test_a_rank_that_falls_while_experts_move(tmp_path: Path, depth: int, rank: 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("part", range(4))
 def test_every_rank_in_every_phase(tmp_path: Path, depth: int, part: int) -> None:
-    """Four of the 16 faults that befall a running group in each part, each with one while it forms again."""
+    """Each part has four of the 16 faults of a running group, each followed by a fault while the group forms
+    again.
+    """
     first = (WORKER + HEAD)[part::4]
     seconds = itertools.cycle(SECOND[part:] + SECOND[:part])
     plans: list[Plan] = []
@@ -70,7 +73,7 @@ def test_every_rank_in_every_phase(tmp_path: Path, depth: int, part: int) -> Non
         second = next(seconds)
         plans.append(fault)
         if second[1] == "load" and fault[2] == "raise":
-            plans.append((second[0], "form", second[2]))  # nobody loads after it
+            plans.append((second[0], "form", second[2]))  # no rank loads after a raise
         else:
             plans.append(second)
     survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans)

@@ -1,4 +1,4 @@
-"""Groups and replicas over several hosts, which are network namespaces; a cable between them can be cut."""
+"""Groups and replicas over several hosts, which are network namespaces; the cable between them can be cut."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from weft.config.sections.all import ParallelSection
 KILL, STOP, CABLE = "it is killed", "is stopped", "the cable is cut"
 ZERO = "head 0 is killed"
 CUT_S = 1.5 * SETTINGS["rank_timeout"]
-"""How long the cable stays cut: ranks notice it meanwhile."""
+"""Seconds that the cable stays cut, long enough for ranks to notice."""
 
 
 class Alone(NamedTuple):
-    """What one process says to the questions."""
+    """Hold the answers of one process to the prompts."""
 
     tokens: list[list[int]]
     texts: list[str]
-    """As the client asks them: each several times."""
+    """Texts in the order of the client, each several times."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_two_hosts_and_what_befalls_the_second(
     zero.ask()
     told, recoveries = zero.told()
     assert told == wanted
-    assert recoveries >= (2 if deeds else 0)  # what comes between two questions is found with the next one
+    assert recoveries >= (2 if deeds else 0)  # a fault between two rounds is found in the next round
     zero.stop()
 
 
@@ -97,7 +97,7 @@ def test_two_hosts_and_what_befalls_the_second(
     ids=lambda layout: "-".join(layout) or "independent",
 )
 def test_replicas_over_hosts(cluster: Cluster, alone: Alone, layout: dict[str, Any]) -> None:
-    """With four hosts each replica lies over two of them."""
+    """With four hosts each replica spans two hosts."""
     wanted = alone.texts
     server = cluster.start(data_parallel_size=2, **layout)
     server.ask()
@@ -110,7 +110,9 @@ def test_replicas_over_hosts(cluster: Cluster, alone: Alone, layout: dict[str, A
 
 @pytest.mark.grid
 def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone) -> None:
-    """The head of ``weft serve`` is killed, stopped, and killed as soon as it is back."""
+    """The engine of ``weft serve`` is killed, stopped, and killed again on its return; the other host's rank
+    survives.
+    """
     server = cluster.start(tensor_parallel_size=2)
     kept = child_of(server.others[0])
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
@@ -169,7 +171,7 @@ def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shar
 
 @pytest.mark.grid
 def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
-    """Its host gives it up after ``LISTEN_S``; nobody else can tell that it is there."""
+    """The engine's own host gives it up after ``LISTEN_S``; no other process can see the engine."""
     server = cluster.start(data_parallel_size=2)
     host = server.others[0]
     killed = child_of(host, "head")
@@ -195,7 +197,7 @@ def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, a
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
 def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bool) -> None:
-    """Others serve meanwhile or, where they need its experts, wait for it."""
+    """Other hosts serve meanwhile, or wait for the host if experts are missing."""
     wanted = alone.texts
     server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
     server.ask()
@@ -209,7 +211,7 @@ def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bo
     if shared:
         assert server.told() == wanted
     server.until_whole()
-    twin = cluster.serve(1)  # as somebody who forgot to change --node-rank
+    twin = cluster.serve(1)  # a second host with the same --node-rank, as after a copied command
     assert twin.wait(deadline(60)) == 2
     server.ask()
     assert server.told() == wanted
@@ -231,7 +233,7 @@ def test_a_front_that_is_started_again(cluster: Cluster, alone: Alone) -> None:
 
 @pytest.mark.grid
 def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) -> None:
-    """``LLM`` on host 0; and a host whose settings differ, before anything is served."""
+    """``LLM`` on host 0 works; a host with different settings is refused before serving."""
     wanted = alone.tokens
     zero = cluster.program(data_parallel_size=2, enable_expert_parallel=True)
     zero.ask()
@@ -247,7 +249,7 @@ def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) ->
 
 
 def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
-    """The head of a server has its files elsewhere than ranks on another host."""
+    """Shared settings exclude folders: an engine and the ranks on another host have different folders."""
     config = config_of(tensor_parallel_size=2)
     moved = msgspec.structs.replace(config, domain="/there", model_path="/here")
     compare(shared_settings(config), shared_settings(moved), "the head", "rank 1")
@@ -275,13 +277,13 @@ def test_what_hosts_need() -> None:
 
 
 def lying(**fields: Any) -> list[tuple[list[int], list[int]]]:
-    """(replicas whose heads run there, ranks whose head is elsewhere) of each host."""
+    """Return (replicas whose engine runs there, ranks whose engine is elsewhere) for each host."""
     parallel = over.check_hosts(ParallelSection(rdzv="a:1", group_secret="x", **fields))
     return [(over.heads_on(parallel, n), over.workers_on(parallel, n)) for n in range(parallel.nnodes)]
 
 
 def test_where_heads_and_ranks_lie() -> None:
-    """As many ranks on each host, in order: a replica may lie on one, share it, or reach over several."""
+    """Each host has the same number of ranks, in order. A replica may fit on a host or span several."""
     assert lying(nnodes=2, data_parallel_size=4) == [([0, 1], []), ([2, 3], [])]
     assert lying(nnodes=2, data_parallel_size=2, tensor_parallel_size=2) == [([0], []), ([1], [])]
     assert lying(nnodes=2, data_parallel_size=3, tensor_parallel_size=2) == [([0, 1], []), ([2], [3])]

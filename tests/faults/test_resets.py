@@ -1,4 +1,4 @@
-"""TCP connections between hosts break, and no process does: nobody is restarted, and no request fails."""
+"""TCP connections between hosts break while all processes live: no restart, and no failed request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tools(hosts: Hosts) -> None:
 
 
 def processes(server: Server) -> list[int]:
-    """Of all heads and ranks."""
+    """Return the process ids of all engines and ranks."""
     roots = [server.process, *server.others]
     found = {pid for root in roots for role in ("head", "rank") for pid in with_role(root.pid, role)}
     for root in roots:
@@ -57,7 +57,7 @@ def disturb(hosts: Hosts, deed: str) -> None:
 
 
 def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone: Alone) -> None:
-    """One group prefills here and one decodes there."""
+    """A prefill group on one host and a decode group on the other survive broken connections."""
     server = cluster.up(json.dumps(PAIR))
     there = processes(server)
     for deed in ("reset", "reset", "refused", "reset", "half open"):
@@ -72,8 +72,9 @@ def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone:
 
 
 def test_connections_of_a_head_and_its_rank(cluster: Cluster, alone: Alone) -> None:
-    """The group is formed anew with the same processes: the head may give the rank up while nothing connects
-    them, and then the rank joins again."""
+    """The group forms again with the same processes: the engine may give up a disconnected rank, which then
+    rejoins.
+    """
     server = cluster.start(tensor_parallel_size=2)
     there = processes(server)
     for deed in ("reset", "refused", "reset", "half open"):

@@ -1,4 +1,4 @@
-"""Groups that prefill on one host and decode on both; a cable between the hosts is cut."""
+"""Prefill groups on one host and decode groups on both; the cable between the hosts is cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFILL, HERE, THERE = (
 @pytest.mark.requirement("E1")
 @pytest.mark.grid
 def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: Alone) -> None:
-    """Sequences on the other host go on here when its head is killed, stopped, or out of reach."""
+    """Sequences of the other host continue here when its engine is killed, stopped or unreachable."""
     server = cluster.up(json.dumps([PREFILL, HERE, THERE]))
     for deed in ("quiet", "killed", "cable", "quiet"):
         server.ask()

@@ -1,4 +1,4 @@
-"""``weft serve`` over several ranks whose head, or worker, dies or stops: every request gets its answer."""
+"""``weft serve`` over several ranks whose engine or worker dies or stops: every request gets its answer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.slowness import deadline
 from weft.group.tries import MOST
 
 ANSWER = deadline(200.0)
-"""Seconds in which a request must be answered, whatever befalls."""
+"""Maximum seconds for a request, whatever happens."""
 KILL = signal.SIGKILL
 Outlive = Callable[..., None]
 
 
 def processes_of(server: int) -> dict[int, str]:
-    """The children of a server's process that have not ended: id -> what they are (``rank 1``)."""
+    """Return the living children of a server's process: id -> role (``rank 1``)."""
     return children(server)
 
 
@@ -42,7 +42,9 @@ def rank_of(server: int, rank: int) -> int:
 
 
 def check_end(server: Running, number: signal.Signals, folder: Path) -> None:
-    """The server ends by this signal, with all that it started, and in order it leaves no file."""
+    """Assert that the server ends by the signal with all its children, and leaves no file after an orderly
+    end.
+    """
     children = processes_of(server.process.pid)
     assert server.stop(number, seconds=30) == (0 if number == signal.SIGTERM else -number)
     server.wait(lambda: not any(map(is_alive, children)), 10)
@@ -51,7 +53,7 @@ def check_end(server: Running, number: signal.Signals, folder: Path) -> None:
 
 @pytest.fixture
 def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F811
-    """Has faults befall a server, one after the other, while it answers."""
+    """Return a function that lets faults strike a server in order while it answers."""
     folder = Path(tempfile.mkdtemp(prefix="w"))  # sockets have short paths, and pytest's folders are long
 
     def run(
@@ -63,9 +65,11 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         heads: int = 0,
         **settings: Any,
     ) -> None:
-        """``strike`` befalls the server's process, or what it started, before ``plans`` do. ``stay``: workers
-        whose processes, and so their weights, are the same afterwards. ``end``: how the server ends.
-        ``heads``: how many die, at least.
+        """Run a server under faults and assert its answers.
+
+        ``strike`` acts on the server's process id before ``plans``. ``stay`` lists workers whose processes,
+        and so their weights, must survive. ``end`` is the final signal. ``heads`` is the least number of
+        engine deaths.
         """
         script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path)]
         script += [
@@ -73,7 +77,7 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         ]
         server = servers.start(script, 200, HF_HUB_OFFLINE="1", TMPDIR=str(folder))
         server.http.timeout = ANSWER
-        server.chat(max_tokens=2)  # the front's own pools have been used once
+        server.chat(max_tokens=2)  # first use of the API server's own pools
         server.wait(lambda: server.metric("num_requests_running") == 0)
         idle = [server.metric(name) for name in ("free_slots", "free_blocks")]
         before = [rank_of(server.process.pid, rank) for rank in stay]
@@ -99,7 +103,8 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         if strike is not None:
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 struck = pool.submit(all_of_them)
-                server.wait(lambda: server.metric("front_sequences") > 0)  # heads tell theirs now and then
+                # engines report their count only now and then
+                server.wait(lambda: server.metric("front_sequences") > 0)
                 strike(server.process.pid)
                 assert struck.result(ANSWER) == wanted
         until = time.monotonic() + 3 * ANSWER
@@ -123,7 +128,7 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
 
 
 def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> None:
-    """A rank is killed as it loads, and nothing is wrong with the command line: status 1, not 2."""
+    """A rank that is killed while loading gives status 1, not 2: the command line is correct."""
     (tmp_path / "go").touch()
     plans, settings = json.dumps([(1, "load", "kill")]), json.dumps({"tensor_parallel_size": 2})
     script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path), plans, "[]", settings]
@@ -135,7 +140,7 @@ def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> 
 @pytest.mark.requirement("A7", "F40")
 @pytest.mark.slow
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
-    """It dies in a step, and the one after it while it loads: the worker stays, with its weights."""
+    """The engine dies in a step, the next engine while loading; the worker stays with all weights."""
     outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], heads=2, tensor_parallel_size=2)
 
 
@@ -147,13 +152,15 @@ def test_workers_outlive_heads_that_stop(outlive: Outlive) -> None:
 
 @pytest.mark.grid
 def test_workers_outlive_a_head_that_gives_up(outlive: Outlive) -> None:
-    """A head may form its group anew so often; then it ends by an exception, and the next one goes on."""
+    """An engine forms its group again a limited number of times, then ends by an exception; the next one
+    continues.
+    """
     outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], heads=1, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
 def test_workers_that_share_experts_outlive_their_heads(outlive: Outlive) -> None:
-    """Experts have moved by then: the new head takes over where they are."""
+    """Experts have moved before the fault; the new engine adopts their places."""
     plans: list[Plan] = [(0, "collective", "kill"), (2, "stage", "stop"), (2, "load", "kill")]
     both: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 8}
     outlive(plans, stay=[1, 3], heads=3, data_parallel_size=2, **both)
@@ -168,7 +175,7 @@ def test_experts_that_moved(outlive: Outlive) -> None:
 @pytest.mark.grid
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
 def test_ranks_that_are_killed_while_experts_move(outlive: Outlive, layout: tuple[int, int]) -> None:
-    """Some have come, others are on their way, and copies among them: heads and workers by turns."""
+    """Engines and workers are killed in turn while experts and copies are in transit."""
     tensor, data = layout
     last = tensor * data - 1
     plans: list[Plan] = [(last, "rebalance", "kill"), (0, "rebalance", "kill"), (last, "rebalance", "stop")]
@@ -179,7 +186,9 @@ def test_ranks_that_are_killed_while_experts_move(outlive: Outlive, layout: tupl
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "domain"])
 def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> None:
-    """The next head hears nothing of it, and has it started again. A domain's other workers stay."""
+    """The next engine gets no message from the worker and restarts it. Other workers of an expert-parallel
+    group stay.
+    """
 
     def strike(server: int) -> None:
         worker = rank_of(server, 1)
@@ -196,7 +205,7 @@ def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> No
 
 @pytest.mark.grid
 def test_a_head_that_stops_before_it_listens(outlive: Outlive) -> None:
-    """Nothing can be heard of it, and its process lives."""
+    """The engine's process lives but sends nothing."""
 
     def heads(server: int) -> list[int]:
         return [pid for pid, what in processes_of(server).items() if what == "head"]
@@ -220,13 +229,13 @@ def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
         (0, "load", "stop"),
         (0, "read", "stop"),
     ]
-    # Nobody loads after a worker's death but the worker: the head's load comes with its next start.
+    # After a worker's death only the worker loads: the engine's load comes with its next start.
     outlive([plans[0], plans[2], plans[1], plans[3]], tensor_parallel_size=2)
 
 
 @pytest.mark.grid
 def test_replicas_that_share_experts(outlive: Outlive) -> None:
-    """One of them dies or stops, and with it the domain; the others keep their weights."""
+    """One replica dies or stops, and with it the expert-parallel group; the other ranks keep all weights."""
     plans: list[Plan] = [(1, "collective", "kill"), (0, "stage", "stop"), (1, "read", "raise")]
     outlive(plans, data_parallel_size=2, enable_expert_parallel=True)
 

@@ -1,4 +1,4 @@
-"""Real server processes for the tests: the front over a scripted head, and ``weft serve`` itself."""
+"""Start real server processes for the tests: the API server over a scripted engine, and ``weft serve``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sse() -> Callable[[httpx.Response | Iterator[str]], list[Any]]:
 
 @pytest.fixture(scope="session")
 def script() -> ModuleType:
-    """The fake head's module, for the names of its scripted seeds."""
+    """Return the module of the scripted engine, for the names of its seeds."""
     spec = importlib.util.spec_from_file_location("weft_fake_head", HERE / "fake_head.py")
     assert spec is not None
     assert spec.loader is not None
@@ -44,7 +44,7 @@ def servers() -> Iterator[Servers]:
         yield made
 
 
-# Idle servers take a few percent of a core each, so each ends with the test or module that started it.
+# Idle servers use a few percent of a core each, so a server ends with the test or module that started it.
 @pytest.fixture(scope="module", autouse=True)
 def _module_scope(servers: Servers) -> Iterator[None]:
     with servers.scope():
@@ -91,11 +91,11 @@ def start_scripted(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def weft_server(start_weft: Start) -> Running:
-    """One ``weft serve`` for tests that leave it as it was."""
+    """Return a shared ``weft serve`` for tests that restore its state."""
     return start_weft()
 
 
 @pytest.fixture(scope="module")
 def fake(start_fake: Start) -> Running:
-    """One front over a fake head, for tests that leave it as it was."""
+    """Return a shared API server over a scripted engine, for tests that restore its state."""
     return start_fake()

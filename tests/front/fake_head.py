@@ -1,13 +1,14 @@
-"""A head with a script instead of a model: a real ROUTER process that speaks the real messages.
+"""Act as an engine with a script instead of a model: a real ROUTER process that speaks the real messages.
 
-Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there is such a file.
+Run as ``python fake_head.py ENDPOINT [FILE]``. With FILE the engine loads until the file exists.
 
-The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
-and over, one token every few milliseconds, until ``max_tokens``.
-HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
-FAKE_LENGTH is its context, FAKE_TICK the seconds of a token.
-With FAKE_MEDIA it appends to that file what it gets of images, a line of JSON a sequence.
-With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
+The seed of a request chooses the behaviour. Without a scripted seed a request gets its own prompt back,
+repeated, one token every few milliseconds, until ``max_tokens``. HeadStats report the engine's view to tests:
+``running`` has the live sequences, ``preemptions`` the received Finish messages.
+
+FAKE_LENGTH is the context length, FAKE_TICK the seconds per token. With FAKE_MEDIA the engine appends
+received images to the file, one line of JSON per sequence. With FAKE_ROLE the engine prefills or decodes: no
+cache is moved, because none exists, but both roles send their messages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FAIL = 104
 DIE = 105
 """The process ends after three tokens."""
 GARBAGE = 106
-"""Frames that are no messages, before every token."""
+"""Sends frames that are not messages before every token."""
 FLOOD = 107
 """All tokens at once, one event each."""
 FAILED = 108
@@ -47,15 +48,15 @@ STUCK = 109
 EARLY_STOP = 110
 """Ends with a stop id after two tokens."""
 HONEST = 111
-"""Ends at the first of its stop ids."""
+"""Ends at the first of the request's stop ids."""
 DIE_ONCE = 112
-"""The process ends after three tokens, unless they came from elsewhere."""
+"""The process ends after three tokens, unless another engine generated the tokens."""
 SLOW = 113
 """A second before the first token, and another one before the fourth."""
 
 TICK = float(os.environ.get("FAKE_TICK", "0.002"))
 LANDS = 0.03
-"""Seconds until what another head has prefilled goes on here."""
+"""Seconds until the decode engine continues a prefilled sequence."""
 
 
 class Sequence:
@@ -154,7 +155,7 @@ class FakeHead:
         while loaded is not None and not os.path.exists(loaded):
             time.sleep(0.02)
         self.socket = zmq.Context().socket(zmq.ROUTER)
-        self.socket.sndhwm = 0  # by default what a slow front has not taken yet is dropped
+        self.socket.sndhwm = 0  # by default zmq drops messages that a slow API server has not taken yet
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
         self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))
@@ -211,7 +212,7 @@ class FakeHead:
 
     def step(self) -> None:
         if self.stuck:
-            return  # nobody gets anything any more; heartbeats go on
+            return  # send no more tokens; heartbeats continue
         self.steps += 1
         for number, sequence in list(self.live.items()):
             seed = sequence.submit.seed

@@ -1,6 +1,6 @@
-"""``weft.front.server.serve`` over a fake head: ``python fake_server.py FOLDER JSON``.
+"""Run ``weft.front.server.serve`` over a scripted engine: ``python fake_server.py FOLDER JSON``.
 
-The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>`` and ``<|im_end|>``.
+The folder gets a tokenizer with one token per byte, ids 0 to 255, then ``<|im_start|>`` and ``<|im_end|>``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         max_position=512,
         eos_ids=tuple(fields.pop("eos_ids", ())),
     )
-    if (vision := fields.pop("vision", False)) is not False:  # or fields of its MediaFacts
+    if (vision := fields.pop("vision", False)) is not False:  # or a dict with fields of MediaFacts
         facts = msgspec.structs.replace(pictures.FACTS, **(vision if isinstance(vision, dict) else {}))
         spec = msgspec.structs.replace(spec, vision=msgspec.structs.replace(VISION, media=facts))
     media = {name: fields.pop(name) for name in MediaSection.__struct_fields__ if name in fields}
@@ -98,7 +98,7 @@ class FakeHeads:
     def __init__(
         self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()
     ) -> None:
-        """``roles``: of the heads, in order; those without one do everything."""
+        """``roles`` are the roles of the engines in order; engines without a role are unified."""
         names = [str(number) for number in range(count)]
         self._roles = dict(zip(names, roles, strict=False))
         domain = "all" if together else ""

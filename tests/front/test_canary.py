@@ -1,7 +1,7 @@
-"""No client stalls another: a canary asks for two tokens again and again beside each hostile client.
+"""No client stalls another: a canary asks for two tokens repeatedly beside each hostile client.
 
-The attacks are those of ``bench.canary``, smaller. How fast the canary is answered is measured there; here it
-must be answered each time, and nothing may be left afterwards.
+The attacks are smaller versions of ``bench.canary``, which measures the latency. Here every canary request
+must be answered, and nothing may remain afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.slow import mostly_slow
 
 SLOTS = 8
 SCALE = {"bad_words": 1.0, "nested": 0.2, "long_prompts": 0.5}
-"""Of the attacks; 0.05 by default."""
+"""Scale of an attack; 0.05 by default."""
 EXPECTED = {
     "bad_words": {400},
     "stops": {200},

@@ -1,4 +1,4 @@
-"""Chat completions over a scripted head, through real HTTP. The head says the prompt back."""
+"""Chat completions over a scripted engine, through real HTTP. The engine repeats the prompt."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_choices_by_index(fake: Any, sse: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(fake: Any, sse: Any, stream: bool) -> None:
-    """The text ends before the stop, the head is told, and usage counts up to the token that completed it."""
+    """The text ends before the stop string, the engine is told, and usage counts the completing token."""
     before = fake.metric("num_preemptions_total")
     if stream:
         with fake.stream(

@@ -20,8 +20,9 @@ USAGE = answers.make_usage(3, 5, 0)
 
 
 class Spelled:
-    """Reads a little language: ``t`` is thought, ``c`` content, ``(`` begins a call, ``a`` and ``b`` are its
-    arguments, ``)`` ends it."""
+    """Parse a small language: ``t`` is reasoning, ``c`` content, ``(`` begins a call with arguments of ``a``
+    and ``b``, and ``)`` ends the call.
+    """
 
     def __init__(self) -> None:
         self._calls = 0

@@ -1,4 +1,4 @@
-"""Fields that clients of other servers send: taken, or ignored where docs/http.md says so."""
+"""Fields that clients of other servers send are accepted, or ignored where docs/http.md lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text completions over a scripted head, through real HTTP. The head says the prompt back."""
+"""Text completions over a scripted engine, through real HTTP. The engine repeats the prompt."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_echo_with_logprobs(fake: Any, sse: Any, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["abé", [97, 98, 0xC3, 0xA9]])
 def test_the_prompt_alone(fake: Any, sse: Any, script: Any, prompt: Any, stream: bool) -> None:
-    """With echo and no output tokens nothing shows, or counts, the token that the engine makes."""
+    """With echo and no output tokens the engine's extra token is neither shown nor counted."""
     fields = {"echo": True, "max_tokens": 0, "logprobs": 1, "n": 2, "return_token_ids": True}
     if stream:
         fields["stream_options"] = {"include_usage": True}
@@ -96,7 +96,9 @@ def test_the_prompt_alone(fake: Any, sse: Any, script: Any, prompt: Any, stream:
 
 
 def test_the_prompt_alone_ends_for_its_length(fake: Any, script: Any) -> None:
-    """Also where the token that nobody sees would have ended the sequence, and is in no metric."""
+    """The finish reason is "length" even if the hidden token would stop the sequence; no metric counts the
+    token.
+    """
     before = fake.metric("request_generation_tokens_sum")
     for seed in (script.HONEST, 1):
         got = fake.complete("ab", echo=True, max_tokens=0, stop_token_ids=[97], seed=seed).json()
@@ -148,7 +150,7 @@ def test_what_the_model_does_not_have(fake: Any) -> None:
 
 
 def test_the_models_own_ends_count_beside_the_tokenizers(start_fake: Any, script: Any) -> None:
-    """As with --tokenizer FOLDER, where only the model's folder knows every id that ends a turn."""
+    """Ids that end a turn only according to the model folder stop the output, as with --tokenizer FOLDER."""
     server = start_fake(eos_ids=[ord("c")])
     choice = server.complete("abcd", seed=script.HONEST, max_tokens=8).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")

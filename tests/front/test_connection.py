@@ -1,4 +1,4 @@
-"""Requests that are too long, too slow, too many at once or no HTTP, byte by byte on a socket."""
+"""Requests that are too long, too slow, too many at once or not HTTP, byte by byte on a socket."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LARGE = 8 << 20
 
 
 class App:
-    """Answers "ok", to a POST when all of its body came: then with the number of its bytes.
+    """Answer "ok" to a GET, and to a POST the number of its bytes when the body is complete.
 
-    Other paths than "/": "/early" is answered before the body came, "/large" with ``LARGE`` bytes, and
-    "/never" with twice as many, and no end.
+    Other paths: "/early" is answered before the body, "/large" with ``LARGE`` bytes, and "/never" with twice
+    as many bytes and no end.
     """
 
     def __init__(self, most: int = MOST, connections: type = connection.Connection) -> None:
         http: Any = functools.partial(connections, connections=Connections(most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
-        self.config.timeout_keep_alive = 60  # beyond what reading an answer slowly takes
+        self.config.timeout_keep_alive = 60  # longer than a slow reading of an answer
         self.server = uvicorn.Server(self.config)
         self.most_waiting = 0
-        """The longest queue of requests behind another one of their connection."""
+        """The longest queue of pipelined requests on one connection."""
         self.asked, self.left = threading.Event(), threading.Event()
-        """Whether "/never" was asked for, and the client went away then."""
+        """Events: "/never" was requested; its client disconnected."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         for one in self.server.server_state.connections:
@@ -101,7 +101,7 @@ def raw(port: int) -> Iterator[socket.socket]:
 
 
 def ends_with(raw: socket.socket, end: bytes) -> bool:
-    """Whether an answer ends as it must; its head and its body may come one after the other."""
+    """Return True if the answer ends with an empty line and ``end``. Head and body may arrive separately."""
     answer = b""
     while not answer.endswith(b"\r\n\r\n" + end) and (more := raw.recv(4096)):
         answer += more
@@ -205,7 +205,7 @@ def test_trailers_count_as_framing_and_are_dropped(raw: socket.socket) -> None:
 
 
 def test_requests_sent_ahead_wait_as_bytes(app: App, raw: socket.socket) -> None:
-    """All are answered, in order, but only a few are parsed before their turn."""
+    """All pipelined requests are answered in order, but only a few are parsed ahead."""
     count = 3000
     request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b"
     sender = threading.Thread(
@@ -282,7 +282,7 @@ def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
 
 
 class Unread:
-    """A loop whose timers of clients that do not read run out when the test says so."""
+    """A loop that runs down the timers of unread connections on request of the test."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -298,7 +298,7 @@ class Unread:
         return timer
 
     def run_out(self) -> None:
-        """Has those that were not cancelled run out, in the loop's thread."""
+        """Fire all timers that were not cancelled, in the loop's thread. Wait for the result."""
 
         def work() -> None:
             for timer, callback in self.timers:
@@ -355,7 +355,9 @@ class _Quiet:
 
 
 def test_who_makes_room() -> None:
-    """The one that has waited longest for its client; nobody who is served."""
+    """A new connection closes the connection with the longest wait for its client, never a served
+    connection.
+    """
     every = Connections(most=3)
     a, b, c, d, e, f = ones = [_Quiet() for _ in range(6)]
     assert all(every.opened(one) for one in (a, b, c))
@@ -367,7 +369,7 @@ def test_who_makes_room() -> None:
     for one in (d, e):
         every.works(one)
     assert not every.opened(f)
-    every.waits(f)  # it is being closed
+    every.waits(f)  # the connection is being closed
     every.waits(a)
     assert every.opened(f)
     assert a.given_way

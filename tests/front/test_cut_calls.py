@@ -1,5 +1,4 @@
-"""Calls that were cut or written wrongly, in answers and in the history, and stop strings: in all three
-APIs."""
+"""Truncated and malformed calls, in answers and in the history, and stop strings, in all three APIs."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def server(start_scripted: Callable[..., Running], tmp_path_factory: pytest.Temp
 
 
 def post(server: Running, api: str, text: str, *turns: Any, **fields: Any) -> dict[str, Any]:
-    """The answer to ``text``; ``turns`` are messages, or items, that follow."""
+    """Return the answer to ``text``. ``turns`` are further messages or items."""
     ask = {"role": "user", "content": text}
     tool: dict[str, Any] = {"name": "weather", "parameters": PARAMETERS}
     body: dict[str, Any] = {"model": server.model, **fields}
@@ -67,7 +66,7 @@ def post(server: Running, api: str, text: str, *turns: Any, **fields: Any) -> di
 
 
 def back(api: str, arguments: Any) -> list[dict[str, Any]]:
-    """A call with its result, as a client sends them back."""
+    """Return a call and the result, in the form of a client's next request."""
     if api == "chat":
         call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
         return [
@@ -151,7 +150,7 @@ def test_a_call_that_the_end_of_a_cut_output_would_make_whole_is_cut(server: Run
 
 
 def test_a_broken_call_beside_a_whole_one(server: Running) -> None:
-    """Nobody is told to carry out calls of which one has no arguments in JSON."""
+    """The finish reason never asks a client to run calls if one call has invalid JSON arguments."""
     (choice,) = post(server, "chat", "break")["choices"]
     calls = choice["message"]["tool_calls"]
     assert [call["function"]["arguments"] for call in calls] == [BROKEN, '{"city": "Oslo"}']

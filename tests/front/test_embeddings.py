@@ -1,4 +1,4 @@
-"""/v1/embeddings on a real server, with openai-python before it."""
+"""/v1/embeddings of a real server, used through openai-python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that a server prints when it is ready, run by a shell as its reader would paste it."""
+"""The command that a ready server prints works when pasted into a shell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = FrontSection()
 
 
 def pasted(server: Running, **variables: str | None) -> dict[str, Any]:
-    """The answer to the command that ``server`` printed."""
+    """Run the command that ``server`` printed. Return the answer."""
     line = next(line for line in server.output if line.startswith("try: "))
     ran = subprocess.run(
         ["sh", "-c", line.removeprefix("try: ").replace("curl ", "curl -sS --fail-with-body ", 1)],
@@ -49,7 +49,7 @@ def said(answer: dict[str, Any]) -> str:
 
 
 def changed(target: Path, *, template: bool, head: bool) -> Path:
-    """The bundled text model without a chat template, or without an output head."""
+    """Copy the bundled text model to ``target`` without its chat template or without its output head."""
     shutil.copytree(hub.bundled_models()["spool-text"], target)
     if not template:
         (target / "chat_template.jinja").unlink()
@@ -133,7 +133,7 @@ def test_a_model_whose_images_are_refused_is_asked_in_text(without: dict[str, An
 def test_the_header_names_where_the_key_is(
     monkeypatch: pytest.MonkeyPatch, held: str | None, given: tuple[str, ...], header: str
 ) -> None:
-    """A variable that is not set, or holds another key, is never named."""
+    """A variable that is unset or holds another key is never named."""
     monkeypatch.delenv("WEFT_API_KEY", raising=False)
     if held is not None:
         monkeypatch.setenv("WEFT_API_KEY", held)

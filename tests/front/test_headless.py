@@ -1,4 +1,4 @@
-"""An embedding model, whose checkpoint has no output head: it embeds, and says that it does not generate."""
+"""An embedding model, whose checkpoint has no output head, embeds and refuses to generate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from weft.config import hub
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model as embedding models are published: no ``model.``, no head, no tie."""
+    """Return the bundled model in the form of published embedding models: no ``model.`` prefix, no head, no
+    tie.
+    """
     target = tmp_path_factory.mktemp("headless") / "spool-embedding"
     shutil.copytree(hub.bundled_models()["spool-text"], target)
     config = json.loads((target / "config.json").read_text())

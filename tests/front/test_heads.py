@@ -1,4 +1,4 @@
-"""One front over several heads: load, metrics, health, and streams that outlive their head."""
+"""One API server over several engines: load, metrics, health, and streams that survive a dead engine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, r
 
 
 def test_a_head_that_returns_is_no_longer_taken_to_have_prefixes(start_fake: Any, script: Any) -> None:
-    """Its cache is empty: a prompt that it once had goes to whoever was chosen least often."""
+    """A restarted engine has an empty cache, so its earlier prompt goes to the least used engine."""
     server = start_fake(heads=2, restarts=1)
     fields = {"prompt": "abcd" * 50, "max_tokens": 9, "seed": script.HANG_AFTER}
 
@@ -97,7 +97,7 @@ def test_a_head_that_returns_is_no_longer_taken_to_have_prefixes(start_fake: Any
         return found
 
     assert home() == {"0": 1.0, "1": 0.0}
-    assert home() == {"0": 1.0, "1": 0.0}  # for its prefix: the other was chosen less often
+    assert home() == {"0": 1.0, "1": 0.0}  # chosen for its prefix: the other engine was used less often
     os.kill(children(server)[0], signal.SIGKILL)
     server.wait(lambda: server.metric("engine_restarts_total") == 1, 20)
     server.wait(lambda: by_head(server, "engine_up") == {"0": 1.0, "1": 1.0}, 20)
@@ -113,7 +113,9 @@ def test_a_lone_head_that_returns_goes_on_with_its_streams(start_fake: Any, scri
 
 
 def test_a_request_that_kills_every_head_ends(start_fake: Any, script: Any) -> None:
-    """It gets its error before it has killed more heads than a sequence may lose; the last of them lives."""
+    """The request fails before it has killed more engines than a sequence may lose; the last engine
+    survives.
+    """
     server = start_fake(heads=3, restarts=2)
     made = server.complete("xyz", seed=script.DIE, max_tokens=9)
     assert made.status_code == 500
@@ -141,11 +143,11 @@ def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -
 def test_health_while_a_head_is_started_again(
     start_fake: Any, tmp_path: Path, heads: int, together: bool, state: str
 ) -> None:
-    """It stays 200, for nobody outside should restart a server that recovers by itself."""
+    """/health stays 200 during recovery, so that no outside watchdog restarts the server."""
     loaded = tmp_path / "loaded"
     loaded.touch()
     server = start_fake(heads=heads, together=together, restarts=1, loaded=[str(loaded)])
-    loaded.unlink()  # the next head loads until it is there again
+    loaded.unlink()  # the next engine loads until the file exists again
     os.kill(children(server)[0], signal.SIGKILL)
     server.wait(lambda: sum(by_head(server, "engine_up").values()) == heads - 1, 20)
     for route, told in (("/health", state), ("/ping", state), ("/live", "alive")):
@@ -158,7 +160,9 @@ def test_health_while_a_head_is_started_again(
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, restarts: int) -> None:
-    """Sequences wait until all are there; where one is lost for good, all are, and everybody hears of it."""
+    """Sequences wait until all engines are present. If one is lost for good, all are, and every client gets
+    an error.
+    """
     server = start_fake(heads=2, restarts=restarts, together=True)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         other = pool.submit(
@@ -179,7 +183,7 @@ def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, rest
 
 
 def test_a_head_that_never_listens_is_given_up(tmp_path: Path) -> None:
-    """It may have been stopped as soon as it was started."""
+    """An engine may be stopped right after its start."""
 
     class Stopped:
         def poll(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests with tools and forms, read as the server does: their grammars are really compiled."""
+"""Requests with tools and response formats, read as the server reads them, with really compiled grammars."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PATCH = 'start: "*** Begin" LF line+ "*** End"\nline: "+" /(.*)/ LF -> added\n%i
 
 
 class Unique(BaseModel):
-    """Arguments that pydantic writes with ``uniqueItems``."""
+    """Tool arguments for which pydantic writes ``uniqueItems``."""
 
     numbers: set[int]
 
 
 class Asked:
-    """A reader over a model with tools, and outputs tried on the grammars of its requests."""
+    """Read requests for a model with tools, and try outputs on the grammars of the requests."""
 
     def __init__(self, folder: Path, parser: str) -> None:
         folder.mkdir()
@@ -52,7 +52,7 @@ class Asked:
         return self.reader.chat(json.dumps({"messages": [HELLO], **fields}).encode())
 
     def takes(self, grammar: Grammar | None, output: str) -> bool:
-        """Whether ``output`` is a whole output under ``grammar``."""
+        """Return True if ``output`` is a complete output under ``grammar``."""
         assert grammar is not None
         matcher = self._compiler.compile(grammar).matcher()
         ids = self.text.tokenizer.encode(output, parse_special=True)

@@ -1,4 +1,4 @@
-"""Names under which a server answers: a web page cannot read a local server by a name of its own."""
+"""Host names under which a server answers: a web page cannot read a local server through its own name."""
 
 from __future__ import annotations
 

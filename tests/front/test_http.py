@@ -77,7 +77,7 @@ def test_head_is_get_without_a_body(fake: Any) -> None:
     for path in (*ROUTES, *PROBES, "/health/"):
         got, head = fake.http.get(path), fake.http.head(path)
         assert (head.status_code, head.content) == (got.status_code, b""), path
-        if path != "/metrics":  # whose length is another one each time
+        if path != "/metrics":  # the length of /metrics differs on every request
             for name in ("content-type", "content-length"):
                 assert head.headers[name] == got.headers[name], path
     answer = fake.http.head("/v1/completions")
@@ -135,7 +135,7 @@ def test_health_and_readiness(fake: Any) -> None:
 
 @pytest.mark.requirement("F40")
 def test_probes_while_the_model_loads(start_fake: Any, tmp_path: Path) -> None:
-    """Only /live is good before the server can answer; however often they are asked, nothing is logged."""
+    """Only /live succeeds before the server can answer. Repeated probes log nothing."""
     loaded, log, port = tmp_path / "loaded", tmp_path / "log", free_port()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,
@@ -265,7 +265,7 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
 
 @pytest.mark.requirement("F4")
 def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
-    """A gibibyte of blanks, packed, is refused for its encoding, before it is read."""
+    """A packed gibibyte is refused for the encoding before the server reads the body."""
     packed = gzip.compress(bytes(1 << 20)) * 1024
     for encoding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
         headers = {"content-type": "application/json", "content-encoding": encoding}
@@ -468,14 +468,14 @@ def test_every_route_that_clients_know(fake: Any) -> None:
             assert method.lower() in paths[route], route
             path = route.replace("{model}", "fake")
             answer = fake.http.request(method, path, **({"json": {}} if method == "POST" else {}))
-            # An empty body is refused for what it lacks: somebody has read it.
+            # An empty body is refused for its missing fields, which shows that the handler read the body.
             assert answer.status_code == (400 if method == "POST" else 200), route
     for page in ("/", "/docs", "/openapi.json"):
         assert fake.http.get(page).status_code == 200
 
 
 class Page(HTMLParser):
-    """Checks that elements are closed in order, and keeps what they refer to."""
+    """Check that elements close in order, and collect all references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -528,7 +528,7 @@ def test_the_docs_need_no_other_host(fake: Any, start_fake: Any) -> None:
 
 
 def test_no_request_makes_a_server_error(fake: Any) -> None:
-    """A client's mistake is never 5xx, whatever it is."""
+    """No mistake of a client yields 5xx."""
     rng = random.Random(3)
     junk = [
         None,
@@ -576,8 +576,9 @@ def test_garbage_from_the_head_is_dropped_and_counted(fake: Any, script: Any) ->
 
 @pytest.mark.requirement("F46")
 def test_a_slow_reader_holds_up_nobody_and_loses_nothing(fake: Any, script: Any) -> None:
-    """Sixteen choices of 490 tokens arrive at once while the client reads nothing. Others are served; what
-    waited comes out merged and whole."""
+    """Sixteen choices of 490 tokens arrive while the client reads nothing. Other clients are served, and the
+    waiting output arrives merged and complete.
+    """
     asked = {"model": "fake", "prompt": "x", "seed": script.FLOOD, "max_tokens": 490, "n": 16, "logprobs": 20}
     body = json.dumps({**asked, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""Images in requests of all three APIs, from HTTP to what a head gets; hostile ones over real sockets."""
+"""Images in requests of all three APIs, from HTTP to the engine; hostile images over real sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Files:
-    """A server at loopback. Paths that it does not know hang."""
+    """A file server on loopback. Unknown paths hang."""
 
     def __init__(self) -> None:
         self.answers: dict[str, bytes] = {}
@@ -97,7 +97,7 @@ def server(start_fake: Start, log: Path, files: Files) -> Running:
 
 @pytest.fixture
 def got(log: Path) -> Callable[[], list[dict[str, Any]]]:
-    """What the head got of images since the test began: of the last sequence."""
+    """Return a function that reads the images of the engine's last sequence since the test began."""
     before = log.read_text().count("\n") if log.exists() else 0
 
     def read() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What groups tell each other of transfers is never taken from a client."""
+"""Internal fields of transfers are never accepted from a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start, drain, death: what live requests, probes and the exit status show."""
+"""Start, drain and death, seen through live requests, probes and the exit status."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, scrip
 @pytest.mark.requirement("F40")
 @pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
 def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
-    """Every live request gets its one terminal answer, health turns bad and the process ends non-zero."""
+    """Every live request gets exactly one terminal answer, health fails, and the process exits non-zero."""
     server = start_fake(engine_timeout=deadline(1.0))
     with server.stream(max_tokens=480) as other, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = other.iter_lines()
         next(lines)
         whole = pool.submit(server.chat, seed=script.HANG)
-        server.wait(lambda: server.metric("front_sequences") == 2)  # a request that comes later gets 503
+        server.wait(lambda: server.metric("front_sequences") == 2)  # a later request would get 503
         dying = pool.submit(lambda: server.chat(seed=getattr(script, death)))
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
         codes = {future.result(deadline(5)).json()["error"]["code"] for future in (whole, dying)}
         assert codes == {"engine_dead"}
         assert {future.result().status_code for future in (whole, dying)} == {500}
-    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+    with contextlib.suppress(httpx.TransportError):  # the server may have ended already
         assert server.http.get("/health").status_code == 503
     assert server.process.wait(deadline(10)) == 1
 

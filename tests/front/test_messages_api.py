@@ -1,4 +1,4 @@
-"""anthropic-python, and raw requests, against a real server that plays outputs: /v1/messages."""
+"""/v1/messages of a real server with scripted outputs, through anthropic-python and raw requests."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_no_body_makes_a_server_error(server: Running) -> None:
 
 
 def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
-    """Bodies over 64 KiB are read in a process of their own."""
+    """Bodies over 64 KiB are read in a separate process with the same result."""
     schema = {"type": "object", "properties": {"a": {"description": "d" * 70_000}}}
     big = [{"name": "big", "input_schema": schema}]
     body = {"model": server.model, "messages": user("x"), "tools": big}

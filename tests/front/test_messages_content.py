@@ -1,4 +1,4 @@
-"""Blocks of a message and the events that tell of them; and errors in the shape that its clients read."""
+"""Blocks of a message, their events, and errors in the form of the Messages API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests of the Messages API become, and which are refused by the name of what is wrong."""
+"""Conversion of requests of the Messages API, and refusals that name the wrong field."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_how_much_to_think() -> None:
 
 
 def test_what_an_agent_sends_with_every_request() -> None:
-    """Fields of a coding agent's request that ask for nothing that this server does otherwise."""
+    """Fields of a coding agent's requests that change nothing here are accepted."""
     made, _ = read(
         thinking={"type": "adaptive"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -384,12 +384,12 @@ def test_images_are_parts_in_their_places() -> None:
 
 
 def test_nothing_is_nested_so_deeply_that_it_is_no_mistake_of_the_client(tmp_path: Path) -> None:
-    """However deep: writing a value takes more of the stack than reading it did."""
+    """Deep nesting is always the client's mistake: writing a value takes more stack than reading it."""
     limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
     reader = Reader(TextModel.load(FOLDER, write_template(tmp_path)), ("m",), limits, 1 << 20)
 
     def refusal(levels: int, tool: dict[str, Any]) -> tuple[str, str | None]:
-        """Of a tool in which an object of so many levels stands for 5."""
+        """Return the refusal of a tool in which an object of ``levels`` levels replaces 5."""
         body = json.dumps({"model": "m", "max_tokens": 2, "messages": [HELLO], "tools": [tool]})
         with pytest.raises(InvalidRequest) as caught:
             read_messages(reader, body.replace("5", '{"a":' * levels + "1" + "}" * levels).encode())

@@ -1,4 +1,4 @@
-"""Random bodies near to right ones: none makes a server error, none hangs, the server stays as it was."""
+"""Random mutations of valid bodies cause no server error and no hang, and the server stays unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TURNS = [
 ]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
-#: Right bodies, by route. Every field that a route knows should be in some.
+#: Valid bodies by route. Every field of a route should occur in some body.
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/chat/completions",
@@ -261,7 +261,7 @@ def mutated(body: dict[str, Any], dice: random.Random) -> Any:
 
 
 def written(body: Any, dice: random.Random) -> bytes:
-    """The body's JSON, sometimes with wrong bytes in it."""
+    """Return the JSON of the body, sometimes with corrupted bytes."""
     data = bytearray(json.dumps(body).encode())
     if dice.random() < 0.15:
         for _ in range(dice.randint(1, 4)):
@@ -279,7 +279,7 @@ def written(body: Any, dice: random.Random) -> bytes:
 
 
 async def send_all(url: str, bodies: int, seed: int) -> dict[str, list[str]]:
-    """What was answered with 5xx, or not at all, by what happened."""
+    """Return answers with 5xx and missing answers, by kind of failure."""
     wrong: dict[str, list[str]] = {}
     numbers = iter(range(bodies))
 
@@ -330,7 +330,7 @@ def test_right_bodies_are_answered(fake: Any) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(ask, BODIES))
     for (route, body), answer in zip(BODIES, answers, strict=True):
-        tools = "tools" in body  # which this model's template does not know
+        tools = "tools" in body  # the template of the model does not use tools
         assert answer.status_code == (400 if tools else 200), (route, body, answer.text)
 
 

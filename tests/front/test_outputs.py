@@ -1,4 +1,4 @@
-"""What a choice's output is made of: events noted as they come."""
+"""The output of a choice, built from events as they arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from weft.text.parsing.parser import PlainParser
 
 
 class Scripted:
-    """Gives its events one piece after the other, whatever text comes; the last ones at the end."""
+    """Return one prepared piece of events per call, independent of the text; the last events come at the
+    end.
+    """
 
     def __init__(self, *steps: list[OutputEvent]) -> None:
         self._steps = list(steps)
@@ -95,7 +97,7 @@ def test_the_parser_is_closed_once() -> None:
 
 
 class CountedId(str):
-    """An id that counts how often any of them is looked up."""
+    """A str that counts the lookups of all its instances."""
 
     __slots__ = ()
     looks = 0

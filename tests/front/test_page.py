@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser, over a server that plays a script."""
+"""The page at ``/`` in a real browser, over a server with scripted outputs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_conversation_with_a_tool_call_and_what_the_charts_say(server: Any, br
 def test_text_of_the_model_is_text(server: Any, browser: Browser) -> None:
     browser.open(server.url + "/")
     ask(browser, "markup please")
-    browser.wait("document.querySelector('#log a') !== null")  # the last that comes
+    browser.wait("document.querySelector('#log a') !== null")  # the link is the last element to appear
     assert browser.evaluate("document.querySelectorAll('#log li').length") == 2
     assert browser.evaluate("document.querySelectorAll('#log b, #log script').length") == 0
     assert "<b>not bold</b>" in log(browser)
@@ -162,7 +162,7 @@ def test_escape_stops_a_reply_and_the_server_hears_of_it(server: Any, browser: B
 
 @needs_browser
 def test_names_roles_and_contrast(server: Any, browser: Browser) -> None:
-    """What a screen reader needs: every control has a name, landmarks and headings, an order of focus."""
+    """A screen reader finds a name for every control, landmarks, headings and a focus order."""
     browser.open(server.url + "/")
     browser.wait("document.getElementById('heads').rows.length === 1")
     nodes = browser.send("Accessibility.getFullAXTree")["nodes"]

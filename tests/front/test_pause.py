@@ -1,4 +1,4 @@
-"""Streams that nobody reads: their sequences leave their heads, and go on later with the same tokens."""
+"""Sequences of unread streams leave their engines and later continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PROMPT = [10, 20, 30]
 
 
 class Rig:
-    """A front's link to fake heads, which are processes."""
+    """An API server's links to scripted engine processes."""
 
     def __init__(self, folder: Path, count: int, restarts: int) -> None:
         self._folder = folder
         self.gate = folder / "gate"
-        """While this file is there, no head that is started begins."""
+        """While the file exists, a started engine does not begin."""
         self.processes: list[subprocess.Popen[bytes]] = []
         owner = HeadOwner([str(number) for number in range(count)], self, restarts)
         owner.start()
@@ -56,7 +56,7 @@ class Rig:
         return Address(endpoint, self.processes[-1], None, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Whatever is lost here has ended."""
+        """Do nothing: every lost process here has ended already."""
 
     def submit(self, *sequences: int, max_tokens: int = 300, seed: int = 1) -> Flow:
         params = TokenParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=2)
@@ -74,7 +74,7 @@ class Rig:
         return self.links.submit(made)
 
     async def running(self) -> int:
-        """Live sequences at all heads, by a heartbeat that was sent after this was asked."""
+        """Return the live sequences of all engines, from heartbeats sent after the call."""
         steps = [one.stats.steps for one in self.links.instances]
         async with asyncio.timeout(deadline(20)):
             while any(
@@ -99,7 +99,7 @@ async def rig(folder: Path, count: int = 1, restarts: int = 0) -> AsyncIterator[
 
 
 class Read:
-    """What was read of a flow."""
+    """Collect the events of a flow."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -131,7 +131,7 @@ class Read:
             await self.some()
 
     def check(self, max_tokens: int = 300) -> None:
-        """All is there, once."""
+        """Assert that every token and end arrived exactly once."""
         whole = (PROMPT * max_tokens)[:max_tokens]
         assert self.tokens == dict.fromkeys(self.tokens, whole)
         assert self.ends == dict.fromkeys(self.tokens, "length")
@@ -170,7 +170,7 @@ def test_a_paused_flow_leaves_its_head_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_was_on_its_way_when_a_flow_was_paused_is_not_counted_twice(tmp_path: Path) -> None:
-    """It goes on at once at the head that still sends tokens of the time before."""
+    """A resumed flow may get tokens from before the pause; each token counts once."""
 
     async def test(rig: Rig) -> None:
         flow = rig.submit(1, 2)
@@ -192,7 +192,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
         for number in range(8):
             await read.until(2 * number + 2)
             rig.links.pause(flow)
-            if number == 2:  # all heads: it waits for one that returns
+            if number == 2:  # all engines: the flow waits for an engine that returns
                 rig.gate.touch()
                 for process in rig.processes:
                     process.kill()
@@ -274,7 +274,7 @@ def test_a_paused_flow_can_be_released_and_failed(tmp_path: Path) -> None:
 
 
 def begin(server: Any, **fields: Any) -> socket.socket:
-    """A stream that its client does not read."""
+    """Start a stream without a reading client. Return the socket."""
     body = json.dumps({"model": server.model, "stream": True, **fields}).encode()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -287,8 +287,8 @@ def begin(server: Any, **fields: Any) -> socket.socket:
 
 
 def read_stream(raw: socket.socket) -> list[dict[str, Any]]:
-    """All chunks of a stream."""
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # it is read in larger pieces from now on
+    """Return all chunks of a stream."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # from now on the client reads larger pieces
     with raw:
         data = b"".join(iter(lambda: raw.recv(1 << 16), b""))
     assert data.count(b"data: [DONE]") == 1
@@ -310,7 +310,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str], li
 @pytest.mark.requirement("F29")
 @pytest.mark.slow
 def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
-    """As many of them as there are slots; another one is served, and they get what they would have got."""
+    """As many unread clients as slots do not block another client, and later get complete answers."""
     server = start_weft("--max-num-seqs", "4")
     fields = {
         "prompt": "Tom has 12 apples and buys 7 more.",
@@ -346,7 +346,7 @@ LONG = {"prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 4}
 
 
 SHORT_GRACE = {"weft.front.server.GRACE": 0.5}
-"""Seconds until connections are closed whose clients do not read."""
+"""Seconds until the server closes connections of clients that do not read."""
 
 
 def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
@@ -395,7 +395,7 @@ def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
 
 
 def crowd(server: Any, count: int) -> None:
-    """So many clients that read nothing cost a bounded memory, and nobody else their answers."""
+    """Assert that ``count`` unread clients use bounded memory, and other clients are served."""
 
     def memory() -> int:
         lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""What clients may write, and the parameter that each refusal names."""
+"""Accepted forms of requests, and the parameter that each refusal names."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_unknown_parameters() -> None:
     assert chat(stream=True, stream_options={"include_obfuscation": False}).usage_in_stream is False
 
 
-#: Parameter: values that ask for nothing, and values that ask for something.
+#: Parameter -> (values without effect, values with an effect).
 VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "tools": ([[]], [[{"type": "function"}], {}]),
     "functions": ([[]], [[{"name": "f"}]]),

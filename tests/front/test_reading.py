@@ -1,4 +1,4 @@
-"""What a body becomes, in a thread or in a process, and the bounds that hold before any work is done."""
+"""Reading of a body in a thread or in a process, and the bounds before any work."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_text_far_beyond_the_context_costs_no_more_than_the_context(
 
 
 def test_long_texts_that_fit_are_not_refused(reader: Reader) -> None:
-    """Pieces only estimate: what is refused by them must not fit."""
+    """The estimate by pieces refuses only texts that cannot fit."""
     limits = ModelLimits(vocab_size=1024, max_model_len=40_000, end_ids=())
     wide = Reader(reader.text, ("m",), limits, 1 << 20)
     text = "Tom has 12 apples and buys 7 more. " * 3200

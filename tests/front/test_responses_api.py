@@ -1,4 +1,4 @@
-"""openai-python, and raw requests, against a real server that plays outputs: /v1/responses."""
+"""/v1/responses of a real server with scripted outputs, through openai-python and raw requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def post(server: Running, input: Any = "hello", **fields: Any) -> httpx.Response
 
 
 def events_of(server: Running, input: Any = "hello", **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream, whose lines are checked."""
+    """Return the events of a stream, after a check of its lines."""
     text = post(server, input, stream=True, **fields).text
     names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
@@ -354,7 +354,7 @@ def test_no_body_makes_a_server_error(server: Running) -> None:
 
 
 def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
-    """Bodies over 64 KiB are read in a process of their own, which gets what they refer to."""
+    """Bodies over 64 KiB are read in a separate process, which receives the responses they refer to."""
     first = post(server, "my name is Ann").json()["id"]
     padding = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 70_000}
     items = [padding, {"role": "user", "content": "again"}]
@@ -369,7 +369,7 @@ def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
 def test_a_long_chain_counts_what_its_prompt_shows(
     turns: int, start_scripted: Callable[..., Running]
 ) -> None:
-    """Each response repeats its tools and instructions, of which no later prompt shows any."""
+    """Each response repeats tools and instructions; no later prompt contains them, and none count."""
     server = start_scripted(SCRIPT[-1:], "--max-request-bytes", "131072", "--max-model-len", "200000")
     about = {"type": "object", "description": "x" * 50_000}
     tools = [{"type": "function", "name": "look", "parameters": about}]

@@ -1,4 +1,4 @@
-"""Items of a response, the events that tell of them, and the memory for responses."""
+"""Items of a response, their events, and the memory for responses."""
 
 from __future__ import annotations
 

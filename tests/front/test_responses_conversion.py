@@ -1,4 +1,4 @@
-"""What requests of the Responses API become, and which are refused by the name of what is wrong."""
+"""Conversion of requests of the Responses API, and refusals that name the wrong field."""
 
 from __future__ import annotations
 

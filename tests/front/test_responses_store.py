@@ -1,4 +1,4 @@
-"""The store of responses: shares of keys, and what of an item is kept."""
+"""The store of responses: shares of keys, and the stored parts of an item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front over heads that prefill and heads that decode: scripted ones, real messages."""
+"""An API server over scripted prefill and decode engines, with real messages."""
 
 from __future__ import annotations
 

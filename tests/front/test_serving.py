@@ -1,4 +1,4 @@
-"""What of an answer is made off the event loop."""
+"""Parts of an answer that are made off the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.front.requests.serving import LONG_ANSWER, _events
 
 
 class Generation:
-    """One that has ended."""
+    """A finished generation."""
 
     done = True
 
@@ -37,7 +37,7 @@ class Generation:
 
 
 class Shape:
-    """One that says where its end was made."""
+    """A shape that reports the thread of its end event."""
 
     form = StreamForm()
 
@@ -52,7 +52,7 @@ class Front:
 
 @pytest.mark.parametrize("tokens", [LONG_ANSWER, LONG_ANSWER + 1])
 def test_the_end_of_a_long_stream_is_made_in_a_thread(tokens: int) -> None:
-    """It has the whole answer again, and a count of the tokens of its thoughts."""
+    """The end of a long stream repeats the whole answer and counts reasoning tokens, so a thread makes it."""
 
     async def receive() -> Any:
         await asyncio.Event().wait()

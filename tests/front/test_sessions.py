@@ -1,4 +1,4 @@
-"""Sessions: who is in which, and what a server keeps of them."""
+"""Membership of sessions, and the server's state per session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from weft.front.requests.sessions import HEADERS, session_of
 
 FLOOD = 60
-"""Prompts that together are several times as long as the cache."""
+"""Number of prompts that together exceed the cache several times."""
 BASE = "Tom has 3 pens and Ann has 4 apples. " * 8
 
 

@@ -1,4 +1,4 @@
-"""Tokenizing, what operators ask of a server, other origins and limits of keys, through real HTTP."""
+"""Tokenization, routes for operators, other origins and limits of keys, through real HTTP."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_empty_text_has_no_tokens(fake: Any) -> None:
     assert fake.http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
-# -- what operators ask ------------------------------------------------------------------------------
+# -- routes for operators -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

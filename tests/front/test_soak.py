@@ -35,7 +35,9 @@ def body_of(rng: random.Random, number: int, model: str) -> dict[str, Any]:
 
 
 async def one_stream(client: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None) -> str:
-    """How a streamed request ended: "left", or "answered" with one finish for each choice and one [DONE]."""
+    """Return the end of a streamed request: "left", or "answered" with one finish per choice and one
+    [DONE].
+    """
     finishes: list[int] = []
     done = 0
     async with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -1,4 +1,4 @@
-"""Thoughts that have a budget of tokens."""
+"""Reasoning with a budget of tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_the_sequence_that_goes_on() -> None:
 
 @pytest.fixture(scope="module")
 def server(start_scripted: Any, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """Outputs in the order of the file: what goes on gets the first one that begins with what came."""
+    """Start a server with outputs in file order: a continued prompt gets the first output with a matching
+    beginning.
+    """
     folder = tmp_path_factory.mktemp("thinker")
     write_tokenizer(folder, added=["<think>", "</think>"], template=TEMPLATE)
     texts = {

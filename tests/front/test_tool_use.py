@@ -1,4 +1,4 @@
-"""Tools and the choice among them, as a chat request writes them."""
+"""Tools and tool choice in chat requests."""
 
 from __future__ import annotations
 

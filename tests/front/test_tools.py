@@ -1,4 +1,4 @@
-"""Tools, thoughts and formats of chat answers over HTTP: recorded outputs of a Qwen3-like model."""
+"""Tools, reasoning and formats of chat answers over HTTP: recorded outputs of a Qwen3-like model."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_effort_is_the_switch_of_the_template(server: Running) -> None:
 
 
 def test_a_tool_loop(server: Running) -> None:
-    """What was answered is sent back, and the model is prompted with it."""
+    """An answer with a call is sent back with its result, and the next prompt contains both."""
     call = ask(server, "call alone", tools=TOOLS)["message"]
     messages = [
         {"role": "user", "content": "only thinks"},

@@ -1,4 +1,4 @@
-"""What chat templates take of a conversation's turns, found out by a rendering."""
+"""Forms of a conversation's turns that chat templates accept, found by rendering."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def cost_of_pieces(count: int) -> float:
 
 
 def test_a_turn_of_many_pieces_is_joined_once() -> None:
-    """What a piece costs does not depend on how many came before it: eight times as many cost about so much
-    more, and not 64 times."""
+    """The cost of a piece does not depend on earlier pieces: eight times as many pieces cost about eight
+    times as much, not 64 times.
+    """
     assert cost_of_pieces(80_000) < 30 * cost_of_pieces(10_000)
 
 

@@ -1,4 +1,4 @@
-"""Videos in requests, as lists of frames, from HTTP to what a head gets; hostile ones too."""
+"""Videos in requests as lists of frames, from HTTP to the engine; hostile videos too."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(start_fake: Start, log: Path, files: Files) -> Running:
 
 
 def groups(frames: Sequence[bytes]) -> list[dict[str, Any]]:
-    """What a head gets of a video, but for where."""
+    """Return the expected items of a video at the engine, without ``start``."""
     given = [Frame(where="x", header=read_header(file), data=memoryview(file)) for file in frames]
     made = []
     for one in Pictures(FACTS, MediaSection()).groups(given, "x"):
@@ -60,7 +60,7 @@ def groups(frames: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def prompt_of(times: Sequence[str], counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(ids of a prompt with "ab" and a video, where its groups begin)."""
+    """Return (prompt ids with "ab" and a video, starts of the frame groups)."""
     ids, starts = list(HEAD), []
     for time, count in zip(times, counts, strict=True):
         ids += [*f"<{time} seconds>".encode(), START]
@@ -70,7 +70,7 @@ def prompt_of(times: Sequence[str], counts: Sequence[int]) -> tuple[list[int], l
 
 
 def test_videos_of_a_chat_reach_the_head(server: Running, got: Callable[[], Any]) -> None:
-    """Its frames in groups of two, the last one alone, with their times."""
+    """The engine gets frames in groups of two, the last frame alone, with their times."""
     parts = [text("ab"), video_part(FRAMES), image_part(IMAGE)]
     answer = ask(server, *parts, return_token_ids=True)
     assert answer.status_code == 200, answer.text
@@ -87,7 +87,7 @@ def test_videos_of_a_chat_reach_the_head(server: Running, got: Callable[[], Any]
     assert answer.json()["usage"]["prompt_tokens"] == len(ids)
     body = {"messages": [{"role": "user", "content": parts}]}
     assert server.http.post("/tokenize", json=body).json()["tokens"] == ids
-    # The same as one URL with JPEGs.
+    # The same frames as one URL with JPEGs.
     joined = ",".join(base64.b64encode(file).decode() for file in FRAMES)
     url = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{joined}"}}
     again = ask(server, text("ab"), url, image_part(IMAGE), return_token_ids=True)
@@ -167,7 +167,7 @@ def test_frames_that_are_refused(server: Running, got: Any) -> None:
 
 
 def test_other_apis_name_the_part(server: Running) -> None:
-    """They have no form for a video."""
+    """The other APIs have no form for a video, and the error names the part."""
     for kind in ("input_video", "video", "video_url"):
         part = {"type": kind, kind: [data_url(FRAMES[0])] * 2}
         body = {"model": server.model, "input": [{"role": "user", "content": [part]}]}

@@ -1,4 +1,6 @@
-"""A dashboard made for vLLM finds its metrics; a proxy's path and a Prometheus without a key are served."""
+"""Dashboards made for vLLM find their metrics; a proxy's path and an unauthenticated Prometheus are
+served.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.sections.front_section import check_front
 
-#: Series in the panels of the Grafana dashboards that vLLM ships, and their types.
+#: Series and types in the Grafana dashboards that vLLM ships.
 PLOTTED = {
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:prompt_tokens_total": "counter",
@@ -50,7 +52,7 @@ PER_ENGINE = ("num_requests_running", "kv_cache_usage_perc", "request_queue_time
 
 @pytest.fixture(scope="module")
 def server(servers: Servers) -> Running:
-    """A server whose path, metrics and log an operator has changed."""
+    """Start a server with an operator's path, metrics and log format."""
     flags = ("--vllm-metrics", "--open-metrics", "--root-path", "/llm", "--log-format", "json")
     return servers.weft("--threads", "1", *flags, "--log-requests", WEFT_API_KEY="sesame")
 

@@ -74,7 +74,9 @@ def test_a_mask_that_leaves_nothing_fails_its_request_alone(weft_server: Any) ->
 
 
 def test_grammars_of_large_bodies_are_proved_by_the_front(weft_server: Any) -> None:
-    """The process that reads a large body compiles nothing: the front tells it what compiles."""
+    """The process that reads large bodies compiles nothing; the API server reports whether a grammar
+    compiles.
+    """
     padding = {"description": "x" * (100 << 10)}
     schema = {**SCHEMA, **padding}
     form = {"type": "json_schema", "json_schema": {"name": "apples", "schema": schema, "strict": True}}

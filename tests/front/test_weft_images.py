@@ -1,4 +1,4 @@
-"""A whole server with a model that sees images: the same tokens over HTTP as in Python, cached by content."""
+"""A whole server with a vision model: the same tokens over HTTP as in Python, cached by content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.types.sampling import SamplingParams
 
 A, B = image_file((40, 28), seed=1), image_file((40, 28), seed=2)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-pytestmark = pytest.mark.real_processes  # a process that decodes images among them
+pytestmark = pytest.mark.real_processes  # including a process that decodes images
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``weft serve`` over several replicas: bursts, idle times, and the death of one of their heads."""
+"""``weft serve`` over several replicas: bursts, idle times, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMON = (
 )
 SHARED = ("spool-mla", *COMMON, "--enable-expert-parallel", "--max-num-seqs", "2")
 PATIENCE = deadline(180.0)
-"""Seconds, for a machine that does much else."""
+"""Maximum seconds, even on a loaded machine."""
 QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
 LONG: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 
@@ -64,11 +64,12 @@ def idle(server: Any) -> bool:
 
 
 def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> None:
-    """A burst during which a head dies gives what it gives without, and then both replicas serve."""
+    """Assert that a burst gives the same texts when an engine dies, and both replicas serve afterwards."""
     victim = heads(server)[-1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         made = pool.submit(burst, server)
-        server.wait(lambda: server.metric("front_sequences") >= 6, PATIENCE)  # heads tell theirs later
+        # engines report their count later
+        server.wait(lambda: server.metric("front_sequences") >= 6, PATIENCE)
         os.kill(victim, death)
         assert made.result(PATIENCE) == wanted
     server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)
@@ -97,7 +98,7 @@ def test_independent_replicas(start_weft: Any) -> None:
     "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
 )
 def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> None:
-    """C1, A16: two slots each and nine sequences at once; one request alone; a head that dies."""
+    """Two slots per replica and nine concurrent sequences; a single request; an engine that dies."""
     server = start_weft(*SHARED)
     wanted = burst(server)
     assert ask(server, 0) == wanted[0]  # the other replica has nothing to do, and takes part
@@ -109,7 +110,7 @@ def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> 
 
 @pytest.mark.requirement("E32")
 def test_choices_of_a_head_know_what_heads_have_cached(start_weft: Any) -> None:
-    """Prompts go to the head that has computed their like; a head that died has nothing, and says so."""
+    """Prompts go to the engine with the cached prefix. A restarted engine reports an empty cache."""
     server = start_weft(*COMMON, "--block-size", "16", "--max-num-seqs", "4")
     texts = [f"Question {n}: " + QUESTIONS[n % 6] * 2 for n in range(4)]
 

@@ -1,4 +1,4 @@
-"""``weft serve`` on the bundled model: the real head behind the real front, and openai-python before it."""
+"""``weft serve`` on the bundled model: a real engine behind a real API server, used through openai-python."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def client(weft_server: Any) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def four(start_weft: Any) -> Any:
-    """A server with four slots, whose head dies once, and which is stopped in the end."""
+    """Start a server with four slots. One test kills its engine, and the last test stops the server."""
     return start_weft("--max-num-seqs", "4", "--drain-timeout", str(deadline(60)))
 
 
 def idle(server: Any) -> bool:
-    """Whether no sequence is left anywhere. The head's numbers are those of its last heartbeat."""
+    """Return True if no sequence is left. The engine's figures come from its last heartbeat."""
     names = ("num_requests_running", "num_requests_waiting", "front_sequences")
     return all(server.metric(name) == 0 for name in names)
 
@@ -98,7 +98,7 @@ def test_echo_gives_the_logprobs_of_prompt_and_output(weft_server: Any, client: 
     assert [
         one.text[at:].startswith(token) for at, token in zip(offsets, one.logprobs.tokens or [], strict=True)
     ]
-    # The whole as a prompt has the same logprobs: what was sampled is scored as it was made.
+    # The whole text as a prompt has the same logprobs: prompt scores equal the scores at sampling.
     again = client.completions.create(
         model=weft_server.model, prompt=one.text, max_tokens=1, temperature=0, logprobs=3, echo=True
     ).choices[0]
@@ -120,7 +120,7 @@ def test_stop_strings_end_the_sequence_at_the_head(weft_server: Any, client: ope
 @pytest.mark.requirement("F30")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool) -> None:
-    """It leaves while they run: so many take seconds, where a few may end in less than one."""
+    """The client disconnects while sequences run. So many take seconds; a few could end in less than one."""
     weft_server.wait(lambda: idle(weft_server))
     body = {"model": weft_server.model, "messages": MESSAGES, "n": 32, "stream": stream, **LONG}
     at = httpx.URL(weft_server.url)
@@ -130,12 +130,12 @@ def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool
         if stream:
             assert connection.getresponse().readline()
         weft_server.wait(lambda: weft_server.metric("num_requests_running") >= 2)
-    # The head frees within a second; half a second more until its heartbeat says so.
+    # The engine frees within a second; the next heartbeat comes up to half a second later.
     assert weft_server.wait(lambda: idle(weft_server)) < deadline(1.5)
 
 
 def test_hostile_clients_leave_no_trace(weft_server: Any) -> None:
-    """Sixty requests, many cancelled anywhere: the pools are at their idle counts afterwards."""
+    """After sixty requests, many cancelled at random times, the pools have their idle counts."""
     weft_server.wait(lambda: idle(weft_server))
     names = ("free_blocks", "free_slots")
     before = {name: weft_server.metric(name) for name in names}
@@ -171,7 +171,7 @@ def test_prefix_hits_are_reported(weft_server: Any) -> None:
 
 
 def test_why_a_prompt_was_not_cached_is_told_of_when_asked_for(weft_server: Any) -> None:
-    """``--explain-cache`` is off by default; tests/front/test_explain_cache.py has it on."""
+    """``--explain-cache`` is off by default; tests/front/test_explain_cache.py covers the enabled case."""
     body = {"model": weft_server.model, "prompt": "Tom has 3 pens. " * 12, "max_tokens": 1}
     answer = weft_server.http.post("/v1/completions", json=body, headers={"x-weft-explain-cache": "1"})
     assert answer.status_code == 200, answer.text
@@ -227,7 +227,7 @@ def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
     with server.stream(**LONG) as running, concurrent.futures.ThreadPoolExecutor(6) as pool:
         lines = running.iter_lines()
         next(lines)
-        # So many at once that some are refused however soon the first ones are done.
+        # Enough concurrent requests to have some refused, however soon the first ones end.
         asked = [pool.submit(server.chat, **{**LONG, "max_tokens": 600}) for _ in range(6)]
         answers = (one.result() for one in concurrent.futures.as_completed(asked, deadline(60)))
         refused = next(answer for answer in answers if answer.status_code != 200)
@@ -240,7 +240,7 @@ def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
 
 
 def text_of(lines: Any, sse: Any) -> tuple[str, str]:
-    """(text, finish reason) of what is left of a stream."""
+    """Return (text, finish reason) of the rest of a stream."""
     chunks = [event["choices"][0] for event in sse(lines) if event != "[DONE]"]
     assert chunks, "nothing came"
     return "".join(c["delta"].get("content") or "" for c in chunks), chunks[-1]["finish_reason"]
@@ -285,7 +285,8 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
         lines = stream.iter_lines()
         before = text_of([next(line for line in lines if '"content"' in line) for _ in range(5)], sse)[0]
         whole = [pool.submit(server.chat, QUESTION, **fields) for fields in asked[1:]]
-        server.wait(lambda: server.metric("front_sequences") == 4, 20)  # the head's word would come later
+        # the engine's own count would come later
+        server.wait(lambda: server.metric("front_sequences") == 4, 20)
         os.kill(first, death)
         server.wait(lambda: server.metric("engine_up") == 0, 20)
         health = server.http.get("/health")
@@ -320,7 +321,7 @@ def test_clients_that_leave_while_there_is_no_head(four: Any) -> None:
 
 
 def test_an_engine_that_is_not_back_in_time(start_weft: Any, sse: Any) -> None:
-    """Whoever waits gets 503 and when to try again; the server goes on, and so does who asks later."""
+    """Waiting requests get 503 with Retry-After. The server continues and answers later requests."""
     server = start_weft("--recovery-timeout", "0.01")
     with server.stream(**LONG) as stream, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = stream.iter_lines()
@@ -345,13 +346,15 @@ def test_an_engine_that_must_not_be_started_again(start_weft: Any, sse: Any) -> 
         os.kill(server.head(), signal.SIGKILL)
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
         assert whole.result(deadline(10)).status_code == 500
-    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+    with contextlib.suppress(httpx.TransportError):  # the server may have ended already
         assert server.http.get("/health").status_code == 503
     assert server.process.wait(deadline(10)) == 1
 
 
 def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -> None:
-    """Prompt 0 has the seed minted for the request, prompt i the one minted from that and i."""
+    """Prompt 0 has the seed minted for the request; prompt i has the seed minted from prompt 0's seed and
+    i.
+    """
     server = start_weft("--seed", "3")
     fields: dict[str, Any] = {"max_tokens": 24, "temperature": 1}
 
@@ -363,16 +366,18 @@ def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -
     first = minted_seed(3, 0)
     seeds = [first, minted_seed(first, 1), minted_seed(first, 2)]
     assert [texts(["Tom has"], seed=seed)[0] for seed in seeds] == made
-    assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a seed of the client's is that of every prompt
+    assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a client's seed applies to every prompt
 
 
 @pytest.mark.requirement("B4")
 def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
-    """A hundred long sequences of one request have all four slots, and lose one as long as it is needed."""
+    """A hundred long sequences of one request hold all four slots, and give one up for a small request."""
     server = four
 
     def preempts() -> bool:
-        """Where some end in that moment there is a slot anyway."""
+        """Send a small request. Return True after a preemption; if a sequence ends just then, a slot is free
+        anyway.
+        """
         assert server.complete("Ann has", max_tokens=3).status_code == 200
         return bool(server.metric("num_preemptions_total") >= 1)
 
@@ -381,13 +386,13 @@ def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
         next(lines)
         server.wait(lambda: server.metric("num_requests_running") == 4)
         server.wait(preempts)
-        assert server.metric("front_sequences") > 4  # nobody waited for all of it
+        assert server.metric("front_sequences") > 4  # the small request did not wait for all of the large one
         large.close()
     server.wait(lambda: idle(server))
 
 
 def test_sigterm_finishes_what_runs(four: Any) -> None:
-    """The last test that asks this server."""
+    """Must be the last test with the shared server."""
     server = four
     head = server.head()
     with server.stream(n=4, **LONG) as stream:

@@ -1,5 +1,5 @@
-"""``thinking_token_budget`` of a real model: its thought is cut at the same token, whoever drafts and however
-many steps are in flight, and its answer goes on behind it.
+"""``thinking_token_budget`` of a real model cuts reasoning at the same token for every drafter and every
+number of steps in flight, and the answer follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bundled model calls a tool: over HTTP, by the tags of its template, and on some of its test set."""
+"""The bundled model calls a tool over HTTP, by the tags of the template, and solves part of the test set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_call_and_the_answer_from_its_result(weft_server: Any) -> None:
 @pytest.mark.requirement("G21")
 @pytest.mark.slow
 def test_forty_problems_of_its_test_set(weft_server: Any, tmp_path: Path) -> None:
-    """Of all 500 it solves 98 in 100."""
+    """The model solves 98 % of all 500 problems."""
     found = tmp_path / "found.json"
     command = [sys.executable, "-m", "weft", "eval", "tools-mini", weft_server.model, "--limit", "40"]
     command += ["--url", weft_server.url + "/v1", "--json", str(found)]

@@ -1,4 +1,4 @@
-"""A GGUF file is served as the folder that it was made of: same tokens, whichever is named."""
+"""A GGUF file and its source folder give the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headers of GGUF files that lie: each is refused at once, in little memory, with the file's name."""
+"""Invalid headers of GGUF files are refused quickly, in little memory, with the file's name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def file_of(pairs: list[bytes], tensors: list[bytes], data: int = 0, version: in
 
 NAMED = pair(b"general.architecture", STRING, text(b"llama"))
 
-#: name -> (the file, what the error says).
+#: name -> (file, expected error).
 LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "does not begin with the letters GGUF"),
     "another format": (b"PK\x03\x04" + bytes(60), "does not begin with the letters GGUF"),

@@ -40,7 +40,7 @@ def server(path: Path) -> Any:
 
 
 def reference(made: Any, prompt: list[int]) -> dict[int, float]:
-    """The likeliest tokens behind ``prompt``, and their log-probabilities."""
+    """Return the most likely tokens after ``prompt`` with their log-probabilities."""
     answer = made.handle_completions({"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": TOP})
     (token,) = answer["choices"][0]["logprobs"]["content"]
     return {top["id"]: top["logprob"] for top in token["top_logprobs"]}
@@ -96,8 +96,9 @@ def latent_model() -> tuple[Any, dict[str, Any]]:
 
 
 def gpt_oss() -> tuple[Any, dict[str, Any]]:
-    """Random: sinks, a window in every second layer, experts with biases. Without yarn, whose range of pairs
-    llama.cpp rounds to whole ones, and the published model does not.
+    """Return a random model with sinks, a window in every second layer, and expert biases.
+
+    Yarn is off: llama.cpp rounds its range of pairs to whole pairs, unlike the published model.
     """
     torch.manual_seed(2)
     config = transformers.GptOssConfig(
@@ -129,7 +130,7 @@ def gpt_oss() -> tuple[Any, dict[str, Any]]:
         (latent_model, "F32", 1e-3),
         (gpt_oss, "F32", 1e-3),
         (gpt_oss, "MXFP4", 0.05),
-        # It computes attention with queries of 16 bits.
+        # llama.cpp computes attention with 16-bit queries.
         (text_model, "F32", 1e-3),
         (llama, "F32", 1e-3),
         # llama.cpp rounds activations to 8 bits where weights are quantized.

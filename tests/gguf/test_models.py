@@ -1,4 +1,4 @@
-"""A model in a GGUF file has the parameters of the checkpoint that it was made of."""
+"""A model in a GGUF file has the parameters of its source checkpoint."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_numbers_are_those_that_the_format_says(kind: str, tmp_path: Path) -> No
 
 
 def test_experts_in_mxfp4_stay_as_they_are_published(tmp_path: Path) -> None:
-    """GPT-OSS: the same codes as its published checkpoint has, though byte by byte in another order."""
+    """The codes equal the published checkpoint's, in another order of bytes."""
     model = made("gpt-oss")
     write_model(tmp_path / "model.gguf", model, kind="MXFP4")
     folder = resolve_model_path(str(tmp_path / "model.gguf"))
@@ -170,7 +170,7 @@ def test_experts_in_mxfp4_stay_as_they_are_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_K"])
 def test_superblocks_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package does not make them: their bytes are drawn, with scales that are numbers."""
+    """The package cannot write superblocks, so bytes are random with finite scales."""
     made_type = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[made_type]
     scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}[kind]
@@ -192,7 +192,7 @@ def test_superblocks_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_scaled_rotations_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file says by how much each frequency is divided."""
+    """The file contains the divisor of each frequency."""
     factors = []
     for pair in range(8):
         length = 2 * math.pi * 500000.0 ** (2 * pair / 16)

@@ -1,4 +1,4 @@
-"""Tokenizers that come in GGUF files."""
+"""Tokenizers inside GGUF files."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def sentencepiece(seed: int) -> dict[str, Any]:
 
 
 def merged(text: str, texts: dict[str, Any]) -> list[int]:
-    """What SentencePiece does: of all neighbours the pair of the best token is merged, the leftmost first."""
+    """Return SentencePiece's ids: repeatedly merge the pair with the best token, leftmost first."""
     known = {t: i for i, t in enumerate(texts["tokens"]) if texts["token_type"][i] == NORMAL}
     parts = list(SPACE + text.replace(" ", SPACE))
     while True:
@@ -135,7 +135,9 @@ def merged(text: str, texts: dict[str, Any]) -> list[int]:
 
 
 def distinct(texts: dict[str, Any]) -> dict[str, Any]:
-    """Scores of published vocabularies differ: a trained token's is its rank."""
+    """Return vocabularies with distinct scores, as published ones have: a trained token's score is its
+    rank.
+    """
     first = texts["token_type"].index(NORMAL)
     order = sorted(range(first, len(texts["tokens"])), key=lambda i: -texts["scores"][i])
     scores = list(texts["scores"])

@@ -1,4 +1,4 @@
-"""Small tokenizers of three kinds, and grammars tried on them token by token."""
+"""Small tokenizers of three types, and grammars tried on their tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MARKUP = ["<|start|>", "<|end|>", "<think>", "</think>", "<tool_call>", "</tool_
 
 @cache
 def folder(kind: str) -> Path:
-    """A tokenizer's folder: the bundled model's, byte-level BPE, or BPE with byte fallback.
+    """Return a tokenizer folder: the bundled model's, byte-level BPE, or BPE with byte fallback.
 
-    The made ones have the ``MARKUP``: the first two are special, the others only added.
+    The made tokenizers contain ``MARKUP``: the first two tokens are special, the rest only added.
     """
     if kind == "bundled":
         return BUNDLED / "spool-text"
@@ -66,7 +66,7 @@ def _fallback() -> Library:
 
 
 class Rig:
-    """One backend with one tokenizer. ``extra``: how much wider than the tokenizer the logits are."""
+    """A backend with a tokenizer. ``extra`` is the excess width of the logits over the tokenizer."""
 
     def __init__(self, backend: str, kind: str = "level", extra: int = 0) -> None:
         if backend == "xgrammar":
@@ -78,21 +78,21 @@ class Rig:
         self.compiler: GrammarCompiler = make_compiler(backend, str(folder(kind)), self.size, self.ends)
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a text; markup in it is its token."""
+        """Return the tokens of a text; markup becomes its own token."""
         return self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         return self.compiler.compile(grammar)
 
     def mask(self, matcher: Matcher) -> set[int]:
-        """Ids that ``fill`` allows."""
+        """Return the ids that ``fill`` allows."""
         words = np.full((self.size + 31) // 32, -1, np.int32)
         matcher.fill(words)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
         return set(np.flatnonzero(bits).tolist())
 
     def takes(self, compiled: CompiledGrammar, text: str) -> bool:
-        """Whether the output may be ``text``, and end there. The masks must say so as well."""
+        """Return True if ``text`` is a complete output. Assert that masks agree."""
         matcher = compiled.matcher()
         for token in self.ids(text):
             allowed = token in self.mask(matcher)
@@ -105,13 +105,13 @@ class Rig:
         return bool(ends)
 
     def check(self, grammar: Grammar, good: list[str], bad: list[str]) -> None:
-        """``good`` and only they are outputs of the grammar."""
+        """Assert that all of ``good`` and none of ``bad`` are outputs of the grammar."""
         compiled = self.compile(grammar)
         assert [text for text in good if not self.takes(compiled, text)] == []
         assert [text for text in bad if self.takes(compiled, text)] == []
 
     def refusal(self, grammar: Grammar) -> str:
-        """The message of the 400 that the grammar gets."""
+        """Return the message of the grammar's 400."""
         with pytest.raises(InvalidRequest) as error:
             self.compile(grammar)
         return error.value.message

@@ -1,4 +1,4 @@
-"""What both backends make of each form of grammar, over tokenizers of several kinds."""
+"""Both backends on each form of grammar, over several types of tokenizers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_each_form_takes_its_texts_and_no_others(backend: str, kind: str) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masks_are_what_would_be_accepted(backend: str, kind: str) -> None:
-    """Every id, at every place of an output, also those behind the tokenizer's."""
+    """Checks every id, ids beyond the tokenizer included, at every position of an output."""
     rig = Rig(backend, kind, extra=40)
     form = Sequence((FreeText(ends=("END",)), OBJECT))
     matcher = rig.compile(form).matcher()
@@ -147,7 +147,7 @@ def test_ends_of_turn_come_where_the_grammar_may_end(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_grammar_may_name_an_end_of_turn_inside(backend: str) -> None:
-    """As families do whose calls end with a token of their own."""
+    """Some families end calls with a token that also ends a turn."""
     rig = Rig(backend)
     matcher = rig.compile(Text("call<|end|>")).matcher()
     for token in rig.ids("call"):
@@ -183,7 +183,7 @@ def test_markup_comes_only_where_the_grammar_names_it(backend: str, kind: str) -
 @pytest.mark.requirement("G6")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_thought_and_an_object_are_one_grammar(backend: str) -> None:
-    """The prompt has opened the thought, or the model does: no state says that the thought has ended."""
+    """Reasoning opened by the prompt or by the model is part of the grammar, without extra state."""
     rig = Rig(backend)
     rest = (FreeText(ends=("</think>",)), Text("\n\n"), OBJECT)
     opened = Sequence(rest)
@@ -212,7 +212,7 @@ def test_calls_in_prose_by_tokens(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_are_walked_and_taken_back(backend: str) -> None:
-    """Whatever was accepted and taken back, masks are those of a matcher that never saw it."""
+    """After rollbacks masks equal the masks of a matcher that never saw the drafts."""
     rig = Rig(backend)
     compiled = rig.compile(Sequence((FreeText(ends=("</think>",)), OBJECT)))
     ids = [*rig.ids('so</think>{"a": 12}'), rig.ends[0]]
@@ -247,7 +247,7 @@ def test_drafts_are_walked_and_taken_back(backend: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_masks_at_once_are_those_of_each(backend: str, kind: str) -> None:
-    """Of several grammars, at different places, ended ones and some that may end among them."""
+    """Covers several grammars at different positions, finished matchers, and matchers that may end."""
     rig = Rig(backend, kind)
     forms = [OBJECT, FreeText(ends=("END",)), OneOf((Text("ab"), Text("abc"))), Text("a")]
     matchers = [rig.compile(form).matcher() for form in forms for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What clients send, as grammars."""
+"""Conversion of request fields to grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas drawn by seed: whatever a backend takes it holds to; bench/grammars.py has the whole comparison."""
+"""A backend enforces every accepted schema; bench/grammars.py has the full comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars compile in a guard process: what costs too much ends there, and nothing else."""
+"""Grammars compile in a guard process: an expensive compile ends without harm to others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATTERN = "^(a|b)*a(a|b){%d}c{%d}$"
 ENDLESS = schema({"allOf": [{"type": "string", "pattern": PATTERN % (17 + n % 3, 3 + n)} for n in range(59)]})
 LARGE = [98_993, 98_981, 98_963]
 GROWING = Regex("([a-z]|[a-z][a-z])*a[a-z]{40}c{3}")
-"""A pattern whose random outputs add thousands of lexer states each."""
+"""Pattern whose random outputs each add thousands of lexer states."""
 
 
 def made(backend: Backend) -> Any:
@@ -53,7 +53,7 @@ def test_a_compile_without_an_end_is_refused_and_holds_no_other_up(service: Gram
     with pytest.raises(InvalidRequest, match="too long to compile") as refused:
         endless.wait()
     assert refused.value.error_code == "grammar_timeout"
-    begin = time.monotonic()  # a refusal is kept
+    begin = time.monotonic()  # a refusal is cached
     with pytest.raises(InvalidRequest):
         service.compile(ENDLESS, client=1)
     assert time.monotonic() - begin < 0.5
@@ -75,7 +75,7 @@ def test_what_a_compiled_grammar_takes_is_measured(service: GrammarService) -> N
 
 
 def walk(matcher: Any, tokens: int, seed: int) -> list[int]:
-    """A random output that the grammar allows. Raises InvalidRequest."""
+    """Return a random output that the grammar allows. Raise InvalidRequest."""
     draw = np.random.default_rng(seed)
     words = np.zeros(32, np.int32)
     output: list[int] = []
@@ -89,7 +89,7 @@ def walk(matcher: Any, tokens: int, seed: int) -> list[int]:
 
 
 def spend(compiled: Any, grammar: Grammar) -> None:
-    """Fills the lexer that outputs of ``compiled`` share."""
+    """Fill the lexer that outputs of ``compiled`` share."""
     for seed in range(40):
         walk(compiled.matcher(), 400, seed)
         if compiled.full:
@@ -106,7 +106,7 @@ def test_a_lexer_that_others_have_filled_changes_no_output(service: GrammarServi
     before = walk(begun, 100, 5)
     spend(compiled, GROWING)
     assert compiled.spent
-    # an output under way goes on, also after some of it was taken back
+    # a running output continues, also after a rollback
     begun.rollback(50)
     for token in before[50:]:
         assert begun.accept(token)
@@ -119,7 +119,7 @@ def test_a_lexer_that_others_have_filled_changes_no_output(service: GrammarServi
     other.fill(theirs)
     assert (ours == theirs).all()
     assert walk(compiled.matcher(), 300, 99) == alone
-    # and the next request gets a lexer that is not full
+    # and the next request gets a lexer with space
     assert service.compile(GROWING) is not compiled
 
 

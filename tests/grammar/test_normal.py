@@ -1,4 +1,4 @@
-"""Schemas mean what their standards say, whoever wrote them; what no grammar holds to can be left out."""
+"""Schemas have the standard meaning; keywords that no grammar enforces can be left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Color(Enum):
 
 
 class Held(BaseModel):
-    """Fields of pydantic's whose schemas a grammar holds to in all."""
+    """Fields whose pydantic schemas a grammar enforces completely."""
 
     by_color: dict[Color, int]
     by_word: dict[Literal["a/b", "c~d"], bool]
@@ -41,7 +41,7 @@ class Held(BaseModel):
 
 
 class Loose(BaseModel):
-    """Fields with something that no grammar holds to."""
+    """Fields with a keyword that no grammar enforces."""
 
     unique: set[int]
     code: Annotated[str, Field(json_schema_extra={"pattern": "^(?!x)"})]
@@ -134,7 +134,7 @@ def test_nullable_adds_null_to_the_type(backend: str) -> None:
 
 
 def test_nullable_says_nothing_without_a_type_and_opens_no_enum() -> None:
-    """OpenAPI 3.0.3 has it so: null is allowed by ``type``, and an enum lists it itself."""
+    """In OpenAPI 3.0.3 ``type`` allows null, and an enum must list null."""
     assert normal({"nullable": True, "anyOf": [{"type": "string"}]}).get("type") is None
     Rig("llguidance").check(schema({"type": "string", "enum": ["a"], "nullable": True}), ['"a"'], ["null"])
 
@@ -227,7 +227,7 @@ def test_names_of_properties(fields: dict[str, Any], right: list[str], wrong: li
 
 
 def test_shared_parts_are_counted_as_often_as_they_stand() -> None:
-    """A schema of 900 characters that would be written out as 34 MB."""
+    """A schema of 900 characters would expand to 34 MB."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(6):
         names = {"enum": [f"n{number}" for number in range(10)]}

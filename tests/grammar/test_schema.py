@@ -1,4 +1,4 @@
-"""JSON schemas: what is refused, by name and place, and what patterns and formats come to."""
+"""JSON schemas: refusals with name and place, and the effect of patterns and formats."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ PATTERNS = [
 @given(st.sampled_from(PATTERNS), st.text(alphabet="abcxy01 .@-+\n\té٣", max_size=6))
 @settings(max_examples=600, deadline=None, database=None)
 def test_a_rewritten_pattern_matches_what_is_found_and_nothing_else(pattern: str, text: str) -> None:
-    """Python's own engine reads both; over ASCII without line ends they mean the same."""
+    """Python's engine evaluates both patterns; for ASCII without line ends they agree."""
     rewritten = re.fullmatch(whole_pattern(pattern, ECMA), text) is not None
     found = re.search(pattern.replace("(?<n>", "(?P<n>"), text) is not None
     assert found or not rewritten
@@ -211,7 +211,7 @@ EXCLUSIVE: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", EXCLUSIVE)
 def test_many_schemas_that_exclude_each_other_are_read_fast(name: str) -> None:
-    """CPU time, because the check holds the interpreter's lock. Quadratic, it took a second and more."""
+    """Measures CPU time, because the check holds the GIL. A quadratic check took more than a second."""
     definitions = {f"d{n}": {"enum": [f"{n}-{k}" for k in range(60)]} for n in range(MANY)}
     text = json.dumps({"oneOf": EXCLUSIVE[name], "$defs": definitions})
     begin = time.thread_time()

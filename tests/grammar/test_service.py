@@ -1,4 +1,4 @@
-"""Compiles beside the loop: cache, deadline, one compile a source, and what a hostile grammar can do."""
+"""Compiles beside the event loop: cache, deadline, one compile per source, and hostile grammars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.types.grammar import ContextFree, Grammar, Regex, Repeated, Text
 
 
 class Made:
-    """What a ``Gate`` compiles to."""
+    """The result of a compile by ``Gate``."""
 
     def __init__(self, grammar: Grammar, nbytes: int) -> None:
         self.grammar = grammar
@@ -34,7 +34,7 @@ class Made:
 
 
 class Gate:
-    """A compiler that waits to be let through: for all grammars, or for those that begin with "slow"."""
+    """A compiler that waits for permission, for all grammars or for grammars that begin with "slow"."""
 
     def __init__(self, *, open_: bool = True, nbytes: int = 0) -> None:
         self.gate = threading.Event()

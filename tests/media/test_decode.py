@@ -1,4 +1,4 @@
-"""Pixels equal those of the reference processor; damaged and greedy files fail by name."""
+"""Pixels equal the reference processor's; damaged and oversized files fail with a name."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_size_that_the_header_does_not_have() -> None:
 
 
 def test_a_file_of_another_format_is_not_opened() -> None:
-    """What the header says decides which reader is used."""
+    """The header decides the reader."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 50\n%%EndComments\n"
     for data in (eps, file_of(picture((60, 50)), "TIFF")):
         for format in ("PNG", "JPEG"):

@@ -1,4 +1,4 @@
-"""Fetching over real sockets: what may be connected to, how long it may take, and how much may come."""
+"""Fetching over real sockets: allowed addresses, time limits and size limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Answer = Callable[[socket.socket, str], None]
 
 
 class Server:
-    """A server at loopback. ``answer`` gets a connection and what was asked for."""
+    """A server on loopback. ``answer`` gets the connection and the requested path."""
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[str] = []
@@ -140,7 +140,7 @@ def test_one_address_that_is_not_public_among_several_is_enough(
 
 @pytest.mark.requirement("F21")
 def test_a_name_that_changes_its_address_changes_nothing(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is public when it is checked and private when it is connected to."""
+    """The name is public at the check and private at the connection; the fetch uses the checked address."""
     server = serve(lambda link, path: link.sendall(whole(b"good")))
     other = serve(lambda link, path: link.sendall(whole(b"secret")))
     looked_up: list[str] = []

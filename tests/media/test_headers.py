@@ -1,4 +1,4 @@
-"""Headers say what Pillow says; nothing that a client can send takes long, or fails without a name."""
+"""Headers give Pillow's values; no client input takes long or fails without a name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(format: str, size: tuple[int, int] = (7, 5), mode: str = "RGB", **optio
 
 
 def shown(data: bytes) -> tuple[int, int]:
-    """(height, width) as Pillow shows it."""
+    """Return (height, width) after Pillow applies the orientation."""
     with Image.open(io.BytesIO(data)) as image:
         width, height = ImageOps.exif_transpose(image).size
         return height, width

@@ -1,4 +1,4 @@
-"""Small files that are dear to decode: each ends within limits, and hurts no other client."""
+"""Small files with an expensive decode end within limits and harm no other client."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def png(side: int, *more: bytes, interlaced: int = 0) -> bytes:
 
 
 def bmp_rle(side: int) -> bytes:
-    """Pixels one by one, in pairs of bytes: Pillow reads them in Python."""
+    """Return a BMP with one run per pixel, which Pillow decodes slowly in Python."""
     data = b"\x01\x00" * (side * side) + b"\x00\x01"
     offset = 14 + 40 + 1024
     head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(data), 0, 0, 256, 0)
@@ -72,7 +72,7 @@ def bmp_rle(side: int) -> bytes:
 
 
 def gif(side: int) -> bytes:
-    """A small screen whose image is large, and codes that say little."""
+    """Return a GIF with a small screen, a large image and few codes."""
     file = io.BytesIO()
     Image.new("P", (side, side)).save(file, "GIF")
     data = bytearray(file.getvalue())
@@ -81,7 +81,7 @@ def gif(side: int) -> bytes:
 
 
 def exif(entries: int, size: int) -> bytes:
-    """A JPEG whose metadata says ``entries`` times that it has ``size`` bytes, the same ones each time."""
+    """Return a JPEG with ``entries`` metadata tags that all refer to the same ``size`` bytes."""
     tags = b"".join(struct.pack("<HHII", 0x9000 + n, 7, size, 8) for n in range(entries))
     tiff = b"II*\0" + struct.pack("<IH", 8, entries) + tags + bytes(4)
     part = b"Exif\0\0" + tiff + bytes(max(0, size - len(tiff)))
@@ -174,7 +174,7 @@ def test_a_long_decode_steps_back() -> None:
 
 @pytest.mark.requirement("F23")
 def test_memory_is_shared_by_clients() -> None:
-    """A client beyond its share is refused alone."""
+    """Only the client that exceeds its share is refused."""
 
     async def work(media: MediaService) -> None:
         memory = media.memory
@@ -218,7 +218,7 @@ def test_marks_inside_of_other_parts_are_no_scans() -> None:
 
 
 def test_scans_do_not_hide_behind_marks_without_a_length() -> None:
-    """Marks between rows, filled marks, bytes that are none, and marks that decoders step over."""
+    """Covers restart marks between rows, fill bytes, junk bytes, and marks that decoders skip."""
     file = jpeg(progressive=True)
     scan = file[file.rindex(b"\xff\xda") : -2]
     for hiding in (b"\xff\xd3", b"\xff\xff\xff", b"abc", b"\xff\x01\xff\xff", b"\xff\x02\xff\xff", b"\xff\0"):

@@ -1,4 +1,4 @@
-"""Images are checked and counted by their headers, before anything is fetched or decoded."""
+"""Images are checked and counted by their headers before any fetch or decode."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_image_is_counted_by_its_header() -> None:
     assert frame.header == read_header(file)
     assert bytes(frame.data) == file
     assert found.nbytes == fit.padded[0] * fit.padded[1] * 3
-    # It travels from the process that reads requests.
+    # The value travels from the process that reads requests.
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found))
     assert again == found
 

@@ -1,4 +1,4 @@
-"""Media workers: real processes, with bounded memory and a deadline; what fails is one image, by its name."""
+"""Media workers are real processes with bounded memory and a deadline; a failure names a single image."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_workers_make_what_is_made_by_hand() -> None:
 
 
 def test_many_images_of_few_requests_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may wait is a bound of requests: here of three, with eight images each."""
+    """The waiting limit counts requests: here three, with eight images each."""
     monkeypatch.setattr(workers, "MAX_WAITING", 6)
     files = [image_file((64, 48), "PNG", n) for n in range(8)]
 
@@ -91,7 +91,7 @@ def test_many_images_of_few_requests_are_not_too_many(monkeypatch: pytest.Monkey
 
 
 def test_a_group_of_frames_is_one_task() -> None:
-    """With one key of both; what is wrong with a frame names it."""
+    """A group has one key for both frames; an error names the frame."""
     files = [image_file((90, 70), "JPEG", n) for n in range(3)]
     pictures = Pictures(FACTS, MediaSection())
 
@@ -200,7 +200,7 @@ def test_a_process_that_dies_fails_one_image() -> None:
 
 
 def _children() -> list[int]:
-    """Media workers that this process started."""
+    """Return the media workers that this process started."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -213,7 +213,7 @@ def _children() -> list[int]:
 
 @pytest.mark.requirement("F23")
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bomb that its header does not show: the worker has no more memory than the header's pixels take."""
+    """The header hides a decompression bomb, but the worker has only the memory for the header's pixels."""
     monkeypatch.setattr(service, "SLACK", 32 << 20)
     monkeypatch.setattr(service, "BYTES_A_PIXEL", 0)
     file = image_file((4000, 4000), "BMP")
@@ -290,7 +290,7 @@ def test_without_pillow_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files() -> Iterator[tuple[int, dict[str, bytes]]]:
-    """A server at loopback: its port, and what it answers by path. Others hang."""
+    """Yield (port, answers by path) of a loopback server. Other paths hang."""
     answers: dict[str, bytes] = {}
     door = socket.create_server(("127.0.0.1", 0))
 

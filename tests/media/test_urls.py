@@ -1,4 +1,4 @@
-"""URLs of images: what is refused before anything is looked up, and which addresses are public."""
+"""URLs of images: refusals before any lookup, and the definition of public addresses."""
 
 from __future__ import annotations
 

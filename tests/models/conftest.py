@@ -1,4 +1,6 @@
-"""Small random checkpoints made by ``transformers``, and steps staged by hand over a poisoned paged cache."""
+"""Make small random checkpoints with ``transformers``, and stage steps by hand over a poisoned paged
+cache.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ _LLAMA3 = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -126,7 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **GPT_OSS_CASES,
     **SPARSE_CASES,
 }
-#: Families whose configuration transformers calls otherwise.
+#: Families with another name of the configuration in transformers.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
@@ -136,7 +138,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
-            # Norms around 1, or around 0 where they are published as their difference from 1.
+            # Norms around 1, or around 0 where the published value is the difference from 1.
             around = float(weight[0]) if "norm" in name else 0.0
             weight.normal_(around, 0.3, generator=generator)
         else:
@@ -152,7 +154,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A random checkpoint: the reference model that made it and the folder it was saved in."""
+    """Hold a random checkpoint: the reference model and its saved folder."""
 
     name: str
     reference: Any
@@ -163,11 +165,11 @@ class Checkpoint:
         return load_model(self.folder, spec, dtype, device, progress=False, **more)
 
     def read(self, dtype: torch.dtype = torch.float32) -> Model:
-        """With its weights as plain parameters: to look at, not to compute with."""
+        """Load the model with plain parameters, for inspection only."""
         return self.load(dtype, pack=False)
 
     def reference_in_float64(self) -> Any:
-        """A float64 copy, with experts that accept doubles."""
+        """Return a float64 copy of the reference, with experts that accept doubles."""
         copy = type(self.reference)(self.reference.config).double().eval()
         copy.load_state_dict(self.reference.state_dict())
         copy.config._experts_implementation = "eager"
@@ -192,27 +194,27 @@ def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
 
 @dataclass
 class Sequence:
-    """One sequence: its ids, how many are computed, and its block table of each kind."""
+    """Hold a sequence: its ids, the number of computed ids, and a block table per KV cache group."""
 
     ids: list[int]
     computed: int = 0
     tables: list[list[int]] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
-    """For each kind, the first table entry that was not freed."""
+    """The first table entry that was not freed, per KV cache group."""
     logits: list[Tensor] = field(default_factory=list)
     """[vocab] of each computed position."""
     slot: int = 0
     live: int = 0
-    """The copy of the slot's recurrent state that holds for ``computed``."""
+    """Index of the slot's recurrent state that is valid for ``computed``."""
     seen: Seen | None = None
-    """Its images, if it has any."""
+    """Images of the sequence, or None."""
 
 
 class Paged:
-    """Runs a model step by step over a paged cache that holds NaN wherever no live token is.
+    """Run a model step by step over a paged cache with NaN everywhere except at live tokens.
 
-    Tables are filled in random order; blocks that a window left are poisoned and given to others at once,
-    while the table entries that named them stay.
+    Tables are filled in random order. Blocks outside a window are poisoned and reused at once; the old table
+    entries still name the reused blocks.
     """
 
     def __init__(
@@ -220,7 +222,7 @@ class Paged:
     ) -> None:
         self.model = model
         self.exchange = UNAGREED
-        """What ranks agreed on, for every step."""
+        """The agreement of ranks for every step."""
         spec = model.spec
         self.backends = choose("auto", spec, model.dtype, model.device, block_size)
         self.random = random.Random(seed)
@@ -265,14 +267,14 @@ class Paged:
         *,
         bound: int = 0,
     ) -> None:
-        """Computes ``count`` more tokens of each row and appends their logits to its sequence.
+        """Compute ``count`` more tokens of each row, and append the logits to the row's sequence.
 
-        bound: how far the host's idea of the context lies above the device's.
+        ``bound`` is the excess of the host's context length over the device's.
         """
         rows = [*prefill, *decode]
         spec = self.model.spec
         for sequence, count in rows:
-            self.slide(sequence)  # not sooner: what was computed last may have been rejected
+            self.slide(sequence)  # not earlier: the last computed tokens may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
         first = self._segment(prefill, 0, bound)
         segments = (first, self._segment(decode, first.tokens, bound))
@@ -303,7 +305,7 @@ class Paged:
             sequence.live = count - 1 if any(sequence is s for s, _ in decode) else 0
 
     def reject(self, sequence: Sequence, count: int) -> None:
-        """Undoes the last ``count`` tokens of a decode row just computed: they were drafts."""
+        """Undo the last ``count`` tokens of the decode row just computed, as rejected drafts."""
         sequence.computed -= count
         sequence.live -= count
         del sequence.logits[len(sequence.logits) - count :]
@@ -364,7 +366,7 @@ class Paged:
                 table.append(self.free[kind].pop())
 
     def slide(self, sequence: Sequence) -> None:
-        """Frees what no later token can see, and spoils it."""
+        """Free and poison blocks that no later token can see."""
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:
                 continue
@@ -379,7 +381,7 @@ class Paged:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Name to Checkpoint, each made once."""
+    """Return a function from a name to its Checkpoint, made once."""
     made: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
@@ -392,7 +394,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Name of a case of ``tests.support.vision_models`` to Checkpoint, each made once."""
+    """Return a function from a case of ``tests.support.vision_models`` to its Checkpoint, made once."""
     made: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
@@ -426,13 +428,13 @@ def _by_family() -> list[Any]:
 
 @pytest.fixture(params=_by_family())
 def compared(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
-    """Each of the random configurations in turn, for tests that compare much of each."""
+    """Return each random configuration in turn, for tests that compare much of each."""
     return checkpoints(request.param)
 
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint of which matrices are nearly all; their sizes are multiples of the tiles'."""
+    """Return a random checkpoint of mostly matrices, with multiples of the tile sizes."""
     from tests.models.test_quantized_loading import save_moe
 
     folder = tmp_path_factory.mktemp("large")

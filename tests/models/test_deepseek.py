@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3: what the cases of tests/support/latent_models.py reach, and what is special.
+"""DeepSeek V2 and V3: coverage of the cases in tests/support/latent_models.py, and special features.
 
-Their parity with transformers is in test_parity.py.
+Parity with transformers is in test_parity.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_what_the_cases_cover(checkpoints: Any) -> None:
 
 
 def _changed(checkpoints: Any, name: str, folder: Path, **changes: Any) -> str:
-    """A copy whose config.json says otherwise; None removes a field."""
+    """Copy a checkpoint with changed fields of config.json; None removes a field. Return the folder."""
     shutil.copytree(checkpoints(name).folder, folder, dirs_exist_ok=True)
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
@@ -79,7 +79,7 @@ def _changed(checkpoints: Any, name: str, folder: Path, **changes: Any) -> str:
 
 
 def test_kimi_k2s_text(checkpoints: Any, tmp_path: Path) -> None:
-    """Published as V3 with its own model type, the old form of rope, and code that is not run."""
+    """The published files have a special model type, the old form of rope, and code that is never run."""
     rope = {
         "type": "yarn",
         "factor": 32.0,
@@ -157,7 +157,7 @@ def test_one_form_gives_the_same_logits(name: str, checkpoints: Any, paged: Any)
 
 
 def _with_module(checkpoints: Any, folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """A checkpoint with one module that predicts ahead, a copy of layer 2 beside its own four tensors."""
+    """Return a checkpoint with an MTP module: a scaled copy of layer 2 and four tensors of its own."""
     _changed(checkpoints, "deepseek-v3", folder, num_nextn_predict_layers=1)
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -264,7 +264,7 @@ def test_prompts_are_expanded_and_decodes_absorbed_in_one_step(checkpoints: Any,
 
 
 def test_eight_bits_are_close(checkpoints: Any, paged: Any) -> None:
-    """Key and value matrices stay as they are, the others lose little."""
+    """Key and value matrices stay unquantized; the other matrices lose little."""
     results = []
     for quantization in ("none", "int8"):
         harness = paged(checkpoints("deepseek-v3-dense-halves").load(quantization=quantization))

@@ -1,6 +1,6 @@
-"""DeepSeek V4: what the cases of tests/support/sparse_models.py reach, and what is special.
+"""DeepSeek V4: coverage of the cases in tests/support/sparse_models.py, and special features.
 
-Their parity with transformers is in test_parity.py.
+Parity with transformers is in test_parity.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_chunks_of_any_size_equal_one_piece(
 @pytest.mark.requirement("B16")
 @pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-odd"])
 def test_rejected_drafts_leave_nothing_behind(name: str, checkpoints: Any, paged: Any) -> None:
-    """Wrong tokens close groups of every kind, beside a prefill; afterwards all is as if they never were."""
+    """Wrong drafts that complete groups of every form, beside a prefill, have no effect after rejection."""
     model = checkpoints(name).load(torch.float64)
     ids = _ids(60, 3)
     plain = _run(paged(model), ids, [21])
@@ -143,7 +143,7 @@ def test_rejected_drafts_leave_nothing_behind(name: str, checkpoints: Any, paged
 @pytest.mark.requirement("B16")
 @pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-odd"])
 def test_a_sequence_goes_on_from_anothers_blocks(name: str, checkpoints: Any, paged: Any) -> None:
-    """A prefix hit: only what the windows reach is left of what slides, sources of groups included."""
+    """On a prefix hit only entries within reach of windows remain, sources of groups included."""
     model = checkpoints(name).load(torch.float64)
     harness = paged(model, block_size=4)
     hit = 4 * max(harness.sizes) if name == "deepseek-v4" else 60
@@ -183,7 +183,9 @@ def test_small_tiles_give_the_same(checkpoints: Any, paged: Any, monkeypatch: py
 def test_groups_that_may_not_be_complete_go_to_the_null_block(
     checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where nobody asks which of a step's groups are complete."""
+    """On a GPU the host does not know the complete groups of a step, so incomplete groups go to the null
+    block.
+    """
     model = checkpoints("deepseek-v4").load(torch.float64)
     ids = _ids(70, 10)
     whole = _run(paged(model), ids, [70])
@@ -200,7 +202,7 @@ def test_groups_that_may_not_be_complete_go_to_the_null_block(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(dtype: torch.dtype, checkpoints: Any, paged: Any) -> None:
-    checkpoint = checkpoints("deepseek-v4-all")  # no choice that could flip but the router's
+    checkpoint = checkpoints("deepseek-v4-all")  # the router has the only choice that could flip
     ids = _ids(40, 9)
     ours = _run(paged(checkpoint.load(dtype)), ids, [30]).float()
     theirs = checkpoint.expected(ids)
@@ -219,7 +221,7 @@ def _renamed(source: str, folder: Path, names: Any, **extra: torch.Tensor) -> st
 
 
 def _published(name: str) -> str:
-    """As DeepSeek publishes what transformers saves."""
+    """Return DeepSeek's published name of a tensor that transformers saves."""
     name = name.removeprefix("model.")
     name = re.sub(r"\.attn\.norm\.", ".attn.kv_norm.", name)
     return name.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
@@ -261,7 +263,7 @@ def test_a_missing_weight_is_named(checkpoints: Any, tmp_path: Path) -> None:
 
 
 def _configured(folder: str, target: Path, **changes: Any) -> str:
-    """A copy whose config.json says otherwise; None removes a field."""
+    """Copy a checkpoint with changed fields of config.json; None removes a field. Return the folder."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     path = target / "config.json"
     config = {**json.loads(path.read_text()), **changes}

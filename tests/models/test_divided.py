@@ -1,4 +1,4 @@
-"""Experts divided over ranks: models compute what they do on one rank (A10, C1, C7)."""
+"""With experts divided over ranks, models compute the results of a single rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.types.layout import Layout
 
 CPU = torch.device("cpu")
 CLOSE = 1e-12
-"""Of the largest logit, in float64: sums in another order."""
+"""Tolerance relative to the largest logit, in float64: sums have another order."""
 EP2 = Layout(tensor=2, expert=True)
 LAYOUTS = {
     "ep2": EP2,
@@ -139,7 +139,7 @@ def test_each_rank_reads_its_experts_alone(
     assert_parts(whole, [experts for experts, _ in ranks])
     for published, values in load_file(Path(checkpoint.folder) / "model.safetensors").items():
         each = [found.get(published, 0) for _, found in ranks]
-        if ".experts." in published and name != "gpt-oss":  # whose rows are published in another order
+        if ".experts." in published and name != "gpt-oss":  # the rows are published in another order
             assert sum(each) == values.nbytes, published
 
 
@@ -147,7 +147,7 @@ def test_each_rank_reads_its_experts_alone(
 def test_ranks_whose_experts_answer_in_other_dtypes_do_not_form(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One expert's answer is float32 in C++, and in the model's dtype in torch."""
+    """An expert's output is float32 in C++, and the model's dtype in torch."""
     checkpoint, store, apart = checkpoints("qwen3-moe"), dist.HashStore(), threading.Barrier(2)
     real = registry.choose
 

@@ -1,4 +1,4 @@
-"""Models over a cache in 8 bits: rows are their own, and logits are near those of the plain cache."""
+"""Models over an 8-bit cache: rows are independent, and logits are near the logits of the plain cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _run_mixed(harness: Any, sequences: list[Any], prompts: list[int]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_do_not_depend_on_each_other(name: str, checkpoints: Any, paged: Any) -> None:
-    """A row in any mixed batch equals it alone and in one piece; everything around it is NaN (E0)."""
+    """A row in any mixed batch equals the row alone and in one piece; all unused memory is NaN."""
     model = _model(checkpoints(name), torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
@@ -90,7 +90,7 @@ def test_logits_are_near_those_of_the_plain_cache(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_equals_float64(name: str, checkpoints: Any, paged: Any) -> None:
-    """The same entries, but for values that rounding puts on the other side of a tie."""
+    """The entries are equal, except values that rounding moves over a tie."""
     logits = []
     for dtype in (torch.float64, torch.float32):
         harness = paged(_model(checkpoints(name), dtype))

@@ -1,4 +1,4 @@
-"""GPT-OSS: facts from config.json, and what its published weights have of their own."""
+"""GPT-OSS: facts from config.json, and special features of its published weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_experts_are_turned_and_their_halves_parted(checkpoints: Any) -> None:
 
 
 def test_sinks_matter(checkpoints: Any, paged: Any) -> None:
-    """Without them the logits are others, so the parity tests see them."""
+    """Removing the sinks changes the logits, so the parity tests cover sinks."""
     model = checkpoints("gpt-oss").load(torch.float64)
     made = []
     for _ in range(2):

@@ -98,7 +98,7 @@ def test_dense_steps_do_not_wait_for_the_gpu(checkpoints: Any, paged: Any) -> No
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int8"])
 def test_packed_weights_are_as_close_as_dequantized_ones(name: str, tmp_path: Path, paged: Any) -> None:
-    """The bundled model, quantized: logits of a prompt and of decode steps, against those in float32."""
+    """Compares logits of the quantized bundled model with float32, for a prompt and decode steps."""
     folder, _ = _folders(Path(weft.__file__).parent / "checkpoints" / "spool-text", tmp_path, *FORMATS[name])
     spec = load_spec(str(folder))
     found = []

@@ -1,6 +1,6 @@
-"""DeepSeek V3.2 and GLM-5: what the cases of tests/support/sparse_models.py reach, and what is special.
+"""DeepSeek V3.2 and GLM-5: coverage of the cases in tests/support/sparse_models.py, and special features.
 
-Their parity with transformers is in test_parity.py.
+Parity with transformers is in test_parity.py.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_who_has_an_indexer(checkpoints: Any, tmp_path: Path) -> None:
 
 
 def _configured(folder: str, target: Path, **changes: Any) -> str:
-    """A copy whose config.json says otherwise; None removes a field."""
+    """Copy a checkpoint with changed fields of config.json; None removes a field. Return the folder."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     path = target / "config.json"
     config = {**json.loads((Path(folder) / "config.json").read_text()), **changes}

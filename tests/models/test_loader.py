@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _folder(checkpoint: Any, target: Path, change: Callable[[Tensors], None] | None = None) -> Path:
-    """A copy of a checkpoint's folder, with its tensors changed."""
+    """Copy a checkpoint's folder with its tensors changed by ``change``. Return the copy."""
     source = Path(checkpoint.folder)
     target.mkdir(exist_ok=True)
     (target / "config.json").write_text((source / "config.json").read_text())
@@ -227,7 +227,7 @@ def test_no_weights_at_all(checkpoints: Any, tmp_path: Path) -> None:
 
 
 def test_parameters_are_filled_in_place(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is allocated once, and at most one published tensor is alive beside it."""
+    """Memory is allocated once, and at most one published tensor is alive at a time."""
     checkpoint = checkpoints("qwen3-moe")
     spec = load_spec(checkpoint.folder, None)
     model = build_model(spec, torch.float32, CPU)
@@ -249,7 +249,7 @@ def test_parameters_are_filled_in_place(checkpoints: Any, monkeypatch: pytest.Mo
 
 
 def test_only_the_first_layers(checkpoints: Any, paged: Any) -> None:
-    """Weights of the cut layers are not unexpected, and what is left is a model of its own."""
+    """Weights of cut layers raise no error, and the remaining layers form a model."""
     folder = Path(checkpoints("qwen2-mixed-window").folder)
     whole, cut = _load(folder), _load(folder, override=2)
     assert len(cut.blocks) == 2
@@ -282,7 +282,9 @@ def test_dummy_weights(name: str, dtype: torch.dtype, checkpoints: Any, paged: A
 @pytest.mark.requirement("D30")
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_a_checkpoint_of_fewer_layers(name: str, checkpoints: Any, tmp_path: Path) -> None:
-    """D30: it is refused unless asked for; then layers without any tensor have random weights."""
+    """The checkpoint is refused by default; with load format "partial" the missing layers get random
+    weights.
+    """
     checkpoint = checkpoints(name)
 
     def fewer(tensors: Tensors) -> None:
@@ -309,7 +311,7 @@ def test_a_checkpoint_of_fewer_layers(name: str, checkpoints: Any, tmp_path: Pat
 
 @pytest.mark.requirement("D30")
 def test_a_checkpoint_of_fewer_shards(checkpoints: Any, tmp_path: Path) -> None:
-    """D30: those of the last layer were never fetched."""
+    """The file with the last layer is missing, as after a partial download."""
     source = Path(checkpoints("llama").folder)
     tensors = load_file(source / "model.safetensors")
     files = {name: "last.safetensors" if ".layers.2." in name else "first.safetensors" for name in tensors}

@@ -1,4 +1,4 @@
-"""What is alive while a model is loaded: no layer's experts and no file beside what is made of them."""
+"""Memory while loading: no layer's experts and no file stay alive beside the packed result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ EXPERTS, ROWS, INPUTS = 6, 64, 256
 
 
 def waiting(form: str, pieces: int) -> tuple[nn.Parameter, torch.Tensor, Callable[[], int]]:
-    """A stack that waits in so many pieces each, what it means, and how many matrices' codes are alive."""
+    """Return (stack of experts in ``pieces`` pieces each, its values, counter of matrices with live
+    codes).
+    """
     parameter = allow_codes(nn.Parameter(torch.empty(EXPERTS, ROWS, INPUTS), requires_grad=False))
     alive: list[list[StorageWeakRef]] = []
     meant = []
@@ -50,7 +52,7 @@ def waiting(form: str, pieces: int) -> tuple[nn.Parameter, torch.Tensor, Callabl
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("form", ["int4", "fp8", "nvfp4"])
 def test_experts_go_as_their_stack_is_filled(form: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When matrix i is copied, those before it are no more; also where gate and up are joined to one."""
+    """When matrix i is copied, the earlier matrices are freed, also where gate and up are joined."""
     parameter, meant, count = waiting(form, pieces)
     assert count() == EXPERTS
     seen: list[int] = []
@@ -104,7 +106,7 @@ def test_experts_go_as_they_are_packed(
 
 
 def test_experts_leave_no_packed_copies(extension: None) -> None:
-    """What each expert is packed in first has one place in the memory of packed weights."""
+    """The memory of packed weights has a single place for the temporary packing of an expert."""
     codes = codes_of("int4", (ROWS, INPUTS))
     kept = linear.pack_codes(codes).data
     parameter, _, _ = waiting("int4", 1)
@@ -120,8 +122,8 @@ def test_experts_leave_no_packed_copies(extension: None) -> None:
 def test_pages_of_a_file_go_when_they_were_read(
     name: str | None, dtype: torch.dtype, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain weights that were copied, and codes that are the mapped file until layers pack them. (In float64
-    they stay the file.)
+    """Pages are dropped after a copy of plain weights, and after layers pack mapped codes. In float64 the
+    codes stay mapped.
     """
     folder = large if name is None else _folders(large, tmp_path, *LARGE[name])[0]
     path = folder / "model.safetensors"
@@ -136,7 +138,7 @@ def test_pages_of_a_file_go_when_they_were_read(
     assert path.stat().st_size > 1 << 19
     load(folder, dtype, pack=False)
     assert len(seen) > 20
-    if dtype == torch.bfloat16 and cpu.load():  # torch reads them when it computes
+    if dtype == torch.bfloat16 and cpu.load():  # torch reads the codes when it computes
         monkeypatch.setattr("weft.layers.build.trim_heap", lambda: seen.append(resident_of(path)))
     model = load(folder, dtype)
     assert max(seen) <= 64 << 10
@@ -145,7 +147,7 @@ def test_pages_of_a_file_go_when_they_were_read(
 
 
 def test_memory_on_the_way_is_given_back(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what tensors are made of on the way, and of each layer's weights when it has packed them."""
+    """The heap is trimmed during reading, and after each layer's packing."""
     given: list[str] = []
     monkeypatch.setattr(loader, "trim_heap", lambda: given.append("reading"))
     monkeypatch.setattr("weft.layers.build.trim_heap", lambda: given.append("packing"))

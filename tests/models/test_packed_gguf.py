@@ -1,4 +1,4 @@
-"""GGUF files whose matrices stay packed: the logits of the dequantized ones, in the memory of the file."""
+"""GGUF files with packed matrices: the logits of the dequantized model, in the memory of the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(name: str, **more: Any) -> Any:
-    """A random model whose inputs are whole blocks of 256."""
+    """Return a random model whose input sizes are whole blocks of 256."""
     torch.manual_seed(3)
     facts: dict[str, Any] = {
         "vocab_size": 96,
@@ -76,7 +76,7 @@ MODELS = ("llama", "qwen3 tied", "qwen3 moe", "gpt-oss")
     [(name, kind) for name, kind in zip(MODELS, KINDS * 2, strict=False)],
 )
 def test_logits_are_those_of_the_dequantized(name: str, kind: str, tmp_path: Path, paged: Any) -> None:
-    """In float64 on torch but for the package's rounding; in C++ within that of sums."""
+    """The float64 difference on torch is the rounding of the package; in C++ it is the rounding of sums."""
     write_model(tmp_path / "model.gguf", made(name), kind=kind)
     for dtype, most in ((torch.float64, 1e-6), (torch.float32, 2e-5), (torch.bfloat16, 0.02)):
         wanted = logits(load(tmp_path / "model.gguf", dtype, packed=False), paged).double()
@@ -91,8 +91,8 @@ MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output": "
 
 @pytest.mark.parametrize("name", ["llama", "qwen3 tied"])
 def test_a_mixture_as_it_is_published(name: str, tmp_path: Path, paged: Any, extension: None) -> None:
-    """Q4_K_M: values in another type than queries and keys. Nothing is dequantized, not even embedding and
-    head, and a tied head is the embedding's.
+    """Q4_K_M: values have another type than queries and keys. Nothing is dequantized, including embedding and
+    head; a tied head shares the embedding's codes.
     """
     path = tmp_path / "model.gguf"
     write_model(path, made(name), kind="Q4_K", kinds=MIXED)
@@ -125,7 +125,7 @@ def test_memory_is_that_of_the_file(name: str, kind: str, tmp_path: Path, extens
 def test_ranks(
     name: str, kind: str, layout: Layout, tmp_path: Path, paged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows, experts, and inputs that are whole blocks stay packed."""
+    """Rows, experts, and inputs of whole blocks stay packed."""
     if layout.expert and name == "llama":
         pytest.skip("no experts")
     path = tmp_path / "model.gguf"
@@ -137,14 +137,16 @@ def test_ranks(
 
 
 def said(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
-    """Once each: a logger that another test had shown hands a record on twice."""
+    """Return distinct log messages with ``word``: a logger enabled by another test may duplicate records."""
     return list(dict.fromkeys(m for m in (record.getMessage() for record in caplog.records) if word in m))
 
 
 def test_what_is_dequantized_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, extension: None
 ) -> None:
-    """A type without codes; gate and up of different types, which no layer takes; blocks that ranks cut."""
+    """The log names dequantized matrices: a type without codes, gate and up of different types, and cut
+    blocks.
+    """
     from weft.parallel.mesh import make_mesh
 
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
@@ -156,7 +158,7 @@ def test_what_is_dequantized_is_said(
     (text,) = said(caplog, "quantized weights")
     for part in ("2 Q4_K", "2 Q5_1"):
         assert part in text
-    # Of two layers gate, up [512, 256 each] and out [256, 256], in bf16.
+    # Two layers with gate and up [512, 256] each and out [256, 256], in bf16.
     wide = 2 * 2 * (2 * 512 * 256 + 256 * 256) / 1e6
     assert f"of which {wide:.1f} MB are dequantized to bfloat16" in text
     caplog.clear()
@@ -167,7 +169,7 @@ def test_what_is_dequantized_is_said(
 
 
 def test_rounding_reads_the_numbers(tmp_path: Path, paged: Any) -> None:
-    """--quantization rounds what the file's blocks mean."""
+    """--quantization rounds the values of the file's blocks."""
     path = tmp_path / "model.gguf"
     write_model(path, made("llama"), kind="Q8_0")
     wanted = logits(load(path, torch.float32), paged)

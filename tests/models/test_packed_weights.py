@@ -1,4 +1,4 @@
-"""Quantized checkpoints whose matrices stay packed: the logits of the dequantized ones, in less memory."""
+"""Quantized checkpoints with packed matrices: the logits of the dequantized model, in less memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["plain"]
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
-#: Formats whose matrices all stay packed here; q, k and v of the others have inputs in different orders.
+#: Formats whose matrices all stay packed here; q, k and v of the others have different orders of inputs.
 PARTLY = ("fp8 mixed", "gptq", "autoround as gptq")
 """Formats in which some matrices stay plain."""
 WHOLE = [name for name in FORMATS if name not in PARTLY]
@@ -44,7 +44,7 @@ def load(folder: Path, dtype: torch.dtype, **more: Any) -> Any:
 
 
 def logits(model: Any, paged: Any) -> Tensor:
-    """Of a prompt in chunks and some decode steps of two sequences."""
+    """Return the logits of a chunked prompt and some decode steps, for two sequences."""
     harness = paged(model)
     first = harness.sequence([(7 * i + 3) % 90 for i in range(19)])
     second = harness.sequence([(11 * i + 1) % 90 for i in range(14)])
@@ -56,7 +56,7 @@ def logits(model: Any, paged: Any) -> Tensor:
 
 
 def tensors_of(model: Any) -> Iterator[Tensor]:
-    """Everything that its layers hold to compute with, but experts in C++."""
+    """Yield all tensors that layers compute with, except C++ experts."""
     for module in model.modules():
         for value in (*vars(module).values(), *module.parameters(recurse=False)):
             if isinstance(value, PackedMatrix):
@@ -77,7 +77,7 @@ def held(model: Any) -> int:
 
 @mostly_slow("name", list(FORMATS), ["fp8 blocks", "nvfp4", "packed 4 bits", "awq", "gptq"])
 def test_logits_are_those_of_the_dequantized(name: str, plain: Path, tmp_path: Path, paged: Any) -> None:
-    """In float64 on torch exactly but for the order of scales; in C++ within the rounding of sums."""
+    """The float64 difference on torch is the order of scales; in C++ it is the rounding of sums."""
     packed, _ = _folders(plain, tmp_path, *FORMATS[name])
     for dtype, most in ((torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.01)):
         wanted = logits(load(packed, dtype, packed=False), paged).double()
@@ -126,7 +126,7 @@ def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 @mostly_slow("name", list(LARGE), ["mxfp4", "nvfp4"])
 def test_memory_is_that_of_the_file(name: str, large: Path, tmp_path: Path, extension: None) -> None:
-    """The tensors that layers hold have at most 15% more bytes than the file, whose rest is plain."""
+    """Tensors of layers have at most 15% more bytes than the quantized part of the file."""
     packed, _ = _folders(large, tmp_path, *LARGE[name])
     file = load_file(packed / "model.safetensors")
     size = sum(
@@ -145,7 +145,7 @@ def test_memory_is_that_of_the_file(name: str, large: Path, tmp_path: Path, exte
 def test_ranks_have_their_columns(
     name: str, plain: Path, tmp_path: Path, paged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks: groups that are cut become smaller ones."""
+    """With two ranks, cut groups become smaller groups."""
     packed, _ = _folders(plain, tmp_path, *FORMATS[name])
     wanted = logits(load(packed, torch.float64, packed=False), paged)
     found = on_ranks(Layout(tensor=2), lambda mesh: logits(load(packed, torch.float64, mesh=mesh), paged))
@@ -156,7 +156,9 @@ def test_ranks_have_their_columns(
 def test_a_cut_group_becomes_smaller_ones(
     plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """48 of 96 inputs, in groups of 32: all stays packed. Where that would be groups of 2, it does not."""
+    """For 48 of 96 inputs in groups of 32 everything stays packed. Where groups of 2 would result, it does
+    not.
+    """
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     packed, _ = _folders(plain, tmp_path, *FORMATS["awq"])
     mesh = make_mesh(Layout(tensor=2), 1)  # not connected: loading needs no other rank

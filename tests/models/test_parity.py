@@ -1,4 +1,4 @@
-"""Every family against its transformers implementation, and every row against itself alone."""
+"""Every family against its transformers implementation, and every row against the row alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_greedy_tokens_float64(compared: Any, paged: Any) -> None:
 
 @pytest.mark.requirement("B11")
 def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
-    """A row in any mixed batch equals it alone and in one piece; everything around it is NaN (E0)."""
+    """A row in any mixed batch equals the row alone and in one piece; all unused memory is NaN."""
     model = compared.load(torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
@@ -98,7 +98,7 @@ def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
 
 
 def test_host_upper_bounds_do_not_show(compared: Any, paged: Any) -> None:
-    """A row whose context is shorter on the device than the host planned for gives the same logits."""
+    """A context that is shorter on the device than the host planned gives equal logits."""
     model = compared.load(torch.float64)
     ids = _ids(31, model.spec.vocab_size, 6)
     results = []
@@ -132,7 +132,7 @@ def test_half_precision_is_close_to_float32(
 
 @torch.no_grad()
 def test_dynamic_rope_equals_transformers_when_generating(checkpoints: Any, paged: Any) -> None:
-    """A prompt within max_position, then tokens one at a time far beyond it."""
+    """The prompt fits max_position; the tokens decoded one at a time go far beyond."""
     checkpoint = checkpoints("llama-dynamic")
     reference = checkpoint.reference
     limit = reference.config.max_position_embeddings
@@ -151,7 +151,7 @@ def test_dynamic_rope_equals_transformers_when_generating(checkpoints: Any, page
     while sequence.computed < len(ids):
         harness.step([], [(sequence, 1)])
     assert _distance(sequence.logits, torch.cat(theirs)) <= TOLERANCE
-    # The same positions in one piece: what transformers would answer differently to.
+    # The same positions in one piece, for which transformers would give other logits.
     whole = paged(harness.model, block_size=16)
     again = whole.sequence(ids)
     whole.step([(again, len(ids))])
@@ -170,6 +170,6 @@ def test_single_rank_yields_nothing_and_empty_segments_are_fine(checkpoints: Any
 
 
 def test_a_step_without_tokens(checkpoints: Any, paged: Any) -> None:
-    """What an idle replica runs."""
+    """An idle replica runs a step without tokens."""
     for name in ("qwen3-moe", "mistral-window"):
         paged(checkpoints(name).load()).step([])

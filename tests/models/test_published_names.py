@@ -1,4 +1,4 @@
-"""Checkpoints whose names have another prefix, or that have no output head."""
+"""Checkpoints with another prefix of names, or without an output head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _read(folder: Path, **more: Any) -> Any:
 
 
 def _copy(source: Path, target: Path, rename: Callable[[str], str | None], **changes: Any) -> Path:
-    """The checkpoint with other names, those left out that ``rename`` makes None."""
+    """Copy a checkpoint with renamed tensors; a tensor is dropped where ``rename`` returns None."""
     target.mkdir()
     for path in source.glob("*.json"):
         (target / path.name).write_text(path.read_text())

@@ -1,4 +1,4 @@
-"""Every quantized format against values computed apart from it, bit for bit in float64."""
+"""Every quantized format against independently computed values, bit for bit in float64."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_fp8(scale: str, exponents: bool, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("block", [(1, 32), (16, 16), (64, 128), (128, 64)])
 def test_fp8_blocks_of_other_sizes(block: tuple[int, int]) -> None:
-    """As the configuration says, or by an even division where it says nothing that fits."""
+    """The block size comes from the configuration, or from an even division if the configuration does not
+    fit.
+    """
     parts, exact = make.fp8(_weight(128, 256), "block", block=block, exponents=block[0] == 1)
     for said in (block, None, (128, 128)):
         assert torch.equal(float8.dequantize(parts["weight"], parts["weight_scale_inv"], F64, said), exact)
@@ -195,7 +197,7 @@ def test_packed(bits: int, shape: tuple[int, int], group: int, zeros: bool, orde
     assert torch.equal(made, exact)
 
 
-# --- what does not fit ---
+# --- parts that do not fit ---
 
 
 def test_scales_that_do_not_fit_are_refused() -> None:

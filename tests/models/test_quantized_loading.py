@@ -1,4 +1,4 @@
-"""Quantized checkpoints as folders: each loads to the very weights that its parts mean."""
+"""Quantized checkpoints as folders: each loads to the exact values of its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.types.layout import Layout
 CPU = torch.device("cpu")
 F64 = torch.float64
 Tensors = dict[str, torch.Tensor]
-#: A matrix to (parts by the end of their name, what they mean), or None to leave it plain.
+#: (name, matrix) -> (parts by suffix of the name, their values), or None to keep the matrix plain.
 Quantize = Callable[[str, torch.Tensor], "tuple[Tensors, torch.Tensor] | None"]
 
 _LINEAR = re.compile(r"(.*(?:_proj|experts\.\d+\.\w+))\.weight$")
@@ -43,7 +43,7 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NV
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random MoE checkpoint of sizes that every format can pack."""
+    """Return a random MoE checkpoint with sizes that every format can pack."""
     folder = tmp_path_factory.mktemp("plain")
     save_moe(
         folder,
@@ -58,7 +58,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_moe(folder: Path, **sizes: int) -> None:
-    """A random MoE checkpoint of two layers, one of them dense."""
+    """Save a random MoE checkpoint of two layers, one of them dense."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         num_hidden_layers=2,
@@ -137,12 +137,12 @@ def _mixed(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | No
 
 
 def _like(made: Callable[..., tuple[Tensors, torch.Tensor]], *more: Any, **named: Any) -> Quantize:
-    """Formats made of random integers rather than of the weight."""
+    """Return a quantizer for formats made of random integers instead of the weight."""
     return lambda name, weight: made(tuple(weight.shape), *more, **named, seed=len(name) + weight.shape[0])
 
 
 def _widths(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
-    """AutoRound's: layers of other bits, and some that stay plain."""
+    """Quantize like AutoRound: layers with other bits, and plain layers."""
     if "k_proj" in name:
         return None
     bits = 8 if "up_proj" in name else 4
@@ -203,7 +203,7 @@ def test_quantized_weights_below_another_prefix(plain: Path, tmp_path: Path) -> 
 
 @mostly_slow("name", list(FORMATS), ["awq", "gptq", "fp8 blocks", "nvfp4"])
 def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
-    """A rank's part is cut from what the format means as a whole, wherever groups and blocks lie."""
+    """A rank's part is cut from the dequantized whole, whatever the places of groups and blocks."""
     packed, exact = _folders(plain, tmp_path, *FORMATS[name])
 
     def load(mesh: Mesh) -> dict[str, torch.nn.Parameter]:
@@ -213,7 +213,8 @@ def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
         assert_parts(dict(_load(exact).named_parameters()), on_ranks(Layout(tensor=ranks), load))
 
 
-#: Of q (4 heads of 32), k (2), o, and the dense block's second matrix (96 inputs): what a rank reads.
+#: (q with 4 heads of 32, k with 2, o, the dense block's second matrix with 96 inputs) -> entries that a rank
+#: reads.
 READS = {
     "fp8 per tensor": (0.5, 0.5, 0.5, 0.5),
     "fp8 per channel": (0.5, 0.5, 0.5, 0.5),
@@ -256,7 +257,9 @@ def test_parts_in_different_files(name: str, plain: Path, tmp_path: Path) -> Non
 
 
 def test_what_modelopt_writes(plain: Path, tmp_path: Path) -> None:
-    """Its own file, scales of inputs and of the cache, and a first tensor that is a float32 scale."""
+    """ModelOpt writes a file of its own, scales of inputs and of the cache, and a float32 scale as first
+    tensor.
+    """
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         parts, meant = make.nvfp4(weight)
@@ -271,7 +274,7 @@ def test_what_modelopt_writes(plain: Path, tmp_path: Path) -> None:
 
 
 def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
-    """All experts in one tensor: MXFP4 blocks as GPT-OSS has them, and FP8 with a grid for each expert."""
+    """All experts in one tensor: MXFP4 blocks in GPT-OSS's form, and FP8 with a grid per expert."""
     packed, exact = _folders(plain, tmp_path, lambda *_: None, {"quant_method": "mxfp4"})
     tensors = load_file(packed / "model.safetensors")
     meant = load_file(exact / "model.safetensors")
@@ -348,7 +351,9 @@ def gpt_oss_folders(tmp_path: Path) -> None:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    """Its experts as published: MXFP4 blocks of [experts, outputs, inputs], gate and up rows in turn."""
+    """Experts in published form: MXFP4 blocks of [experts, outputs, inputs], with alternating gate and up
+    rows.
+    """
     gpt_oss_folders(tmp_path)
     ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
     assert _same(ours, exact)
@@ -492,7 +497,7 @@ def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:
 
 
 def test_one_weight_at_a_time(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the model's own memory no more than one unpacked matrix is alive, one expert of a stack."""
+    """Besides the model's memory at most one dequantized matrix, or one expert of a stack, is alive."""
     packed, _ = _folders(plain, tmp_path, *FORMATS["fp8 mixed"])
     alive: list[Any] = []
     copy = filling.copy

@@ -1,6 +1,6 @@
-"""Qwen3-Next and Qwen3.5: what the cases of tests/support/delta_models.py reach, and what is special.
+"""Qwen3-Next and Qwen3.5: coverage of the cases in tests/support/delta_models.py, and special features.
 
-Their parity with transformers is in test_parity.py.
+Parity with transformers is in test_parity.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(name: str, checkp
 
 @pytest.mark.usefixtures("extension")
 def test_both_backends_are_tested(checkpoints: Any, paged: Any) -> None:
-    """The parity tests run in float32 on the C++ operations, but for heads that they do not serve."""
+    """The parity tests in float32 use the C++ operations, except for unsupported heads."""
     for name, expected in (
         ("qwen3-next", CpuDelta),
         ("qwen3-5-moe", CpuDelta),
@@ -142,7 +142,7 @@ def test_rejected_drafts_leave_no_trace(
         assert (made - right).abs().max() <= tolerance * right.abs().max()
 
 
-# --- checkpoints as they are published ---
+# --- checkpoints in published form ---
 
 
 def _rewrite(source: str, folder: Path, extra: dict[str, torch.Tensor], **fields: Any) -> str:
@@ -156,7 +156,7 @@ def _rewrite(source: str, folder: Path, extra: dict[str, torch.Tensor], **fields
 
 
 def _module_weights(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
-    """Weights of a module that predicts: a layer like ``layer``, and what is around it."""
+    """Return the weights of an MTP module: a copy of layer ``layer``, and the tensors around the copy."""
     hidden = tensors["model.norm.weight"].shape[0]
     made = {
         name.replace(f"model.layers.{layer}.", "mtp.layers.0."): tensor.clone()
@@ -198,9 +198,9 @@ def test_a_predicting_module_is_found_by_its_weights(
         ("layers.0.self_attn.q_norm", "block.attention.q_norm"),
     ):
         assert torch.equal(ours[f"mtp.0.{mine}.weight"], 1 + extra[f"mtp.{theirs}.weight"])
-    # Without the module its weights are passed over.
+    # Without the module the loader skips the module's weights.
     load_model(folder, load_spec(folder), torch.float32, CPU, progress=False)
-    # A field without the weights is a checkpoint that lost them.
+    # A field without weights means that the checkpoint lost the weights.
     if field:
         lost = _rewrite(checkpoint.folder, tmp_path / "lost", {}, **{field: 1})
         off = _rewrite(checkpoint.folder, tmp_path / "off", extra, **{field: 0})
@@ -215,7 +215,7 @@ def test_a_predicting_module_is_found_by_its_weights(
 @pytest.mark.parametrize("routed", [False, True])
 @torch.no_grad()
 def test_the_text_of_a_checkpoint_that_sees(routed: bool, tmp_path: Path, paged: Any) -> None:
-    """Published Qwen3.5 checkpoints: the text model inside, a vision tower beside it."""
+    """Published Qwen3.5 checkpoints have the text model inside, beside a vision tower."""
     kind = "Qwen3_5Moe" if routed else "Qwen3_5"
     text: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -297,7 +297,9 @@ def test_refusals_name_the_field(
 
 
 def test_layers_by_interval(checkpoints: Any, tmp_path: Path) -> None:
-    """As the published configuration of Qwen3-Next has it, with ``partial_rotary_factor`` at the top."""
+    """The published configuration has an interval of layers and ``partial_rotary_factor`` at the top
+    level.
+    """
     folder = _rewrite(
         checkpoints("qwen3-next").folder,
         tmp_path / "published",

@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks together compute what one rank does, from slices of the same checkpoint."""
+"""Tensor parallelism: ranks together compute the result of a single rank, from slices of the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from weft.types.layout import Layout
 
 CPU = torch.device("cpu")
 CLOSE = 1e-12
-"""Of the largest logit, in float64: sums in another order."""
+"""Tolerance relative to the largest logit, in float64: sums have another order."""
 
-#: What each shape has that the others lack; with 2 ranks. The rest, and 4 ranks, are a grid.
+#: Distinct features of each shape, with 2 ranks. All other cases, and 4 ranks, are in the grid.
 DEFAULT = (
     "llama-biases-head-dim",
     "llama-mqa-gelu",
@@ -128,7 +128,7 @@ def _file(checkpoint: Any) -> dict[str, Tensor]:
 def test_each_rank_reads_its_slices_alone(
     name: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what ranks divide each reads its part, and of nothing more than it holds."""
+    """Each rank reads only its part of divided tensors."""
     checkpoint = checkpoints(name)
     spec = load_spec(checkpoint.folder, None)
     read = note_reads(monkeypatch)
@@ -161,7 +161,7 @@ def test_each_rank_reads_its_slices_alone(
 )
 @pytest.mark.parametrize("dummy", [False, True])
 def test_parts_make_up_the_whole(name: str, dummy: bool, checkpoints: Any) -> None:
-    """What ranks hold is their cut of one rank's parameters, loaded or random."""
+    """Parameters of ranks are cuts of a single rank's parameters, loaded or random."""
     checkpoint = checkpoints(name)
     load_format = "dummy" if dummy else "auto"
 
@@ -173,7 +173,7 @@ def test_parts_make_up_the_whole(name: str, dummy: bool, checkpoints: Any) -> No
 
 
 def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
-    """The operators of this machine, in their own layouts."""
+    """Runs the operators of this machine in their own layouts."""
     for name in ("qwen3-moe", "deepseek-v3-sixteens", "qwen3-next"):
         checkpoint = checkpoints(name)
         expected = _run(checkpoint.load(), paged)
@@ -184,7 +184,7 @@ def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"])
 def test_ranks_round_as_one_does(quantization: str, checkpoints: Any, paged: Any) -> None:
-    """Weights, whose groups they cut, and what is multiplied by them."""
+    """Covers weights whose groups are cut, and the rounding of activations."""
     for name in ("llama-tied-mha", "qwen3-5-moe", "deepseek-v4"):
         checkpoint = checkpoints(name)
         expected = _run(checkpoint.load(torch.float64, quantization=quantization), paged)
@@ -200,7 +200,7 @@ def test_ranks_round_as_one_does(quantization: str, checkpoints: Any, paged: Any
 
 @pytest.mark.parametrize("load_format", ["partial", "dummy"])
 def test_ranks_round_what_is_made_up(load_format: str, checkpoints: Any, paged: Any) -> None:
-    """As one rank does, and what the checkpoint has afterwards in its place."""
+    """Random weights are rounded as on one rank, and loaded weights replace them."""
     more = {"quantization": "int4", "load_format": load_format}
     expected = _run(checkpoints("mixtral").load(torch.float64, **more), paged)
     found = on_ranks(
@@ -212,7 +212,7 @@ def test_ranks_round_what_is_made_up(load_format: str, checkpoints: Any, paged: 
 
 @pytest.mark.parametrize("inputs", [256, 512, 1408, 2816, 192])
 def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
-    """A matrix of ``inputs`` that two ranks divide, and that one has."""
+    """Two ranks that divide ``inputs`` round like a single rank."""
     build = Build(dtype=torch.float32, device=CPU, quantization="w4a8")
     rounds = build.rounds_inner(inputs)
     assert rounds == (inputs % 256 == 0)
@@ -226,7 +226,7 @@ def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
 def test_what_ranks_cut_is_rounded_whole(
     inputs: int, group: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In smaller groups; where none fit, a rank rounds by itself, and says so."""
+    """Cut groups become smaller groups. If none fit, a rank rounds by itself and logs a message."""
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     build = Build(dtype=torch.float64, device=CPU, quantization="int4")
     half = Shard(((0, inputs // 2),), inputs, 1)
@@ -243,7 +243,7 @@ def test_what_ranks_cut_is_rounded_whole(
     whole = dequantize(to_int4(values), torch.float64)
     assert torch.equal(dequantize(codes, torch.float64), whole[:, : inputs // 2])
     hold_rounded(parameter, (), 2 * values)
-    hold_rounded(parameter, (), values)  # in place of those
+    hold_rounded(parameter, (), values)  # replaces the earlier values
     again = take_codes(parameter)
     assert again is not None
     assert torch.equal(dequantize(again, torch.float64), whole[:, : inputs // 2])
@@ -251,7 +251,7 @@ def test_what_ranks_cut_is_rounded_whole(
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_ranks_know_the_largest_of_whole_rows(load_format: str, checkpoints: Any) -> None:
-    """What 8 bits are scaled by, where rows are divided."""
+    """Ranks with divided rows know the row maximum, the base of 8-bit scales."""
     more = {"pack": False, "quantization": "int8", "load_format": load_format}
     whole = dict(checkpoints("mixtral").load(**more).named_parameters())
     parts = on_ranks(
@@ -269,7 +269,7 @@ def test_ranks_know_the_largest_of_whole_rows(load_format: str, checkpoints: Any
 
 
 def test_a_vocabulary_smaller_than_its_shares() -> None:
-    """Some ranks have none of it: the embedding is a sum of partials, and logits are all there."""
+    """Ranks without a part of the vocabulary contribute zero to the embedding, and all logits are present."""
     table = torch.randn(5, 3, dtype=torch.float64)
     ids = torch.tensor([4, 0, 2, 2, 1, 3])
 
@@ -291,7 +291,7 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"])
 def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtype: torch.dtype) -> None:
-    """On any number of ranks; a table that is the head as well is rounded with it, no other."""
+    """The head has 8 bits on any number of ranks; only a table tied to the head is rounded too."""
     table, x = torch.randn(37, 48, dtype=dtype), torch.randn(6, 48, dtype=dtype)
     rounded = to_int8_codes(table)
     meant = dequantize(rounded, torch.float64)
@@ -319,8 +319,9 @@ def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtyp
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 def test_which_steps_that_meet_are_captured(checkpoints: Any) -> None:
-    """On a CPU all of them; on a GPU those of ranks with one plan. Replicas of a domain have a plan each, and
-    agree on what travels."""
+    """On a CPU all such steps are captured; on a GPU only steps of ranks with a common plan. Replicas of an
+    expert-parallel group have separate plans and agree on the exchanged sizes.
+    """
 
     def why(mesh: Mesh) -> str | None:
         model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)

@@ -1,4 +1,4 @@
-"""A tower without its text model: what is read of a checkpoint, and that it computes the same bits."""
+"""A tower without its text model: the tensors it reads, and equal bits of its output."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Whole models on Triton's ops and attention, in the interpreter on the CPU: they fit as layers use them.
+"""Whole models on Triton's ops and attention, in the interpreter on the CPU: the ops fit the layers.
 
-On a GPU the same ops are chosen by themselves, and test_gpu.py compares models on them.
+On a GPU the same ops are chosen by default, and test_gpu.py compares models on them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What a model would be built of on a GPU, on the CPU's tensors; the names that were chosen."""
+    """Choose the ops of a GPU for CPU tensors. Return the set of chosen names."""
     names: set[str] = set()
 
     def as_on_a_gpu(op: str, dtype: torch.dtype, device: torch.device, **more: Any) -> Any:
@@ -65,7 +65,7 @@ def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chos
 @pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen: set[str]) -> None:
-    """Deterministic: a bucket's padding, chunks of prompts and what is beside a row change no token."""
+    """In deterministic mode padding of a bucket, chunks of prompts and neighbouring rows change no token."""
     folder = make_checkpoint(tmp_path, "llama")
     model = load_model(
         str(folder), load_spec(str(folder), None), torch.float32, CPU, progress=False, invariant=True
@@ -98,7 +98,7 @@ def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen:
 
 
 class _NoHost(TorchDispatchMode):
-    """Refuses what a CUDA graph cannot hold: values read by the host, shapes that depend on values."""
+    """Refuse operations that a CUDA graph cannot hold: host reads of values, and value-dependent shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
@@ -120,7 +120,7 @@ def test_the_guard_sees_what_asks_the_host(asks: Any) -> None:
 def test_a_decode_step_asks_the_host_nothing(
     tmp_path: Path, backend: Any, chosen: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is captured: no value read, nothing uploaded, whatever the bucket."""
+    """A captured step reads no value on the host and uploads nothing, for every bucket."""
 
     def refused(array: Any, device: Any) -> torch.Tensor:
         raise AssertionError("a copy from the host inside a step that is captured")
@@ -152,7 +152,7 @@ def _float32(cache: list[LayerCache]) -> list[LayerCache]:
 
 
 def _kept(runner: Any) -> dict[tuple[int, int], torch.Tensor]:
-    """(slot, position) to the logits that its token was sampled from, filled as the runner goes."""
+    """Return a dict that fills during the run: (slot, position) -> logits of the sampled token."""
     kept: dict[tuple[int, int], torch.Tensor] = {}
     sample = runner._sampler.sample
 

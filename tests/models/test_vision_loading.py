@@ -1,4 +1,4 @@
-"""Checkpoints of models that see images, as they are published: quantized text, towers as they are."""
+"""Published checkpoints of vision models: quantized text, unquantized towers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _fp8(_: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def _packed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    """Routed experts alone, as Kimi K2.5 has them."""
+    """Quantize routed experts only, in the form of Kimi K2.5."""
     return make.packed(tuple(weight.shape), 4, 0) if ".experts." in name else None
 
 
@@ -128,7 +128,7 @@ def test_fused_experts_with_inputs_first(seeing: Any, tmp_path: Path) -> None:
 
 
 def test_a_tower_that_is_not_there(seeing: Any, tmp_path: Path) -> None:
-    """Its names are listed; without a tower the checkpoint is whole."""
+    """The error names the missing tensors. Without a tower the checkpoint is complete."""
     folder = _rewritten(seeing("qwen3-5-vision").folder, tmp_path / "text", lambda facts: None)
     _save(folder, {n: t for n, t in _tensors(folder).items() if ".visual." not in n})
     with pytest.raises(ConfigError, match=r"missing: model\.visual\."):
@@ -142,7 +142,7 @@ def test_a_tower_that_is_not_there(seeing: Any, tmp_path: Path) -> None:
 
 
 def test_names_of_a_checkpoint_with_code(seeing: Any, tmp_path: Path) -> None:
-    """Kimi K2.5's own configuration calls sizes of its tower otherwise."""
+    """Kimi K2.5's configuration has other names for the sizes of its tower."""
     names = {
         "hidden_size": "vt_hidden_size",
         "num_hidden_layers": "vt_num_hidden_layers",
@@ -172,7 +172,7 @@ def test_names_of_a_checkpoint_with_code(seeing: Any, tmp_path: Path) -> None:
 
 
 def test_published_defaults(tmp_path: Path) -> None:
-    """What files leave out is as the reference's classes have it."""
+    """Absent fields take the defaults of the reference's classes."""
     text = {"vocab_size": 151936, "hidden_size": 3584, "num_hidden_layers": 2, "intermediate_size": 8}
     files = {
         "config.json": {

@@ -1,4 +1,4 @@
-"""Models that see images against transformers: several images, cut anywhere, beside rows of text alone."""
+"""Vision models against transformers: several images, any chunks, beside rows of text."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int) ->
 
 
 def test_chunks_beside_text_float32(checkpoint: Any, paged: Any) -> None:
-    """Several prompts at once, one of text alone; what follows them is decoded."""
+    """Several prompts run at once, one with text only; decode steps follow."""
     model = checkpoint.load()
     harness = paged(model)
     prompts = [
@@ -178,7 +178,7 @@ def test_rows_do_not_depend_on_each_other(checkpoint: Any, paged: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-vl-levels", "qwen3-5-vision"])
 def test_logits_of_some_rows(name: str, seeing: Any, paged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wanted are few rows, in any order, some of images: what is added behind the last layer is theirs."""
+    """Logits of a few rows in any order, some within images: the last level is added to the right rows."""
     model = seeing(name).load(torch.float64)
     prompt = make_prompt(SEVERAL, model.spec, 60)
     harness = paged(model)
@@ -208,7 +208,7 @@ def test_logits_of_some_rows(name: str, seeing: Any, paged: Any, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
 def test_text_has_the_same_bits(name: str, seeing: Any, paged: Any) -> None:
-    """Whether or not its positions come as three, and whether or not the tower is loaded."""
+    """Text gives equal bits with one or three rope positions, and with or without a loaded tower."""
     checkpoint = seeing(name)
     ids = [(7 * i + 3) % 100 for i in range(40)]
     made = []
@@ -263,7 +263,7 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(name: str, seeing
 
 
 def test_room_for_the_largest_image(seeing: Any) -> None:
-    """Beside what steps take; more than the widest tensor while it is encoded."""
+    """Planned memory includes more than the widest tensor of the encoding of the largest image."""
     scheduler = SchedulerSection()
     for name, patches in (("qwen3-vl", 200), ("kimi-k25", 200)):
         folder = seeing(name).folder

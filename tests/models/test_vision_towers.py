@@ -1,4 +1,4 @@
-"""Towers against their transformers implementations, and the patches that they read."""
+"""Towers against their transformers implementations, and their input patches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     ("size", "frames"), [((8, 8), 1), ((40, 24), 1), ((16, 72), 1), ((24, 16), 2), ((16, 16), 4)]
 )
 def test_float64(name: str, size: tuple[int, int], frames: int, seeing: Any) -> None:
-    """Frequencies and weights of positions are float32 in the reference, whatever its type."""
+    """Frequencies and position weights are float32 in the reference for every dtype."""
     checkpoint = seeing(name)
     model = checkpoint.load(torch.float64)
     image = random_image(*size, seed=5, frames=frames)
@@ -153,7 +153,7 @@ def test_the_same_bits_every_time(name: str, seeing: Any) -> None:
 
 
 def _batch(name: str) -> list[Tensor]:
-    """Of several sizes and numbers of frames, some of them alike."""
+    """Return images of several sizes and numbers of frames, some alike."""
     sizes = [
         ((40, 24), 1),
         ((8, 8), 1),
@@ -200,7 +200,7 @@ def test_a_batch_is_that_of_the_reference(name: str, seeing: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "kimi-k25"])
 def test_attention_sees_one_image_of_a_batch(name: str, seeing: Any) -> None:
-    """Another image beside it, of the same size, changes nothing but last bits."""
+    """Another image of the same size beside an image changes only last bits."""
     tower = seeing(name).load(torch.float64).vision
     image, one, other = (random_image(24, 40, seed=seed) for seed in (1, 2, 3))
     with torch.inference_mode():
@@ -217,7 +217,9 @@ def test_one_wrong_image_of_a_batch_is_found(seeing: Any) -> None:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_text_alone(name: str, seeing: Any) -> None:
-    """``language_model_only``: no tower, and its weights are not asked for; nor are files about images."""
+    """With ``language_model_only`` no tower is built, and neither its weights nor image files are
+    required.
+    """
     folder = seeing(name).folder
     spec = load_spec(folder, language_model_only=True)
     assert spec.vision is None

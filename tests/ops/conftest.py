@@ -1,4 +1,4 @@
-"""What tests of operations share."""
+"""Fixtures for tests of operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.ops.cpu import build
 
 @pytest.fixture(params=["tiles", "brgemm"])
 def kernel(request: pytest.FixtureRequest, extension: None) -> Iterator[str]:
-    """Both ways to bf16 sums, whichever this machine would choose."""
+    """Select each kernel for bf16 sums in turn, independent of the machine's choice."""
     if request.param == "brgemm" and "brgemm" not in cpu.capabilities():
         pytest.skip("ATen's brgemm does not take bf16 on this CPU")
     before = torch.ops.weft_cpu.set_brgemm.default(request.param == "brgemm")
@@ -46,7 +46,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def calls(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stub is the compiler; the file holds a line for each of its calls."""
+    """Make the stub the compiler. Return the file with a line per call."""
     file = tmp_path / "calls"
     use_stub(tmp_path, monkeypatch, "1.0")
     return file

@@ -1,4 +1,4 @@
-"""That a row's bits are its own, of anything that takes rows."""
+"""Check that the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ Tensor = torch.Tensor
 
 
 def check_rows_alone(run: Callable[[Tensor], Tensor], x: Tensor, few: Iterable[int]) -> None:
-    """Whatever the number of rows (with one thread ``few``), a row's place, the others, and the threads.
+    """Assert that bits of a row depend on neither row count, place, other rows nor threads.
 
-    x: [T, n], T at least 71. The caller gives the number of threads back.
+    ``x`` is [T, n] with T of at least 71. ``few`` are the row counts with one thread. The caller restores the
+    number of threads.
     """
     whole = run(x)
     for count in (1, 2, 3):

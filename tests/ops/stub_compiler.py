@@ -1,4 +1,4 @@
-"""A compiler that writes its calls down, for tests of builds."""
+"""A compiler stub that records its calls, for tests of builds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Fails on sources that say so, and counts its calls. "-o FILE" comes last or before the libraries.
+# Fails on sources that request a failure, and counts its calls. "-o FILE" is last or before the libraries.
 STUB = """#!/bin/sh
 if [ "$1" = --version ]; then echo "stub {version}"; exit 0; fi
 echo "$*" >> "{calls}"

@@ -1,4 +1,4 @@
-"""The build of the CPU extension: what is reused, and what is said when it fails. The compiler is a stub."""
+"""The build of the CPU extension with a stub compiler: reuse of objects, and error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weft.ops.cpu import build
 
 @pytest.fixture
 def loader() -> Iterator[None]:
-    """``cpu.load`` looks again, in the test and after it."""
+    """Clear the cache of ``cpu.load`` before and after the test."""
     cpu.load.cache_clear()
     yield
     cpu.load.cache_clear()
@@ -152,12 +152,12 @@ def test_the_longest_compile_begins_first(
 
 
 def test_every_source_was_measured() -> None:
-    """A new file: measure it (`/usr/bin/time weft build-ops` after `touch`) and add it to the table."""
+    """For a new file, measure it (`/usr/bin/time weft build-ops` after `touch`) and extend the table."""
     assert set(build.SECONDS) == {path.name for path in build.SOURCES.glob("*.cpp")}
 
 
 def test_two_sources_include_the_headers_that_take_longest() -> None:
-    """Those of schemas and of the dispatcher; the others have a third of that to read."""
+    """Only two sources include schemas and the dispatcher; the others read a third of the headers."""
     long = re.compile(r"#include <(torch/|ATen/ops/empty|ATen/core/(dispatch/|ivalue|stack))")
     including = {path.name for path in build.SOURCES.iterdir() if long.search(path.read_text())}
     assert including == {"library.cpp", "program.cpp"}
@@ -166,7 +166,7 @@ def test_two_sources_include_the_headers_that_take_longest() -> None:
 def test_compilers_run_at_the_same_time(
     calls: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits until the other has begun: one after the other they would never end."""
+    """Each compiler waits for the start of the other, so sequential runs would never end."""
     monkeypatch.setattr(build, "usable_cores", lambda: 2)
     (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/a AWAIT {tmp_path}/b\n")
     (sources / "two.cpp").write_text(f"BEGIN {tmp_path}/b AWAIT {tmp_path}/a\n")
@@ -194,7 +194,7 @@ def test_a_failing_compile_stops_the_others_and_what_is_done_stays(
 
 
 def running(word: str) -> bool:
-    """Whether a process has ``word`` among its arguments."""
+    """Return True if a process has ``word`` among its arguments."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if word.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
@@ -203,7 +203,7 @@ def running(word: str) -> bool:
 
 
 def heed_signals() -> None:
-    """Whoever runs the tests may have had them ignored, and what is ignored is inherited."""
+    """Restore default signal handling: a child would inherit ignored signals."""
     for number in signals.STOPS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -211,7 +211,7 @@ def heed_signals() -> None:
 def test_an_interrupted_build_stops_its_compilers_and_goes_on(
     calls: Path, sources: Path, tmp_path: Path
 ) -> None:
-    """Also one that was killed, whose partial files the next one removes."""
+    """The next build also removes partial files of a killed build."""
     (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/hangs AWAIT {tmp_path}/go\n")
     code = (
         "import pathlib, sys; from weft.cli.main import main; from weft.ops.cpu import build; "
@@ -332,7 +332,7 @@ def test_the_real_library_loads(extension: None) -> None:
 
 
 def test_what_a_cpu_can_run_is_told_and_never_raises(extension: None) -> None:
-    # On AVX-512 without bf16 oneDNN refuses a kernel with an exception of its own: no engine started there.
+    # On AVX-512 without bf16 oneDNN rejects a kernel with an exception; engines must start there too.
     assert set(cpu.capabilities()) <= {"avx2", "avx512", "avx512_bf16", "amx_bf16", "brgemm"}
 
 

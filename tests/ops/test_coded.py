@@ -1,4 +1,4 @@
-"""Matrices of few bits: the CPU extension computes what codes mean, and every row's bits are its own."""
+"""Matrices of few bits: the CPU extension computes with the values of the codes, independently per row."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ assert implementations  # registers every one
 
 #: (outputs, inputs): whole blocks, tails of both, odd inputs, one of each.
 SHAPES = ((320, 768), (192, 2304), (70, 33), (34, 64), (6, 1), (2, 130), (34, 4650))
-#: All up to 64 are those of matrices that are not coded (test_cpu_linear).
+#: Counts up to 64 are the counts of plain matrices (test_cpu_linear).
 FEW_ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 100, 512)
-#: (numbers, scales, zeros, factors, group): every form, and groups that end within, at and behind the inputs.
+#: (numbers, scales, zeros, factors, group): every form, with groups that end within, at and after the inputs.
 FORMS = {
     "int4": ("int4", torch.float32, False, False, 128),
     "int4 zeros": ("int4", torch.float32, True, False, 32),
@@ -40,7 +40,7 @@ FORMS = {
 
 
 def codes_of(form: str, shape: tuple[int, ...], seed: int = 0) -> Codes:
-    """Random codes; a sum of theirs is of order 1."""
+    """Return random codes with sums of magnitude 1."""
     numbers, scales, zeros, factors, group = FORMS[form]
     made = torch.Generator().manual_seed(seed)
     inputs = shape[-1]
@@ -98,7 +98,9 @@ def test_what_codes_mean() -> None:
 
 
 def rounds(form: str, inputs: int, dtype: torch.dtype, kernel: str) -> bool:
-    """Whether weights are rounded to bf16: by brgemm all, by AMX's tiles if such scales multiply numbers."""
+    """Return True if weights are rounded to bf16: always by brgemm, and by AMX tiles for scales within a
+    tile.
+    """
     _, scales, _, _, group = FORMS[form]
     if kernel != "brgemm" or dtype != torch.bfloat16:
         return False
@@ -120,7 +122,7 @@ def assert_close(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None, rou
 @mostly_slow("dtype", DTYPES, [torch.bfloat16])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
-    """Rounded once: as the matrix that the codes mean, in float64."""
+    """Products equal the float64 product with the values of the codes, rounded once."""
     for shape in SHAPES:
         rounded = rounds(form, shape[1], dtype, kernel)
         codes = codes_of(form, shape)
@@ -134,7 +136,7 @@ def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
 
 
 def every_code(form: str) -> Codes:
-    """Three rows, each with all codes of a form that are numbers, and a scale of 1; zero points differ."""
+    """Return three rows with all finite codes of a form, scale 1 and different zero points."""
     numbers, _, zeros, _, _ = FORMS[form]
     count = 16 if numbers in ("int4", "e2m1") else 256
     values = torch.arange(count, dtype=torch.uint8).repeat(3, 1)
@@ -153,7 +155,7 @@ def every_code(form: str) -> Codes:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_code_is_exact(form: str) -> None:
-    """A row of x that picks one input, scales of 1: the number itself."""
+    """With one-hot inputs and scales of 1 the product is the exact value of a code."""
     codes = every_code(form)
     for dtype in DTYPES:
         picked = ops.linear(torch.eye(codes.inputs, dtype=dtype), ops.pack_codes(codes))
@@ -164,7 +166,7 @@ def test_every_code_is_exact(form: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
 def test_every_scale_is_exact(kind: torch.dtype, dtype: torch.dtype, kernel: str) -> None:
-    """All scales of one byte, the smallest included; instructions of bf16 take a scale below 2^-126 as 0."""
+    """All one-byte scales are exact, except that bf16 instructions flush scales below 2^-126 to 0."""
     scales = torch.arange(255, dtype=torch.uint8).view(kind).unsqueeze(1)
     scales = scales[torch.arange(255) != 127] if kind == torch.float8_e4m3fn else scales
     ones = torch.full((len(scales), 1), 2, dtype=torch.uint8)  # 1.0 in E2M1
@@ -184,7 +186,7 @@ def flushes_subnormals() -> bool:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("power", [1, 2, 127, 252, 253])
 def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
-    """All finite numbers of E2M1 times one power, in all columns: exact, or 0 where bf16 flushes."""
+    """All finite E2M1 values times a power are exact in all columns, or 0 where bf16 flushes."""
     numbers = torch.tensor(coded.E2M1, dtype=torch.float64) * 2.0 ** (power - 127)
     values = torch.arange(16, dtype=torch.uint8)
     values[numbers.abs() >= 2.0**128] = 0
@@ -211,7 +213,7 @@ def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, gated: bool, kernel: str, threads: None
 ) -> None:
-    """Whatever the number of rows, its place, the other rows, and the number of threads."""
+    """Bits depend on neither row count, place, other rows nor threads."""
     codes = codes_of(form, shape)
     x, _, bias = case(1024, shape, dtype)
     packed = ops.pack_gated_codes(codes) if gated else ops.pack_codes(codes)
@@ -283,7 +285,7 @@ def test_large_matrices_are_rounded_and_multiplied_in_parts(
 
 
 def test_rows_of_different_groups_are_joined() -> None:
-    """One scale a row beside scales of groups: the smaller groups for all. Other kinds are not joined."""
+    """Rows with one scale join rows with groups at the smaller group size. Other forms do not join."""
     first, second = codes_of("fp8", (6, 384)), replace(codes_of("fp8 blocks", (4, 384)), factors=None)
     both = coded.joined([first, second])
     assert both is not None
@@ -296,7 +298,7 @@ def test_rows_of_different_groups_are_joined() -> None:
 @pytest.mark.parametrize("name", ["int4", "fp8"])
 @pytest.mark.parametrize("op", ["linear", "gated_linear"])
 def test_rounded_weights(name: str, op: str, extension: None) -> None:
-    """What --quantization packs: within half a step, and the same matrix on torch as in C++."""
+    """Weights packed for --quantization are within half a step, and equal on torch and in C++."""
     x, weight, bias = case(5, (70, 200), torch.bfloat16)
     codes = coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
     error = (meaning(codes) - weight.double()).abs()
@@ -326,7 +328,7 @@ def test_rounded_weights(name: str, op: str, extension: None) -> None:
 def test_rounding_some_rows_at_a_time(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same codes, and never more than so many numbers in float32."""
+    """The codes are equal, and float32 memory stays within the limit."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted = [to(weight) for to in (coded.to_int4, coded.to_fp8)]
     monkeypatch.setattr(coded, "ROUNDED_NUMBERS", 2100)

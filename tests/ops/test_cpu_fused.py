@@ -1,4 +1,4 @@
-"""Norms, rotation and gating of the CPU extension: the reference's values, every row's bits its own."""
+"""Norms, rotation and gating of the CPU extension: the reference's values, independent of other rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ HEADS = ((12, 4, 64, 64, True), (4, 4, 80, 32, False), (8, 1, 20, 12, True), (2,
 
 
 def close(made: Tensor, wanted: Tensor) -> bool:
-    """Within a unit in the last place of bf16 (a few of float32) of the largest number around (16 at most).
+    """Return True if values differ by at most a bf16 unit (a few float32 units) of the largest value nearby
+    (up to 16).
 
-    Sums are added in another order, so a norm may round the other way before it is rotated.
+    Sums have another order, so a norm may round differently before the rotation.
     """
     size = 2.0**-7 if made.dtype == torch.bfloat16 else 2.0**-20
     wide = wanted.double()

@@ -1,4 +1,4 @@
-"""Linear layers of the CPU extension: close to float64, and every row's bits its own."""
+"""Linear layers of the CPU extension: close to float64, and independent of other rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((1280, 768), (768, 2304), (70, 33), (34, 64), (6, 1), (2, 130))
 ROWS = (0, *range(1, 65), 100, 512)
 FEW_ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 33, 64, 512)
-"""Of several threads."""
+"""Row counts for several threads."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
@@ -36,7 +36,7 @@ def case(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor,
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The float64 product, and a bound of what float32 sums in any order may miss it by."""
+    """Return the float64 product, and a bound on the error of float32 sums in any order."""
     added = torch.zeros(weight.shape[0]).double() if bias is None else bias.double()
     product = x.double() @ weight.double().T + added
     magnitude = x.double().abs() @ weight.double().abs().T + added.abs()
@@ -46,7 +46,9 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
 def assert_linear(
     made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, meant: Tensor | None = None
 ) -> None:
-    """``meant``: what x stands for, in float64; itself by default."""
+    """Assert that ``made`` is within rounding of the product. ``meant`` is the float64 value of x, x by
+    default.
+    """
     product, slack = exact(x if meant is None else meant, weight, bias)
     assert made.dtype == x.dtype
     assert made.shape == product.shape
@@ -109,7 +111,7 @@ def test_int8_is_its_quantized_matrix(dtype: torch.dtype, shape: tuple[int, int]
 def test_every_int8_value_is_exact(kernel: str) -> None:
     values = torch.arange(-127, 128, dtype=torch.float32)
     for dtype in DTYPES:
-        # Rows whose scale is 1: one weight of 127 each, and the value under test.
+        # Rows with scale 1: one weight of 127 each, and the value under test.
         weight = torch.stack([values, torch.full_like(values, 127)], dim=1).to(dtype)
         x = torch.tensor([[1.0, 0.0]], dtype=dtype)
         assert torch.equal(ops.linear(x, ops.pack_int8(weight))[0].float(), values)
@@ -137,7 +139,9 @@ def test_rows_of_8_bits_are_their_codes(dtype: torch.dtype, shape: tuple[int, in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_8_bits_in_groups(dtype: torch.dtype, shape: tuple[int, int], kernel: str) -> None:
-    """Against int4: within rounding of the reference in float64, whose steps are those of 64 inputs each."""
+    """int8 rows against int4 weights match the float64 reference within rounding, with steps per 64
+    inputs.
+    """
     x, weight, bias = case(45, shape, dtype)
     x[:, 1::2] *= 100  # steps differ between groups where there are some
     x[:, 64:128] *= 1e-3
@@ -161,7 +165,7 @@ def test_no_rows_have_no_8_bits(pack: Any) -> None:
 
 
 def test_largest_codes_and_many_inputs(kernel: str) -> None:
-    """The largest sums of integers that there are, of either sign; more inputs are refused."""
+    """The largest integer sums of either sign do not overflow; more inputs are refused."""
     x = torch.ones(3, 65_000)
     x[1] = -1
     x[2, ::2] = -1
@@ -176,7 +180,9 @@ def test_largest_codes_and_many_inputs(kernel: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pack", [ops.pack_w8a8, ops.pack_w4a8])
 def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) -> None:
-    """Zeros are zeros; what is not finite spoils its row alone; very small and large numbers are rounded."""
+    """Zeros stay zeros, a non-finite value spoils only its row, and very small and large values are
+    rounded.
+    """
     x, weight, bias = case(8, (70, 130), dtype)
     whole = ops.linear(x, pack(weight), bias)
     x[0] = 0
@@ -206,7 +212,7 @@ def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) ->
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None
 ) -> None:
-    """Whatever the number of rows, its place, the other rows, and the number of threads."""
+    """Bits depend on neither row count, place, other rows nor threads."""
     x, weight, bias = case(1024, shape, dtype)
     pack = {
         "linear": ops.pack,
@@ -276,7 +282,7 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
     with pytest.raises(RuntimeError, match="30 inputs"):
         ops.linear(x[:, :30], packed)
     with pytest.raises(RuntimeError, match="another dtype"):
-        # One float is a step of its own, so the shape has to differ too.
+        # A single float is a valid step, so the shape has to differ too.
         ops.linear(torch.randn(3, 16), packed)
     with pytest.raises(RuntimeError, match="bias must be"):
         ops.linear(x, packed, bias.float())

@@ -80,7 +80,7 @@ def test_plainest_form_agrees_where_every_token_counts(dtype: torch.dtype) -> No
     ],
 )
 def test_vectors_of_the_rule(seed: int, choice: int, position: int, token: int, g: float) -> None:
-    """Of two tokens, ``token`` wins exactly when its logit makes up for the difference of their noise."""
+    """``token`` beats another token exactly when its logit exceeds the difference of their noise."""
     other = 3
     columns = (torch.tensor([signed_seed(seed)]), torch.tensor([choice]), torch.tensor([position]))
     with_noise = reference.Noise(seed=columns[0], choice=columns[1], position=columns[2])

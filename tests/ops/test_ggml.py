@@ -1,4 +1,4 @@
-"""Blocks of GGML: they mean what the format's package says, and products are of those numbers."""
+"""GGML blocks have the values of the format's package, and products use these values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = ((128, 768), (70, 256), (6, 1280))
 
 
 def codes_of(kind: str, shape: tuple[int, int], seed: int = 0) -> tuple[Codes, Tensor]:
-    """(codes, what they mean in float64)"""
+    """Return (codes, their float64 values)."""
     raw = torch.from_numpy(drawn(kind, *shape, seed=seed))
     return coded.of_blocks(kind, raw), ggml.dequantize(kind, raw, torch.float64)
 
@@ -65,7 +65,7 @@ def test_memory_is_that_of_the_file(kind: str) -> None:
 
 
 def slack_of(kind: str, x: Tensor, codes: Codes, exact: Tensor) -> Tensor:
-    """What float32 sums may miss: with minimums, of what is subtracted as well."""
+    """Return a bound on the error of float32 sums; with minimums it includes the subtracted part."""
     size = exact.abs()
     if kind == "Q4_K":
         raw = codes.values.clone().unflatten(-1, (-1, 144))
@@ -104,7 +104,7 @@ def test_products(dtype: torch.dtype, kind: str, kernel: str) -> None:
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], kind: str, gated: bool, kernel: str, threads: None
 ) -> None:
-    """Whatever the number of rows, its place, the other rows, and the number of threads."""
+    """Bits depend on neither row count, place, other rows nor threads."""
     codes, _ = codes_of(kind, shape)
     x, _, bias = case(600, shape, dtype)
     packed = ops.pack_gated_codes(codes) if gated else ops.pack_codes(codes)
@@ -117,7 +117,7 @@ def test_bits_of_a_row_are_its_own(
 
 @pytest.mark.usefixtures("extension")
 def test_bits_do_not_depend_on_the_division_of_outputs() -> None:
-    """Ranks that have some of the rows compute the same."""
+    """Ranks with a part of the rows compute the same bits."""
     for kind in KINDS:
         codes, _ = codes_of(kind, (128, 768))
         x, _, _ = case(9, (128, 768), torch.bfloat16)
@@ -128,7 +128,7 @@ def test_bits_do_not_depend_on_the_division_of_outputs() -> None:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_several_kinds(dtype: torch.dtype) -> None:
-    """As each by itself: queries and keys of one kind, values of another."""
+    """Queries and keys of one type and values of another give the results of each type alone."""
     parts = [
         codes_of(kind, (rows, 768), rows)[0] for kind, rows in (("Q4_K", 96), ("Q4_K", 40), ("Q6_K", 70))
     ]

@@ -1,4 +1,4 @@
-"""Lines of a cache in 8 bits: what a line becomes, and what is kept of it."""
+"""Lines of an 8-bit cache: their encoding and its precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.ops import kv_fp8, torch_ops
 from weft.ops.cpu import fused
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Every value of E4M3 that is not NaN, from the definition: 1 sign, 4 exponent (bias 7), 3 mantissa.
+#: Every finite value of E4M3 by definition: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
 POSITIVE = sorted(
     {m * 2.0**-9 for m in range(8)}
     | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
@@ -117,7 +117,7 @@ def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("extension")
 def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
-    """Given heads that are not rotated, so that nothing but the lines is computed: every code there is."""
+    """The heads are not rotated, so only the lines are computed; the lines contain every code."""
     torch.manual_seed(3)
     heads, kv_heads, block, tokens = 2, 3, 4, 200
     lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]

@@ -1,4 +1,4 @@
-"""Pages of mapped files: which memory is one, and that what was read goes."""
+"""Pages of mapped files are recognized, and dropped after reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 8 << 20
 
 
 def mapped(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """A file's bytes, mapped, and what they are."""
+    """Write a file. Return its mapped content, and the expected numbers."""
     numbers = torch.arange(SIZE // 8)
     path.write_bytes(numbers.numpy().tobytes())
     storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=SIZE)
@@ -30,9 +30,9 @@ def test_what_was_read_goes_and_is_read_again(tmp_path: Path) -> None:
     assert (found.begin, found.end) == (tensor.data_ptr(), tensor.data_ptr() + SIZE)
     assert torch.equal(tensor, numbers)
     assert resident_of(tmp_path / "file") == SIZE
-    found.drop(tensor[: SIZE // 16])  # what lies around it may go, too
+    found.drop(tensor[: SIZE // 16])  # neighbouring pages may go too
     assert SIZE // 4 <= resident_of(tmp_path / "file") <= SIZE // 2
-    found.drop(tensor.view(-1, 64)[:, 3:5])  # columns: all that lies between the first and the last
+    found.drop(tensor.view(-1, 64)[:, 3:5])  # columns: everything between the first and the last
     assert resident_of(tmp_path / "file") == 0
     assert torch.equal(tensor, numbers)
     assert resident_of(tmp_path / "file") == SIZE
@@ -41,7 +41,7 @@ def test_what_was_read_goes_and_is_read_again(tmp_path: Path) -> None:
 
 
 def test_other_memory_stays(tmp_path: Path) -> None:
-    """Of this process, of another file, and of a tensor without entries."""
+    """Covers memory of the process, of another file, and of an empty tensor."""
     tensor, numbers = mapped(tmp_path / "file")
     other, _ = mapped(tmp_path / "other")
     found = mapped_around(tensor)
@@ -57,7 +57,7 @@ def test_other_memory_stays(tmp_path: Path) -> None:
 
 
 def test_it_keeps_the_mapping(tmp_path: Path) -> None:
-    """Otherwise its addresses might be other memory by then."""
+    """Without the reference the addresses could become other memory."""
     tensor, _ = mapped(tmp_path / "file")
     found: Mapped | None = mapped_around(tensor)
     del tensor

@@ -1,4 +1,4 @@
-"""Routed blocks: exact in float64, close to it in C++, and every row's bits its own."""
+"""Routed blocks: exact in float64, close in C++, and independent of other rows."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Tensor = torch.Tensor
 DTYPES = (torch.bfloat16, torch.float32)
 ROWS = (0, *range(1, 20), 31, 32, 33, 64, 100)
 FEW_ROWS = (1, 2, 3, 8, 9, 17, 33, 64, 100)
-"""Of several threads."""
+"""Row counts for several threads."""
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
 
 def expert(
     x: Tensor, weights: Routed, gate_up: Tensor, down: Tensor, bias: tuple[Any, Any], eps: float, half: float
 ) -> tuple[Tensor, Tensor]:
-    """(the expert of one token x [hidden] in float64, what sums of precision eps may miss it by).
+    """Return (expert output for token x [hidden] in float64, error bound for sums of precision ``eps``).
 
-    half: of what the inner numbers are rounded with.
+    ``half`` is the rounding error of the inner values.
     """
     inner = gate_up @ x + (0 if bias[0] is None else bias[0])
     slack = (len(x) + 3) * eps * (gate_up.abs() @ x.abs() + (0 if bias[0] is None else bias[0].abs()))
@@ -54,7 +54,7 @@ def expert(
 
 
 def assert_block(made: Tensor, x: Tensor, ids: Tensor, weights: Routed) -> None:
-    """Within what rounding explains, of the float64 block of the same numbers."""
+    """Assert that ``made`` is within rounding of the float64 block."""
     eps = 2.0**-52 if x.dtype == torch.float64 else 2.0**-23
     half, exact = HALF_ULP[x.dtype], doubled(weights)
     assert made.dtype == x.dtype
@@ -117,7 +117,7 @@ def test_torch_takes_no_tokens(run: Any) -> None:
 
 
 def test_combination_adds_in_top_k_order() -> None:
-    """1e16 - 1e16 + 1 is 1 in that order alone."""
+    """Only the top-k order gives 1e16 - 1e16 + 1 = 1."""
     out = torch.tensor([[[1e16], [-1e16], [1.0]]], dtype=torch.float64)
     ones = torch.ones(1, 3, dtype=torch.float64)
     assert moe.combine(out, ones).item() == 1.0
@@ -176,7 +176,7 @@ def test_cpp_int8_is_its_quantized_matrices(kind: str, dtype: torch.dtype, kerne
 @pytest.mark.parametrize("kind", ["corrected", "biased", "gated_shared"])
 @pytest.mark.parametrize("form", ["w8a8", "w4a8"])
 def test_cpp_rounds_rows_of_tokens(form: str, kind: str, dtype: torch.dtype, kernel: str) -> None:
-    """As the reference does, which has only codes of weights in common with it; and other than without."""
+    """C++ matches a reference that shares only the codes of weights, and differs from unrounded rows."""
     weights = routed(kind, dtype)
     reference = moe.with_rounded_rows(weights) if form == "w8a8" else moe.in_w4a8(weights)
     assert reference.gate_up.rounds_rows
@@ -205,7 +205,7 @@ def test_halves_are_rounded_by_themselves() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["corrected", "hashed", "biased", "gated_shared", *PACKS])
 def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
-    """Whatever the number of rows, its place, the other rows, and the number of threads."""
+    """Bits depend on neither row count, place, other rows nor threads."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
     packed = PACKS.get(kind, ops.pack)(weights)
     x, ids = tokens(1500, dtype)
@@ -245,7 +245,7 @@ def test_rows_need_not_be_adjacent(dtype: torch.dtype, extension: None) -> None:
 
 
 def test_equal_scores_go_to_the_lowest_expert(extension: None) -> None:
-    """The router says nothing, so experts 0 and 1 are taken, or the first of the first group."""
+    """With a zero router the first experts win, or the first of the first group."""
     for kind, experts in (("renormalized", [0, 1]), ("grouped_by_best", [0, 1, 2])):
         weights = replace(routed(kind, torch.float32), shared_gate_up=None, shared_down=None)
         weights = replace(weights, router=torch.zeros_like(weights.router))
@@ -260,7 +260,7 @@ def test_equal_scores_go_to_the_lowest_expert(extension: None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpp_chooses_what_torch_chooses(kind: str, extension: None) -> None:
-    """Many tokens, so that near ties would show: float32 logits are equal where sums are exact."""
+    """With many tokens near ties would show: sums are exact, so float32 logits are equal."""
     weights = routed(kind, torch.float32, experts=64)
     weights = replace(weights, router=(weights.router * 64).round() / 64, gate=replace_gate(weights))
     x, ids = tokens(3000, torch.float32)
@@ -275,7 +275,7 @@ def replace_gate(weights: Routed) -> Any:
 
 
 def test_every_expert_alone(extension: None) -> None:
-    """All tokens to one expert, for each of them: all others are empty."""
+    """All tokens go to one expert in turn, so all other experts are empty."""
     base = routed("hashed", torch.float32)
     for e in range(16):
         table = torch.stack([torch.tensor([e, (e + 1) % 16, (e + 2) % 16])] * VOCAB)
@@ -317,7 +317,7 @@ def test_wrong_inputs_are_refused(extension: None) -> None:
 
 
 def coded_block(kind: str, dtype: torch.dtype, form: str) -> tuple[Routed, Routed]:
-    """(a block of codes, the matrices that they mean in float64). The shared expert is of another form."""
+    """Return (block of codes, its float64 matrices). The shared expert has another form."""
     plain = routed(kind, dtype)
     names = {"gate_up": form, "down": form, "shared_gate_up": "int4 zeros", "shared_down": "fp8 blocks"}
     codes, meant = {}, {}
@@ -364,7 +364,7 @@ def test_bits_of_a_row_of_codes_are_its_own(
 
 @pytest.mark.parametrize("form", ["int4", "fp8"])
 def test_experts_are_rounded(form: str, extension: None) -> None:
-    """Under --quantization the block is that of its rounded matrices, in C++ and on torch."""
+    """Under --quantization the block has the values of its rounded matrices, in C++ and on torch."""
     weights = routed("gated_shared", torch.bfloat16)
     rounded = {"int4": moe.in_int4, "fp8": moe.in_fp8}[form](weights)
     meant = replace(

@@ -1,4 +1,4 @@
-"""Routed blocks whose experts ranks divide, in C++: parts make the whole, and a row's bits are its own."""
+"""Routed blocks with experts divided over ranks, in C++: parts make the whole, rows are independent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PACKS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "int8", "w8a8", "w4a8"])
 def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
-    """Experts one by one give the block's bits, summed or not by ranks in any order; sums are close to it."""
+    """Separate experts give the block's bits in any order of ranks; sums of ranks are close."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
     pack, pack_part = PACKS.get(kind, (ops.pack, ops.pack_part))
     block = pack(weights)
@@ -81,7 +81,7 @@ def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, thread
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_are_torchs(dtype: torch.dtype, extension: None) -> None:
-    """A rank's answer is that of the torch pieces, as far as rounding goes; routers choose alike."""
+    """A rank's output equals the torch pieces within rounding, and routers choose the same experts."""
     for kind in ("corrected", "biased", "gated_shared", "hashed"):
         weights = routed(kind, dtype)
         x, ids = tokens(40, dtype)

@@ -1,4 +1,4 @@
-"""The table of measurements that says which form computes a routed block in torch."""
+"""The table of measurements that chooses the form of a routed block in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL, LARGE = Size(8, 2, 64, 32), Size(64, 8, 1024, 512)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This machine's own table is in an empty folder."""
+    """Use an empty folder for the machine's table."""
     monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path))
     forget()
     yield tmp_path
@@ -63,7 +63,7 @@ def test_the_nearest_block_and_number_of_tokens_decide() -> None:
     assert [chosen(t, SMALL) for t in (0, 1, 7, 9, 64, 4096)] == ["gather"] * 3 + ["loop"] * 3
     assert chosen(1, Size(16, 2, 64, 32)) == "gather"
     assert chosen(1, Size(128, 8, 1024, 512)) == "loop"
-    # A form that was not measured, or cannot be used here, is not chosen.
+    # An unmeasured or unusable form is not chosen.
     assert chosen(1, SMALL, ("loop",)) == "loop"
     assert chosen(1, SMALL, ("grouped", "loop", "gather")) == "gather"
     # Nothing measured for such a device.

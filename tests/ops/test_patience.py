@@ -1,4 +1,4 @@
-"""Waits stay awake while that pays, and go to sleep at once on a machine where it does not."""
+"""Waits spin while spinning pays, and sleep at once on a machine where it does not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("50000", "i" * 40, "a" * 40),
         ("50000", "llli" * 10, "a" * 40),  # a late one now and then changes nothing
         ("50000", "l" * 40, "aaaa" + ("s" * 15 + "a") * 2 + "ssss"),
-        ("50000", "l" * 19 + "i" + "l" * 10, "aaaa" + "s" * 15 + "a" + "aaaa" + "ssssss"),  # it pays again
+        # spinning pays again
+        ("50000", "l" * 19 + "i" + "l" * 10, "aaaa" + "s" * 15 + "a" + "aaaa" + "ssssss"),
         ("0", "i" * 8, "s" * 8),
     ],
 )

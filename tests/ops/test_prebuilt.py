@@ -1,4 +1,4 @@
-"""The libraries that a wheel brings: which CPU takes which, and what is compiled all the same."""
+"""Prebuilt libraries of a wheel: the choice by CPU, and the cases that compile anyway."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def wheel(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cpu_of(monkeypatch: pytest.MonkeyPatch, name: str, without: str = "") -> None:
-    """From here on the CPU is one of the level ``name``, without one of its features."""
+    """Pretend that the CPU has level ``name`` without feature ``without``."""
     needs = next(level.needs for level in prebuilt.LEVELS if level.name == name) - {without}
     monkeypatch.setattr(prebuilt, "cpu_features", lambda: needs | {"another"})
 
 
 def test_levels_go_from_the_best_to_the_oldest() -> None:
-    """What a CPU can run of several is the one that asks for most, or is better for it."""
+    """A CPU takes the first level it can run, the most demanding or the best."""
     for number, level in enumerate(prebuilt.LEVELS):
         assert not any(level.needs <= later.needs for later in prebuilt.LEVELS[number + 1 :])
         assert prebuilt.LEVELS[-1].needs <= level.needs
@@ -67,7 +67,7 @@ def test_each_level_is_compiled_with_its_own_flags(
     for level in prebuilt.LEVELS:
         assert sum(set(level.flags) <= set(words) for words in compiled) >= 2, level
     assert not any("-march=native" in words for words in compiled)
-    assert tag == "manylinux_2_17_x86_64"  # what the stub makes needs no glibc
+    assert tag == "manylinux_2_17_x86_64"  # the stub's output needs no glibc
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["torch"] == prebuilt.torch_version()
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_compiled_beside_a_wheel_unless_told(
     assert count(calls) == 0
     own = build.build(force=True)
     assert own.is_relative_to(build.cache_folder())
-    assert build.find() == own  # what is made for the machine goes first
+    assert build.find() == own  # a library built for the machine has precedence
 
 
 def test_another_torch_or_other_sources_compile(
@@ -120,7 +120,7 @@ def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch:
 def test_a_forced_level_is_found_and_built_for_itself(
     calls: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """WEFT_CPU_LEVEL, below the CPU's own: its library of the wheel, its flags, its place in the cache."""
+    """WEFT_CPU_LEVEL below the CPU's level selects its wheel library, compiler flags and cache place."""
     cpu_of(monkeypatch, "avx512_bf16")
     monkeypatch.setenv("WEFT_CPU_LEVEL", "avx2")
     assert build.find() == wheel / "avx2" / build.LIBRARY

@@ -1,4 +1,4 @@
-"""Choice of experts: by plain Python, by every published class, ties, and what is not finite."""
+"""Choice of experts: plain Python, every published class, ties, and non-finite values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GROUPED: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-#: Class -> (the module that has it, its config, our rule).
+#: Class -> (module, config, Weft's rule).
 PUBLISHED: dict[str, tuple[Any, Any, Rule]] = {
     "DeepseekV2TopkRouter": (
         deepseek_v2.modeling_deepseek_v2,
@@ -116,7 +116,7 @@ def test_ties_go_to_the_lowest_expert() -> None:
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_ties_go_to_the_lowest_group(scoring: str, group_rule: str) -> None:
     rule = Rule(3, scoring, True, groups=4, top_groups=2, group_rule=group_rule)
-    # Groups 1, 2 and 3 are equal, and all experts in them.
+    # Groups 1, 2 and 3 are equal, with equal experts.
     logits = torch.tensor([[-1.0] * 4 + [1.0] * 12]).expand(200, 16)
     ids, weights = route(logits, rule)
     assert torch.equal(ids, torch.tensor([[4, 5, 6]]).expand(200, 3))

@@ -1,6 +1,6 @@
-"""Products with packed weights in Triton against what the codes mean, and every row's bits its own.
+"""Triton products with packed weights against the values of the codes, independent of other rows.
 
-In the interpreter on the CPU, or on a GPU where there is one. The interpreter rounds bfloat16 towards zero.
+They run in the interpreter on the CPU, or on a GPU. The interpreter rounds bfloat16 towards zero.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_groups_of_any_size(group: int) -> None:
 @runs
 @pytest.mark.parametrize("form", list(FORMS))
 def test_every_code_is_exact(form: str) -> None:
-    """A row of x that picks one input, scales of 1: the number itself."""
+    """With one-hot inputs and scales of 1 the product is the exact value of a code."""
     from weft.ops.triton import coded
 
     codes = every_code(form)
@@ -122,7 +122,7 @@ def test_every_code_is_exact(form: str) -> None:
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("group", [16, 4096])
 def test_every_scale_is_exact(kind: torch.dtype, group: int) -> None:
-    """Of scales that are bytes, the smallest included, whether they join numbers or sums."""
+    """All one-byte scales are exact, for scales of numbers and of sums."""
     from weft.ops.triton import coded
 
     most = 255 if kind == torch.float8_e4m3fn else 241
@@ -163,7 +163,7 @@ def test_inputs_in_another_order_and_rows_of_several_kinds() -> None:
 @pytest.mark.usefixtures("ordered_products")
 @mostly_slow("form", ["int4 zeros", "fp8", "nvfp4"], ["nvfp4"])
 def test_bits_of_a_row_are_its_own(form: str) -> None:
-    """Of every number of rows in the invariant form, and of those of one form in the fast one."""
+    """The invariant form is independent of the row count; the fast form only within its own tiles."""
     from weft.ops.triton import coded
 
     weight = packed(codes_of(form, (20, 200)))
@@ -179,7 +179,7 @@ def test_bits_of_a_row_are_its_own(form: str) -> None:
 
 
 def test_what_is_chosen_for_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels for every way to round, invariant where that is demanded; nothing waits for the device."""
+    """A kernel exists for every rounding, invariant where demanded, and none waits for the device."""
     monkeypatch.setattr(kernels, "available", lambda: True)
     cuda, half = torch.device("cuda"), torch.bfloat16
     for op in ("linear", "gated_linear", "moe", "moe_pieces"):
@@ -198,7 +198,7 @@ def test_what_is_chosen_for_packed_weights(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_experts(form: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(a block whose matrices are codes, the same in float64)."""
+    """Return (block with coded matrices, the same block in float64)."""
     plain = routed("gated_shared", dtype)
     names = ("gate_up", "down", "shared_gate_up", "shared_down")
     codes = {name: codes_of(form, tuple(getattr(plain, name).shape), 5) for name in names}
@@ -248,7 +248,7 @@ def test_bits_of_a_token_are_its_own() -> None:
 @runs
 @mostly_slow("form", ["int8", "int4", "fp8"], ["int4"])
 def test_rounded_weights(form: str) -> None:
-    """What ``--quantization`` packs: the numbers that the CPU's operations round to."""
+    """``--quantization`` packs the values of the CPU's operations."""
     from weft.ops.triton import coded, moe
 
     weight, x = given(70, 200, torch.bfloat16, 2), given(5, 200, torch.bfloat16)

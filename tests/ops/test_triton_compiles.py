@@ -1,9 +1,7 @@
-"""Every kernel compiles to machine code for GPUs of three generations, and fits: no GPU is needed.
+"""Every kernel compiles to machine code for three generations of GPUs and fits, without a GPU.
 
-Some kernels for Hopper in every run, all of them with ``make test-slow``; for the others with
-``make test-grid``.
-
-What a program takes of a multiprocessor is read from the compiled binary.
+Some kernels for Hopper run by default, all of them with ``make test-slow``, other GPUs with ``make
+test-grid``. The resources of a program come from the compiled binary.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from tests.support.slowness import deadline
 ROOT = Path(__file__).parents[2]
 
 
-#: Capability -> bytes of shared memory that one program may have.
+#: Capability -> bytes of shared memory available to one program.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 1 << 16
-"""Of a multiprocessor: all threads of one program must fit."""
+"""Registers of a multiprocessor: all threads of one program must fit."""
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
@@ -45,9 +43,9 @@ FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
     ],
 )
 def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytest.Config) -> None:
-    """In a process of its own: this one's kernels are the interpreter's.
+    """A separate process is needed because this process has interpreted kernels.
 
-    What was compiled is kept beside pytest's cache: Triton knows it by the source of all that is in it.
+    Compiled kernels stay beside pytest's cache; Triton keys them by source.
     """
     cache = pytestconfig.cache
     assert cache is not None

@@ -1,6 +1,6 @@
-"""Routed blocks in Triton against the torch reference, and every row's bits its own.
+"""Routed blocks in Triton against the torch reference, independent of other rows.
 
-In the interpreter on the CPU, or on a GPU where there is one.
+They run in the interpreter on the CPU, or on a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_wide_tiles_equal_narrow_ones() -> None:
 @pytest.mark.parametrize("tile_m", [4, 16])
 @pytest.mark.parametrize("count", [1, 2, 9, 60])
 def test_tiles_cover_every_slot_once(count: int, tile_m: int) -> None:
-    """With experts that nobody chose, experts of whole tiles, and one that everybody chose."""
+    """Covers experts without tokens, experts with whole tiles, and an expert with all tokens."""
     from weft.ops.triton import moe
 
     generator = torch.Generator().manual_seed(count)

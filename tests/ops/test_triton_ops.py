@@ -1,6 +1,6 @@
-"""Triton's elementwise ops and matrix product against the torch references, and their independence of rows.
+"""Triton's elementwise ops and matrix product against torch references, independent of other rows.
 
-In the interpreter on the CPU, or on a GPU where there is one. The interpreter rounds bfloat16 towards zero.
+They run in the interpreter on the CPU, or on a GPU. The interpreter rounds bfloat16 towards zero.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_rope_and_cache(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """Whole and partial rotation, each norm alone; what is not written stays as it was, NaN here."""
+    """Covers whole and partial rotation and single norms; unwritten entries stay NaN."""
     from weft.ops.triton import fused
 
     qkv = random(7, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -132,7 +132,7 @@ def test_the_invariant_product(inputs: int, outputs: int, dtype: torch.dtype, to
 
 
 def _each_row_alone(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    together = run(x.clone())  # the sum may take its memory
+    together = run(x.clone())  # the sum may reuse the memory
     for begin, count in ((0, 1), (2, 3), (len(x) - 1, 1)):
         assert torch.equal(run(x[begin : begin + count].clone()), together[begin : begin + count])
 
@@ -141,7 +141,7 @@ def _each_row_alone(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
 @pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_do_not_know_of_each_other(dtype: torch.dtype) -> None:
-    """Bitwise, for what is declared invariant."""
+    """Ops declared invariant give equal bits for a row alone."""
     from weft.ops.triton import fused, matmul
 
     x, weight = random(9, 96, dtype=dtype), random(50, 96, dtype=dtype, seed=1)
@@ -167,7 +167,7 @@ def test_the_invariant_product_in_real_sizes_on_a_gpu(dtype: torch.dtype) -> Non
 
 
 def test_what_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels by default, the invariant product where that is demanded, nothing for float64."""
+    """Kernels are the default, the invariant product on demand, and float64 uses torch."""
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     kernels.available.cache_clear()

@@ -1,4 +1,4 @@
-"""Where packed weights lie: small ones one behind another, and none for longer than somebody has them."""
+"""Placement of packed weights: small weights are adjacent, and freed memory is reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pack(rows: int, inputs: int) -> torch.Tensor:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -40,7 +40,7 @@ def test_weights_that_are_dropped_give_their_memory_back() -> None:
 
 
 def test_the_place_of_the_last_is_taken_again() -> None:
-    """What is packed to be copied leaves nothing between weights that stay."""
+    """Temporary packing leaves no gap between weights that stay."""
     kept = pack(64, 100)
     places = {pack(64, 100).data_ptr() for _ in range(5)}
     assert len(places) == 1
@@ -53,7 +53,7 @@ def test_the_place_of_the_last_is_taken_again() -> None:
 
 
 def test_each_weight_has_its_own_memory() -> None:
-    """Also of one that takes more than a region, and of an empty one."""
+    """Covers a weight larger than a region, and an empty weight."""
     sizes = [(32, 64), (9000, 2048), (32, 64), (0, 64)]
     made = [pack(*size) for size in sizes]
     for number, tensor in enumerate(made):

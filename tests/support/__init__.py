@@ -1,1 +1,1 @@
-"""What several test packages share."""
+"""Helpers for several test packages."""

@@ -1,4 +1,6 @@
-"""Grammars over token ids: automata, their matchers, and a compiler that knows them by number."""
+"""Grammars over token ids for tests: automata, their matchers, and a compiler that finds automata by
+number.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ class Automaton:
     """State 0 is the start. A state without edges is the end of the output."""
 
     edges: tuple[dict[int, int], ...]
-    """Of each state: token -> state."""
+    """Transitions by state: token -> next state."""
     accepting: frozenset[int]
-    """Where an end id may follow."""
+    """States after which an end id may follow."""
     ends: tuple[int, ...] = ()
     """The end ids."""
 
     def allowed(self, tokens: Sequence[int]) -> set[int] | None:
-        """What may follow ``tokens``; None where they do not match. Nothing follows an end id."""
+        """Return the tokens that may follow ``tokens``, or None if ``tokens`` do not match. Nothing follows
+        an end id.
+        """
         state = 0
         for number, token in enumerate(tokens):
             if token in self.ends and state in self.accepting:
@@ -61,13 +65,13 @@ _OVER = -1
 
 @dataclass
 class AutomatonMatcher:
-    """A ``weft.grammar.base.Matcher``. It refuses to be used as none should be."""
+    """Implement ``weft.grammar.base.Matcher``. Every wrong use raises AssertionError."""
 
     automaton: Automaton
     path: list[int] = field(default_factory=lambda: [0])
     """States; ``_OVER`` behind an end id."""
     rolled: int = 0
-    """Tokens that were taken back."""
+    """Number of rolled-back tokens."""
 
     def accept(self, token: int) -> bool:
         state = self.path[-1]
@@ -106,12 +110,12 @@ class AutomatonMatcher:
 
 
 def named(number: int) -> Grammar:
-    """The grammar that stands for automaton ``number`` of an ``Automata``."""
+    """Return the grammar with the name of automaton ``number`` of an ``Automata``."""
     return Text(f"automaton {number}")
 
 
 class _Compile:
-    """One that ends after ``turns`` looks, with ``error`` if there is one."""
+    """Stand in for a compile that ends after ``turns`` polls, with ``error`` if set."""
 
     def __init__(self, automata: Automata, grammar: Grammar, turns: int) -> None:
         self._automata, self._grammar, self._turns = automata, grammar, turns
@@ -138,13 +142,13 @@ class Automata:
     """A ``weft.engine.grammars.Compiler`` of automata."""
 
     automata: Sequence[Automaton | WeftError | Any]
-    """Also errors, which compiling them raises, and matchers."""
+    """Automata by number. An error is raised by its compile; a matcher is used as it is."""
     end_ids: Iterable[int] = ()
     turns: int = 0
-    """How often a compile is looked at before it has ended."""
+    """Number of polls before a compile ends."""
     rings: bool = False
     matchers: list[Any] = field(default_factory=list)
-    """All that were made."""
+    """All matchers made so far."""
     closed: bool = False
 
     def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> _Compile:
@@ -157,7 +161,7 @@ class Automata:
 
     @property
     def rolled(self) -> int:
-        """Tokens that matchers took back."""
+        """Return the number of tokens that matchers have rolled back."""
         return sum(matcher.rolled for matcher in self.matchers)
 
     def source(self) -> GrammarSource:

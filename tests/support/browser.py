@@ -20,7 +20,7 @@ CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), Non
 
 
 class Browser:
-    """One page of one browser. ``evaluate`` runs a JavaScript expression in it, promises awaited."""
+    """Drive one page of a browser. ``evaluate`` runs a JavaScript expression and awaits promises."""
 
     def __init__(self, folder: Path, *, dark: bool = False, width: int = 1400, height: int = 900) -> None:
         assert CHROMIUM is not None
@@ -114,7 +114,7 @@ class Browser:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression. Raises AssertionError with what it throws."""
+        """Return the value of an expression. Raise AssertionError with a thrown exception."""
         made = self.send("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in made, made["exceptionDetails"]
         return made["result"].get("value")
@@ -129,7 +129,7 @@ class Browser:
             time.sleep(0.05)
 
     def press(self, key: str, code: int, text: str = "") -> None:
-        """A key, as a keyboard sends it."""
+        """Press and release a key."""
         for kind in ("keyDown", "keyUp"):
             self.send(
                 "Input.dispatchKeyEvent",
@@ -144,11 +144,11 @@ class Browser:
         self.send("Input.insertText", text=text)
 
     def screenshot(self, file: Path) -> None:
-        """A PNG of what is seen."""
+        """Write a PNG of the visible page."""
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self) -> list[str]:
-        """Errors in the console, and what was blocked."""
+        """Return errors of the console and blocked requests."""
         found = []
         for event in self.events:
             parameters = event.get("params", {})
@@ -159,7 +159,7 @@ class Browser:
         return found
 
     def asked(self) -> set[str]:
-        """Addresses that the page has asked for."""
+        """Return the addresses that the page has requested."""
         requests = [
             e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"
         ]

@@ -1,4 +1,4 @@
-"""Small random checkpoints, made with transformers, one for each shape of cache."""
+"""Make small random checkpoints with transformers, one per form of cache."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _qwen3_next() -> tuple[str, dict[str, Any]]:
 
 
 def _qwen3_next_wide() -> tuple[str, dict[str, Any]]:
-    """Whose heads divide over four ranks."""
+    """Return a Qwen3-Next whose heads divide over four ranks."""
     family, settings = _qwen3_next()
     return family, {**settings, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
@@ -125,7 +125,9 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
 
 
 def spread(model: Any) -> None:
-    """What transformers leaves at zero gets values, so that it matters: biases, sinks, tables of experts."""
+    """Fill the biases, sinks and expert tables that transformers initializes to zero, so that tests cover the
+    code.
+    """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("tid2eid"):
             experts = model.config.n_routed_experts
@@ -147,7 +149,7 @@ SHAPES = {
 
 
 def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
-    """Saves a random checkpoint of ``shape`` (a key of ``SHAPES``) and returns its folder."""
+    """Save a random checkpoint of ``shape`` (a key of ``SHAPES``). Return its folder."""
     import transformers
 
     family, settings = SHAPES[shape]()

@@ -1,8 +1,7 @@
-"""What tests cost: ``python -m pytest -n 0 -p tests.support.cost ...`` prints CPU seconds by folder and file.
+"""Print the CPU seconds of tests by folder and file: ``python -m pytest -n 0 -p tests.support.cost ...``.
 
-CPU seconds are those of this process and of the children that it has waited for, so those of a module's
-server are in the test that ended it. Beside other load the same work takes more of them: compare runs of
-one hour.
+CPU seconds cover this process and its reaped children, so the seconds of a module's server count in the test
+that ended the server. Other load raises the figures: compare runs of the same hour.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Generator
 import pytest
 
 LISTED = 40
-"""Files that are printed, the dearest first."""
+"""Number of printed files, the most expensive first."""
 _files: dict[str, float] = defaultdict(float)
 _collection = 0.0
 

@@ -28,7 +28,7 @@ _MROPE = {
     "mrope_interleaved": True,
 }
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [1]}),
     "qwen3-next-sparse-step": (
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-5-moe": ("Qwen3_5Moe", {**_SHAPE, **_MOE, "intermediate_size": None, "rope_parameters": _MROPE}),
     "qwen3-next-dense": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [0, 1, 2, 3]}),
-    # Heads that the C++ operations do not serve, a short convolution, as many key heads as value heads.
+    # Heads that the C++ operations do not support, a short convolution, equal numbers of key and value heads.
     "qwen3-next-odd-heads": (
         "Qwen3Next",
         {

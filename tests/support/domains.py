@@ -1,6 +1,6 @@
-"""Whole layouts as threads of one process: replicas with a scheduler each, ranks that follow their head.
+"""Run whole layouts as threads of one process: one scheduler per replica, and ranks that follow the engine.
 
-Everything is real but the processes: gloo groups, agreement, runners over their shares, dispatch, overlap.
+Everything except the processes is real: gloo groups, agreement, runners over shares, dispatch, overlap.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from weft.types.messages import HeadStats, Submit
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 DEADLINE = deadline(180.0)
-"""Seconds for a whole run; what waits for another rank waits no longer."""
+"""Maximum seconds for a whole run, and for any wait for another rank."""
 
 
 @dataclass
 class Replica:
-    """What one replica did."""
+    """Hold the results of one replica."""
 
     answers: dict[int, rig.Answer]
     stats: HeadStats
@@ -54,10 +54,10 @@ class Replica:
 
 
 class Leads(Runner):
-    """Hands every plan to the replica's other ranks, and compares what they make of it. To be mixed in."""
+    """Pass every plan to the replica's other ranks and compare the results. A mixin for runners."""
 
     plans_of: list[queue.Queue[Any]]
-    """Plans, and behind a constrained one its masks; None at the end."""
+    """Queues of plans, one per follower. A constrained plan is followed by its masks; None ends a queue."""
     results: queue.Queue[StepResult]
 
     def sample(self, handle: Any, masks: TokenMasks | None = None) -> None:
@@ -82,19 +82,19 @@ class Leads(Runner):
 
 
 class Leading(Leads, rig.Recorder):
-    """Of engines of ``tests.e0.rig``."""
+    """Lead the ranks of an engine of ``tests.e0.rig``."""
 
 
 Make: TypeAlias = Callable[[Mesh], tuple[Any, Any]]
-"""A rank's engine and its runner, over its share of the model. Called by one rank at a time."""
+"""Builds a rank's engine and runner over its share of the model. Ranks call the function one at a time."""
 EachTurn: TypeAlias = Callable[[EngineCore, int], Any]
-"""Called in every turn of every replica, with its number."""
+"""Called in every turn of every replica with the number of the turn."""
 
 _LOADING = threading.Lock()
 
 
 class _Run:
-    """One run of a layout."""
+    """Hold the state of one run of a layout."""
 
     def __init__(
         self,
@@ -118,7 +118,8 @@ class _Run:
         self.results: list[queue.Queue[StepResult]] = [queue.Queue() for _ in range(layout.data)]
         self.made: list[Replica | None] = [None] * layout.data
         self.errors: list[BaseException] = []
-        #: Making a rank may change settings of this process for a while: nobody runs before all are made.
+        #: Building a rank may change settings of the process temporarily, so no rank runs before all are
+        #: built.
         self.all_made = threading.Barrier(layout.ranks)
 
     def rank(self, number: int) -> None:
@@ -232,9 +233,9 @@ def run_layout(
     timeout: float = 90.0,
     each_turn: EachTurn | None = None,
 ) -> list[Replica]:
-    """What each replica of ``layout`` did with its ``arrivals[replica][turn]``.
+    """Run ``layout``. Return the results of each replica for its ``arrivals[replica][turn]``.
 
-    ``leading``: what heads' runners become. Raises what a rank raised, whoever failed by itself first.
+    ``leading`` wraps the runners of engines. Raise the first original exception of a rank.
     """
     run = _Run(
         layout,

@@ -35,7 +35,7 @@ SECONDS = deadline(120.0)
 
 
 class _Head:
-    """One group, and the link to it."""
+    """Hold one group and the link to the group."""
 
     def __init__(self, config: EngineConfig, link: int) -> None:
         self.link = link
@@ -45,7 +45,7 @@ class _Head:
 
 
 class FleetEngine:
-    """The interface of ``EngineCore``, as ``weft.engine.server.replicas.Replicas`` has it."""
+    """Implement the interface of ``EngineCore``, as ``weft.engine.replicas.Replicas`` does."""
 
     def __init__(self, groups: Sequence[EngineConfig]) -> None:
         self.config = face(tuple(groups))
@@ -56,7 +56,7 @@ class FleetEngine:
         self.fleet = Fleet(dict.fromkeys(self._groups, ""), Patience(), front="front")
         self.heads: dict[str, _Head] = {}
         self.lost: list[m.HeadStats] = []
-        """What groups that were lost had counted."""
+        """Final statistics of lost groups."""
         self._links = 0
         self._events: list[m.TokenEvent] = []
         self._pending: deque[e.Event] = deque()
@@ -89,7 +89,7 @@ class FleetEngine:
     def sleep(self, seconds: float) -> None: ...
 
     def step(self) -> list[m.TokenEvent]:
-        """One turn of each head's loop."""
+        """Run one turn of each engine's loop. Return the events."""
         if not self.turn() or all(core.wait_ms() for core in self._at_work):
             time.sleep(0.0005)
         made, self._events = self._events, []
@@ -113,7 +113,7 @@ class FleetEngine:
         return [head.core for name, head in self.heads.items() if name.startswith(role)]
 
     def turn(self) -> bool:
-        """Whether there was anything to compute."""
+        """Run one turn of all engines. Return True if any engine had work."""
         worked = False
         for name, head in list(self.heads.items()):
             core = head.core
@@ -139,7 +139,7 @@ class FleetEngine:
                 assert stats.free_blocks == head.free
 
     def lose(self, name: str) -> None:
-        """The group ends as it is, and another one takes its place. Others see it as the end of a process."""
+        """Kill a group and start its replacement. Other groups see the end of a process."""
         head = self.heads[name]
         self.lost.append(head.core.stats())
         ended = Peer(head.core.welcome(0).rooms, head.core.incarnation)
@@ -167,7 +167,7 @@ class FleetEngine:
                     return False
         return True
 
-    # -- the part of links and owner
+    # -- the part of links and their owner
 
     def _begin(self, name: str) -> None:
         self._links += 1
@@ -182,7 +182,7 @@ class FleetEngine:
     def _on(self, event: e.Event) -> None:
         self._pending.append(event)
         if len(self._pending) > 1:
-            return  # whoever is below takes it in
+            return  # the caller processes the event afterwards
         while self._pending:
             for action in self.fleet.on(self._pending[0], time.monotonic()):
                 self._carry_out(action)
@@ -202,7 +202,9 @@ class FleetEngine:
 
 
 def start_llm(patch: pytest.MonkeyPatch, groups: Sequence[EngineConfig], model: str, **settings: Any) -> LLM:
-    """An ``LLM`` whose engine is a ``FleetEngine`` of ``groups``; ``settings``: those of its text side."""
+    """Return an ``LLM`` on a ``FleetEngine`` of ``groups``. ``settings`` configure the text side of the
+    ``LLM``.
+    """
     with patch.context() as here:
         here.setattr("weft.api.llm.start_engine", lambda config: FleetEngine(groups))
         return LLM(model, **settings)

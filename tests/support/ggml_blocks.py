@@ -1,4 +1,4 @@
-"""GGML's blocks: drawn, of types that the ``gguf`` package reads and does not make."""
+"""Draw random GGML blocks of types that the ``gguf`` package reads but does not write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.ops import ggml
 
 Tensor = torch.Tensor
 
-#: Where a block's float16 are, and about how large a number is that they multiply.
+#: Byte offsets of the float16 scales of a block, and the approximate factor that a scale multiplies.
 _SCALES = {
     "Q8_0": ((0,), 74.0),
     "Q4_0": ((0,), 4.6),
@@ -21,7 +21,9 @@ _SCALES = {
 
 
 def drawn(kind: str, rows: int, inputs: int, seed: int = 0, size: float = 0.0) -> np.ndarray:
-    """uint8 [rows, bytes of a row]; numbers are of order ``size``, by default so that sums are 1."""
+    """Return uint8 [rows, bytes per row]. Numbers have the magnitude ``size``, by default such that sums are
+    about 1.
+    """
     random = np.random.default_rng(seed)
     numbers, block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     places, largest = _SCALES[kind]
@@ -38,8 +40,10 @@ def meaning(kind: str, raw: np.ndarray) -> Tensor:
 
 
 def fitted(kind: str, values: np.ndarray) -> np.ndarray:
-    """float32 [.., n] in Q4_K or Q6_K, plainly: one scale (and minimum) for 32 or 16 numbers, all of a
-    block's in multiples of one float16. Far from the best that the type can do.
+    """Return float32 [.., n] quantized to Q4_K or Q6_K in a simple way, far from the best quality of the
+    type.
+
+    Each 32 or 16 numbers share a scale (and a minimum), a multiple of the block's float16.
     """
     lines = values.astype(np.float32).reshape(-1, values.shape[-1])
     blocks = lines.reshape(len(lines), -1, 256)
@@ -61,6 +65,7 @@ def _fit_q4_k(block: np.ndarray) -> np.ndarray:
     exact = (groups + (np.float32(m) * minimum)[:, None]) / (np.float32(d) * scale)[:, None]
     codes = np.clip(np.round(exact), 0, 15).astype(np.uint8).reshape(4, 2, 32)
     packed = np.empty(12, np.uint8)
+    # GGML's layout: 6-bit scales and minimums; the upper 2 bits of the last four fill the first eight bytes.
     packed[:4] = scale[:4] | scale[4:] >> 4 << 6
     packed[4:8] = minimum[:4] | minimum[4:] >> 4 << 6
     packed[8:] = (scale[4:] & 15) | (minimum[4:] & 15) << 4

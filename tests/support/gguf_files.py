@@ -1,4 +1,4 @@
-"""GGUF files of models made with transformers, named by the ``gguf`` package."""
+"""Write GGUF files of transformers models, with tensor names of the ``gguf`` package."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _stored(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, np.nd
             found[f"blk.{block}.exp_probs_b.bias"] = values
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{block}.attn_sinks.weight"] = values
-        elif name.endswith("experts.gate_up_proj"):  # as transformers keeps them in memory
+        elif name.endswith("experts.gate_up_proj"):  # layout of transformers in memory
             n = values.shape[1] // 2
             found[f"blk.{block}.ffn_gate_exps.weight"] = np.ascontiguousarray(values[:, :n])
             found[f"blk.{block}.ffn_up_exps.weight"] = np.ascontiguousarray(values[:, n:])
@@ -84,7 +84,7 @@ def _in_turn(block: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]
 
 
 def _latent_facts(config: Any) -> dict[str, Any]:
-    """Of latent attention and of how DeepSeek routes."""
+    """Return the keys of latent attention and of DeepSeek's routing."""
     sigmoid = config.model_type == "deepseek_v3"
     facts = {
         "attention.head_count_kv": 1,
@@ -119,9 +119,10 @@ def write_model(
     texts: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Writes ``model`` with matrices in the GGML type ``kind``, or in that of ``kinds`` which has a part of
-    the tensor's name. ``texts``: keys of the tokenizer, without
-    their beginning; ``more``: further keys of the model.
+    """Write ``model`` with matrices in the GGML type ``kind``.
+
+    ``kinds`` maps a part of a tensor's name to another type. ``texts`` are tokenizer keys without their
+    prefix; ``more`` are further keys of the model.
     """
     config = model.config
     architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
@@ -174,7 +175,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 
 
 def some_texts() -> dict[str, Any]:
-    """A vocabulary that no model is asked to use."""
+    """Return a minimal vocabulary for tests that never tokenize."""
     return {
         "model": "gpt2",
         "pre": "gpt-2",
@@ -185,7 +186,7 @@ def some_texts() -> dict[str, Any]:
 
 
 def texts_of(folder: Path, pre: str) -> dict[str, Any]:
-    """The keys of a byte-level tokenizer that lies in ``folder``."""
+    """Return the keys of the byte-level tokenizer in ``folder``."""
     data = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = dict(data["model"]["vocab"])
     special = {}

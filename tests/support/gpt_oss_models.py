@@ -16,7 +16,7 @@ _YARN: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {**_GPT, "rope_parameters": _YARN}),
     "gpt-oss-clamped": (

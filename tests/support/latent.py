@@ -1,4 +1,4 @@
-"""Queries and entries of latent attention in a paged cache, and what attention makes of them, written out."""
+"""Build queries and entries of latent attention in a paged cache, with a plain reference of the result."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Shape:
     block: int = 4
 
 
-#: What the C++ operations can serve.
+#: Sizes that the C++ operations support.
 SMALL = Shape(heads=3, nope=32, rope=16, v=48, lora=64, block=16)
 WIDE = Shape(heads=8, nope=64, rope=64, v=64, lora=512, block=64)
 
 
 @dataclass
 class Scene:
-    """Rows (start, count) of sequences in a cache whose every other entry is NaN."""
+    """Hold rows (start, count) of sequences in a cache; all unused entries are NaN."""
 
     rows: list[tuple[int, int]]
     shape: Shape = field(default_factory=Shape)
     window: int = 0
     dtype: torch.dtype = torch.float64
     bound: int = 0
-    """How far the host's idea of the context lies above the device's."""
+    """Excess of the host's bound of the context over the device's context."""
     interleaved: bool = True
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Scene:
         return out
 
     def expected(self) -> Tensor:
-        """In float64, row by row, with keys and values of every head."""
+        """Return the reference output in float64, computed row by row with keys and values of every head."""
         s, made, begin = self.shape, [], 0
         for (start, count), entries in zip(self.rows, self.entries, strict=True):
             part = slice(begin, begin + count)
@@ -152,5 +152,5 @@ class Scene:
 
 
 def bits(x: Tensor) -> Tensor:
-    """The same memory as integers."""
+    """Return the same memory as integers."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

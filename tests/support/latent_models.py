@@ -17,7 +17,7 @@ _BASE: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-#: Sizes that the C++ operations serve.
+#: Sizes that the C++ operations support.
 _SIXTEENS = {"kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
 _YARN = {
     "rope_type": "yarn",
@@ -30,7 +30,7 @@ _YARN = {
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3", {**_BASE, **_GROUPS, "num_nextn_predict_layers": 0}),
     "deepseek-v3-sixteens": ("DeepseekV3", {**_BASE, **_SIXTEENS, **_GROUPS, "norm_topk_prob": False}),

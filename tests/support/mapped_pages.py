@@ -1,4 +1,4 @@
-"""What of a mapped file is in this process's memory, as the kernel says."""
+"""Read from the kernel which pages of a mapped file are in this process's memory."""
 
 from __future__ import annotations
 

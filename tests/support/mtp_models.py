@@ -1,4 +1,4 @@
-"""Small DeepSeek-V3 checkpoints with a module that predicts one token further."""
+"""Make small DeepSeek-V3 checkpoints with a module that predicts one token further."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SIZES: dict[str, Any] = {
 
 
 def make_mtp_checkpoint(folder: Path, *, skilled: bool, seed: int = 0, **changes: Any) -> Path:
-    """Saves a random checkpoint in float64 and returns its folder.
+    """Save a random checkpoint in float64. Return its folder.
 
-    ``skilled``: the module repeats what the model's one layer does, with the next token in the place of its
-    own, so that its drafts are often right. Else its weights are random, too.
+    With ``skilled`` the module repeats the model's single layer on the next token, so drafts are often right.
+    Otherwise the module's weights are random too.
     """
     import transformers
 
@@ -46,7 +46,7 @@ def make_mtp_checkpoint(folder: Path, *, skilled: bool, seed: int = 0, **changes
             if "correction" in name or ("norm" in name and not skilled):
                 value += 0.3 * torch.randn_like(value)
         embedding = model.model.embed_tokens.weight
-        if skilled:  # so that to normalize it changes nothing
+        if skilled:  # normalization then changes nothing
             embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

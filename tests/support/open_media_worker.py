@@ -1,4 +1,4 @@
-"""A media worker that may fetch from loopback, for tests of success."""
+"""Run a media worker that may fetch from loopback, for tests of success."""
 
 from __future__ import annotations
 

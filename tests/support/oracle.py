@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, and tells them as often as it is told to."""
+"""Draft from known answers, with a given probability of a correct draft."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from weft.types.plan import AllocSlot
 
 
 class Oracle(Drafter):
-    """Each draft is right with probability ``right``, whatever became of the ones before it."""
+    """Draft correctly with probability ``right``, independently of earlier drafts."""
 
     def __init__(self, answer: Callable[[AllocSlot], list[int]], right: float, vocab: int) -> None:
-        """``answer``: all tokens, prompt and output, of who lives in a slot, as far as they are known."""
+        """Create the drafter. ``answer`` returns the known tokens, prompt and output, of the sequence in a
+        slot.
+        """
         self._answer = answer
         self._right = right
         self._vocab = vocab
         self._random = random.Random(7)
         self._tokens: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
-        """How often so many drafts were wanted of a row."""
+        """Counts by number of drafts wanted for a row."""
 
     def propose(self, step: Sampled) -> torch.Tensor | None:
         for op in step.plan.ops:

@@ -1,7 +1,7 @@
-"""The order of test files: those that wait and those that compute come by turns.
+"""Interleave test files that wait with test files that compute.
 
-Tests of servers and ranks wait for processes and time-outs a good part of their time, and their folders are
-neighbours in the alphabet. Where all processes of ``make test`` are among them at once, the cores are idle.
+Tests of servers and ranks mostly wait for processes and time-outs, and their folders are neighbours in the
+alphabet. If all processes of ``make test`` ran such tests at once, the cores would be idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ WAIT |= {"control/links", "control/processes", "disagg/transport", "media", "ove
 
 
 def by_turns(files: Sequence[Path]) -> list[Path]:
-    """``files`` (below tests/), either kind in its own order, and spread evenly over the other."""
+    """Return ``files`` (below tests/) with the two kinds evenly interleaved, each kind in its original
+    order.
+    """
     kinds: dict[bool, list[Path]] = {True: [], False: []}
     for file in files:
         kinds[any(parent.as_posix() in WAIT for parent in file.parents)].append(file)

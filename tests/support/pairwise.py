@@ -15,9 +15,10 @@ Row = tuple[str, dict[str, Any]]
 def covering(
     features: dict[str, list[Any]], seed: int = 0, cheap: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Greedy and deterministic: each new combination covers as many uncovered pairs as were found.
+    """Return combinations that cover every pair of values, by a greedy and deterministic search.
 
-    ``cheap``: of features whose values differ in cost, the one to take wherever no pair needs another.
+    ``cheap`` names the cheapest value of features with unequal costs; it is used wherever no pair needs
+    another.
     """
     names = list(features)
     rng = random.Random(seed)
@@ -43,8 +44,10 @@ def covering(
 
 
 def few_of(rows: list[Row]) -> list[Row]:
-    """As few of ``rows`` as were found in which each value of each feature occurs. A row is what it is of,
-    and a combination of its features."""
+    """Return a small subset of ``rows`` that contains each value of each feature.
+
+    A row is (name, combination of feature values).
+    """
     missing = {(key, repr(value)) for _, row in rows for key, value in row.items()}
     kept: list[Row] = []
     while missing:
@@ -59,7 +62,7 @@ def _pairs(row: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _lighten(rows: list[dict[str, Any]], cheap: dict[str, Any]) -> None:
-    """Gives features their cheap value in every row whose pairs occur in other rows, too."""
+    """Set features to the cheap value in every row whose pairs also occur elsewhere. Changes ``rows``."""
     count = Counter(pair for row in rows for pair in _pairs(row))
     for row in rows:
         for feature, value in cheap.items():
@@ -72,14 +75,15 @@ def _lighten(rows: list[dict[str, Any]], cheap: dict[str, Any]) -> None:
 
 
 def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """All combinations."""
+    """Return all combinations."""
     return [dict(zip(features, values, strict=True)) for values in itertools.product(*features.values())]
 
 
 def sampled(features: dict[str, list[Any]], slow: bool = False) -> Any:
-    """All combinations as a test's ``parametrize``: a covering set by default, the others in the grid.
+    """Return a ``parametrize`` of all combinations: a covering set runs by default, the others run in the
+    grid.
 
-    ``slow``: of the covering set as few run by default as have each value of each feature.
+    With ``slow`` only a subset of the covering set, with each value of each feature, runs by default.
     """
     kept = covering(features)
     few = [case for _, case in few_of([("", case) for case in kept])] if slow else kept
@@ -94,13 +98,14 @@ def sampled(features: dict[str, list[Any]], slow: bool = False) -> Any:
 
 
 def each_value(rows: list[dict[str, Any]]) -> list[Any]:
-    """``rows`` as parameters of a test: as few of them by default as have each value of each feature; the
-    others, in which pairs of values occur, are slow."""
+    """Return ``rows`` as test parameters. A subset with each value of each feature runs by default; the rest
+    is slow.
+    """
     return [pytest.param(rows[one.values[0]], marks=one.marks) for one in numbers_of(rows)]
 
 
 def numbers_of(rows: list[dict[str, Any]]) -> list[Any]:
-    """The same, by their places in ``rows``."""
+    """Return the indices of ``rows`` as test parameters, marked as in ``each_value``."""
     few = [row for _, row in few_of([("", row) for row in rows])]
     return [
         pytest.param(place, marks=[] if row in few else [pytest.mark.slow]) for place, row in enumerate(rows)

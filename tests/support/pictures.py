@@ -1,4 +1,4 @@
-"""Images for tests, as files and as URLs, and what a model makes of them."""
+"""Make test images as files and URLs, and the reference result of a model for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FACTS = MediaFacts(
 
 
 def image_file(size: tuple[int, int] = (64, 48), format: str = "PNG", seed: int = 1, **options: Any) -> bytes:
-    """A file of (width, height) ``size``; ``seed`` says what is in it."""
+    """Return an image file of ``size`` (width, height). ``seed`` determines the content."""
     noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).save(file, format, **options)
@@ -43,7 +43,7 @@ def data_url(file: bytes, kind: str = "image/png") -> str:
 
 
 def video_part(files: Sequence[bytes], **more: Any) -> dict[str, Any]:
-    """A part of a chat message: a video of these frames."""
+    """Return a video part of a chat message with the given frames."""
     return {"type": "video", "video": [data_url(file) for file in files], **more}
 
 

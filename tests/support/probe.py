@@ -1,7 +1,7 @@
-"""Tells what a process has got from its parent: ``python -m tests.support.probe [ARGUMENTS]``.
+"""Report everything a process inherited from its parent: ``python -m tests.support.probe [ARGUMENTS]``.
 
-It reads its standard input, and ends with the status that is its first argument, by the signal that is its
-negative, or by an error where that is no number.
+The program reads standard input. The first argument decides the end: a status, the negative number of a
+signal, or an error if not a number.
 """
 
 from __future__ import annotations

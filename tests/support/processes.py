@@ -1,4 +1,4 @@
-"""The processes of a server by what they are, whether or not they could give themselves a title."""
+"""Find the processes of a server by role, with or without a process title."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from weft.bench import process
 
 
 def role_of(words: list[str]) -> str | None:
-    """See ``weft.bench.process.role_of``; a head that tests script is one, too."""
+    """Return the role as ``weft.bench.process.role_of`` does. A scripted test engine is a ``head`` too."""
     fake = any(word.endswith("fake_head.py") for word in words[:2])
     return "head" if fake else process.role_of(words)
 
 
 def commands(parent: int) -> dict[int, list[str]]:
-    """The children of a process that have not ended, whichever thread started them, with their commands."""
+    """Return the living children of a process with their commands, over all threads of the process."""
     found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{parent}/task").iterdir():
@@ -32,18 +32,18 @@ def commands(parent: int) -> dict[int, list[str]]:
 
 
 def children(parent: int) -> dict[int, str]:
-    """The children of a process that have a role and have not ended."""
+    """Return the living children of a process that have a role."""
     roles = {pid: role_of(words) for pid, words in commands(parent).items()}
     return {pid: role for pid, role in roles.items() if role is not None}
 
 
 def with_role(parent: int, role: str) -> list[int]:
-    """The children of a process that are ``head``, ``front`` or ``rank``, the oldest first."""
+    """Return the children of a process with role ``head``, ``front`` or ``rank``, lowest id first."""
     return [pid for pid, its in children(parent).items() if its.split()[0] == role]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process has not ended."""
+    """Return True if the process has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -51,7 +51,9 @@ def is_alive(pid: int) -> bool:
 
 
 def serving_process(port: int, candidates: list[int]) -> int | None:
-    """Which of ``candidates`` has the other end of a loopback connection from ``port``."""
+    """Return the process of ``candidates`` at the other end of a loopback connection from ``port``; None if
+    absent.
+    """
     inodes = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

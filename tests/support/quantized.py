@@ -1,7 +1,7 @@
-"""Quantizing and packing as tools that publish checkpoints do, value by value, and what the result means.
+"""Quantize and pack as publishing tools do, value by value, and compute the expected values.
 
-Nothing here is shared with the readers: bits are placed with Python integers, and the meaning is computed
-in float64 from the unpacked integers.
+No code is shared with the readers: Python integers place the bits, and float64 arithmetic on the integer
+codes gives the values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _random_groups(rng: np.random.Generator, inputs: int, group: int, shuffled: 
 def gptq(
     shape: tuple[int, int], bits: int, group: int, *, desc_act: bool = False, v2: bool = False, seed: int = 0
 ) -> tuple[Tensors, Tensor]:
-    """Parts of a random matrix [N, K], and its float64 values."""
+    """Return the parts of a random matrix [N, K], and its float64 values."""
     rng = np.random.default_rng(seed)
     n, k = shape
     q = rng.integers(0, 1 << bits, (k, n))
@@ -142,7 +142,9 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def nvfp4(weight: Tensor, *, divides: bool = False) -> tuple[Tensors, Tensor]:
-    """ModelOpt's names, or compressed-tensors' (whose global scale ``divides``)."""
+    """Return parts with ModelOpt's names, or with compressed-tensors' names if the global scale
+    ``divides``.
+    """
     exact = weight.double()
     grouped = exact.unflatten(1, (-1, 16))
     factor = (exact.abs().max() / (6 * 448)).float()

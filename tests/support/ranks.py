@@ -18,9 +18,10 @@ R = TypeVar("R")
 
 
 def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float | None = None) -> list[R]:
-    """``work(mesh)`` on every rank of ``layout`` at once; what each returned, by rank.
+    """Run ``work(mesh)`` on every rank of ``layout`` at once. Return the results by rank.
 
-    Raises the first rank's exception. A rank that fails aborts its groups, so that no other waits for it.
+    Raise the exception of the first failed rank. A failed rank aborts its groups, so no other rank waits for
+    it.
     """
     timeout = deadline(30.0) if timeout is None else timeout
     store = dist.HashStore()
@@ -50,9 +51,9 @@ def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float | None = 
 
 
 def ends_when_aborted(connect: Callable[[], None], abort: Callable[[], None]) -> str:
-    """What CommLost says that ``connect()``, to which no other rank comes, raises once ``abort()`` is called.
+    """Return the message of the CommLost that a lone ``connect()`` raises after ``abort()``.
 
-    Again and again, as at each heartbeat: the wait may not have begun at the first.
+    The function repeats ``abort()``, as heartbeats do: the wait may not have begun at the first call.
     """
     said: list[str] = []
 

@@ -1,6 +1,6 @@
-"""Files as publishers ship them, which are not part of this repository.
+"""Find files of publishers, which are not part of the repository.
 
-The environment variable WEFT_REAL_FILES names the folder that has them.
+The environment variable WEFT_REAL_FILES names the folder of the files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ VARIABLE = "WEFT_REAL_FILES"
 
 
 def real_folders(part: str) -> list[Path]:
-    """The folders in ``part`` of the real files, in order.
+    """Return the folders in ``part`` of the real files, sorted.
 
-    Skips the test where the variable is not set, and fails where it names a folder without them.
+    Skip the test if the variable is not set. Fail the test if the named folder lacks the files.
     """
     root = os.environ.get(VARIABLE)
     if not root:

@@ -1,4 +1,4 @@
-"""Routed blocks with random weights, one of each published kind, and what they compute, token by token."""
+"""Make routed blocks with random weights, one per published form, and compute their output token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.ops.routing import Rule
 Tensor = torch.Tensor
 
 VOCAB = 50
-#: Kind to (rule, gate, what else there is).
+#: Form -> (rule, gate, further features).
 KINDS: dict[str, tuple[Rule, Gate, frozenset[str]]] = {
     "plain": (Rule(3), Gate(), frozenset()),
     "renormalized": (Rule(2, renormalize=True), Gate("gelu"), frozenset()),
@@ -41,7 +41,9 @@ def routed(
     shared: int = 24,
     seed: int = 0,
 ) -> Routed:
-    """Weights of order 1 / sqrt(inputs); what is wide in a model of ``dtype`` is."""
+    """Return weights of magnitude 1 / sqrt(inputs). Tensors that a model of ``dtype`` stores wide are
+    wide.
+    """
     rule, gate, more = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -60,7 +62,7 @@ def routed(
         made["gate_up_bias"] = noise(experts, 2 * inner, scale=0.3)
         made["down_bias"] = noise(experts, hidden, scale=0.3)
     if "correction" in more:
-        # Of its own precision: published in float32 whatever the model's dtype.
+        # The correction has its own precision: published in float32 for every dtype of the model.
         made["correction"] = torch.randn(experts, generator=generator, dtype=torch.float64).to(wide) * 0.2
     if "table" in more:
         picks = [torch.randperm(experts, generator=generator)[: rule.top_k] for _ in range(VOCAB)]
@@ -81,14 +83,14 @@ def tokens(count: int, dtype: torch.dtype, hidden: int = 48, seed: int = 1) -> t
 
 
 def doubled(weights: Routed) -> Routed:
-    """The same numbers in float64."""
+    """Return the same numbers in float64."""
     made: dict[str, Any] = {f.name: getattr(weights, f.name) for f in fields(weights)}
     made = {k: v.double() for k, v in made.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return replace(weights, **made)
 
 
 def chosen(logits: list[float], weights: Routed, token: int) -> tuple[list[int], list[float]]:
-    """One token's experts and weights, by plain Python."""
+    """Return the experts and weights of one token, in plain Python."""
     rule, count = weights.rule, len(logits)
     if rule.scoring == "softmax":
         most = max(logits)

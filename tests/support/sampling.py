@@ -1,4 +1,4 @@
-"""Parameters of requests that use, together, every part of the sampling rule."""
+"""Sampling parameters that together use every part of the sampling rule."""
 
 from __future__ import annotations
 

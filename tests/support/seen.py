@@ -1,4 +1,4 @@
-"""Prompts with images as clients of an engine have them, and what the reference model says to them."""
+"""Prompts with images in the form of an engine's clients, and the answers of the reference model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Seen:
         return tuple(_with_pixels(item, image) for item, image in pairs)
 
     def with_images_of(self, other: Seen) -> Seen:
-        """The same tokens, and the images of ``other``, which are of the same sizes."""
+        """Return the same tokens with the images of ``other``, which have the same sizes."""
         assert [i.count for i in self.prompt.items] == [i.count for i in other.prompt.items]
         return Seen(replace(self.prompt, images=other.prompt.images))
 
     def then(self, ids: Sequence[int], more: Seen) -> Seen:
-        """The next turn: ``ids`` were the answer, then ``more`` was said."""
+        """Return the prompt of the next turn: this prompt, the answer ``ids``, then ``more``."""
         before = [*self.ids, *ids]
         moved = [msgspec.structs.replace(i, start=i.start + len(before)) for i in more.prompt.items]
         return Seen(
@@ -66,7 +66,7 @@ def _with_pixels(item: MediaItem, image: torch.Tensor) -> MediaItem:
 
 
 class SeeingModels:
-    """Tiny checkpoints of ``tests.support.vision_models.CASES``, each made once."""
+    """Make the tiny checkpoints of ``tests.support.vision_models.CASES`` on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -92,9 +92,9 @@ class SeeingModels:
 
     @torch.no_grad()
     def greedy(self, name: str, seen: Seen, most: int, hidden: Sequence[int] = (PLACEHOLDER,)) -> list[int]:
-        """What the reference answers, in float64, each token computed from the whole prompt anew.
+        """Return the greedy answer of the reference in float64, recomputing the whole prompt for each token.
 
-        ``hidden``: tokens that it does not say; it would look for one more image.
+        ``hidden`` tokens are never chosen: after a placeholder the reference would expect another image.
         """
         _, reference = self._made(name)
         ids = list(seen.ids)

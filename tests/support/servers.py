@@ -1,4 +1,4 @@
-"""Server processes for tests: started with a command, ready once they print so, ended with their test."""
+"""Run server processes for tests: wait until ready, and end each server with the test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READY = re.compile(r"^weft is ready: (http://\S+) model=(\S+)$")
 
 
 class Running:
-    """A server process, the URL it printed, and ways to end it."""
+    """Hold a server process and the printed URL, and end the process in several ways."""
 
     def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
         self.process = process
@@ -79,9 +79,10 @@ class Running:
         return sum(map(float, found))
 
     def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> float:
-        """Waits until ``condition``; how long it took. Fails after ``seconds`` of a fast machine.
+        """Wait until ``condition`` and return the seconds. Fail after ``seconds``, scaled to this machine's
+        speed.
 
-        Who waits long asks less often: a page of metrics costs the server milliseconds.
+        The polling interval grows: a page of metrics costs the server milliseconds.
         """
         start, seconds = time.monotonic(), deadline(seconds)
         while not condition():
@@ -91,7 +92,7 @@ class Running:
         return time.monotonic() - start
 
     def head(self) -> int:
-        """The process id of the head."""
+        """Return the process id of the engine."""
         return with_role(self.process.pid, "head")[-1]  # the youngest: a dead one may still be listed
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
@@ -103,13 +104,13 @@ class Running:
         self.http.close()
         for end in (self.process.terminate, self.process.terminate, self.process.kill):
             if self.process.poll() is None:
-                end()  # at the second signal it no longer waits for its streams
+                end()  # after the second signal the server no longer waits for its streams
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(deadline(3))
 
 
 def events(source: httpx.Response | Iterator[str]) -> list[Any]:
-    """The parsed events of a stream, or of its lines; ``[DONE]`` as that string."""
+    """Return the parsed events of a stream or of its lines; ``[DONE]`` stays a string."""
     found = []
     for line in source.iter_lines() if isinstance(source, httpx.Response) else source:
         if line.startswith("data: "):
@@ -125,7 +126,7 @@ class Servers:
         self._running: list[Running] = []
 
     def start(self, command: list[str], seconds: float, **environment: str) -> Running:
-        """Starts one and waits until it is ready."""
+        """Start a server and wait until it is ready."""
         variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
         try:
@@ -137,7 +138,7 @@ class Servers:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Servers that are started inside are ended at its end."""
+        """End the servers that were started inside the context."""
         before = len(self._running)
         yield
         while len(self._running) > before:

@@ -1,4 +1,4 @@
-"""What ranks hold of a model against all of it."""
+"""Compare the parameters of ranks with the whole model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
-    """Ranks have their cut of the ``whole`` parameters, padding is zero, and nothing is nobody's."""
+    """Assert that ranks have the right cuts of the ``whole`` parameters, zero padding, and full coverage
+    together.
+    """
     divided = 0
     for name, values in whole.items():
         shard = [shard_of(parts[name]) for parts in ranks]
@@ -37,7 +39,9 @@ def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
 
 
 def note_reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, int]]:
-    """By thread, which is a rank, and tensor: the bytes that are read of checkpoints from now on."""
+    """Record the bytes read from checkpoints from now on, by thread (a rank) and tensor. Return the
+    record.
+    """
     read = dict[int, dict[str, int]]()
     tensor, part = WeightFile.tensor, WeightFile.part
 

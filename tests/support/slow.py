@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 ELSEWHERE = {"grid", "clients", "agents", "gpu"}
-"""Marks of tests that have targets of their own: these are not slow beside that."""
+"""Marks of tests with targets of their own. A test with such a mark is not marked slow."""
 
 
 def mostly_slow(
     names: str | Sequence[str], values: Iterable[Any], kept: int | Collection[Any], **more: Any
 ) -> pytest.MarkDecorator:
-    """``pytest.mark.parametrize`` of whose values those in ``kept``, or the first so many, run by default.
+    """Return a ``pytest.mark.parametrize`` in which only ``kept`` values, or the first ``kept``, run by
+    default.
 
-    The others are slow. What is a ``pytest.param`` keeps its name and marks.
+    The other values are slow. A ``pytest.param`` keeps its name and marks.
     """
     values, one_name = list(values), isinstance(names, str) and "," not in names
     chosen = values[:kept] if isinstance(kept, int) else list(kept)

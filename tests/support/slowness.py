@@ -1,6 +1,6 @@
-"""Deadlines of tests that wait for real processes, longer on a machine that is shown to be slow.
+"""Scale deadlines of tests that wait for real processes to the measured slowness of the machine.
 
-Only for waits that end early when all is well: a test that waits for a time-out to pass has its own numbers.
+Use deadlines only for waits that end early on success. Tests of time-outs have fixed numbers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MOST = 10.0
 
 
 def deadline(seconds: float) -> float:
-    """``seconds`` of a fast machine with cores to spare, in those of this one, now."""
+    """Return ``seconds`` of a fast idle machine, converted to the current speed of the local machine."""
     return seconds * slowness()
 
 
 def slowness() -> float:
-    """How many times longer work may take here than on an idle fast machine: 1 to ``MOST``.
+    """Return the slowdown relative to an idle fast machine: 1 to ``MOST``.
 
-    The core's speed and the wait for a core are measured once a process. The load is read anew: it may have
-    come since. Of the two signs of a busy machine the worse counts.
+    The speed of the core and the wait for a core are measured once per process. The load average is read at
+    every call, because load may have come since. The worse of the two signs of a busy machine counts.
     """
     speed, contention = _measured()
     load = (os.getloadavg()[0] + 1) / _cores()
@@ -40,10 +40,10 @@ def _cores() -> int:
 
 @functools.cache
 def _measured() -> tuple[float, float]:
-    """CPU time of a loop over its time on a fast core, and its wall time over its CPU time.
+    """Return (CPU time of a loop relative to a fast core, wall time of the loop divided by its CPU time).
 
-    Long enough, in three rounds, that a busy machine takes the core away meanwhile; the fastest round is the
-    core's own speed.
+    Three rounds are long enough for a busy machine to preempt the process. The fastest round gives the core's
+    speed.
     """
     wall, cpu, fastest = 0.0, 0.0, float("inf")
     for _ in range(3):

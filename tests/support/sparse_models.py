@@ -42,7 +42,7 @@ def _case(
     return "DeepseekV4", {**_BASE, **of_layers, "compress_rates": rates, **more}
 
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v4-window": _case([_WINDOW] * 2, ["moe", "moe"], (4, 8), tie_word_embeddings=True),
     "deepseek-v4-chosen": _case([_CHOSEN] * 2, ["moe", "moe"], (4, 8), rope_parameters=_YARN),

@@ -1,4 +1,4 @@
-"""Facts of models that do not exist, for what asks for facts alone."""
+"""Model specs without a model, for code that reads specs only."""
 
 from __future__ import annotations
 

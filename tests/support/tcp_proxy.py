@@ -1,4 +1,4 @@
-"""A TCP port in front of a Unix socket or another port: connections can be reset, refused, or go silent."""
+"""Put a TCP port in front of a Unix socket or another port, and reset, refuse or silence connections."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import struct
 
 
 class TcpProxy:
-    """Used from one event loop. ``async with`` starts and ends it."""
+    """Run the proxy in one event loop. ``async with`` starts and ends the proxy."""
 
     def __init__(self, target: str) -> None:
         """``target``: ``ipc://PATH`` or ``tcp://127.0.0.1:PORT``."""
         self.target = target
         self.accepted = 0
         self.refuses = False
-        """True: a connection that comes is reset at once, as by a firewall's REJECT."""
+        """True to reset every new connection at once, like a firewall's REJECT."""
         self._open: dict[asyncio.StreamWriter, asyncio.StreamWriter] = {}
         """Client's end -> target's end."""
         self._silent: set[asyncio.StreamWriter] = set()
@@ -42,7 +42,7 @@ class TcpProxy:
         self._open.clear()
 
     def go_silent(self) -> None:
-        """From now on no byte passes over the connections that there are; further ones are well."""
+        """Drop all further bytes on the open connections. New connections are unaffected."""
         self._silent.update(self._open)
 
     async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Folders with a tokenizer, a template and nothing else."""
+"""Write folders with a tokenizer and a template only."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ For each call write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
-"""One that shows tools, calls and thoughts as Qwen's do."""
+"""Template with tools, calls and reasoning in the form of Qwen's."""
 IMAGE_TEMPLATE = """\
 {%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
@@ -70,11 +70,12 @@ IMAGE_TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
-"""One that shows images and videos as Qwen's do."""
+"""Template with images and videos in the form of Qwen's."""
 IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
-"""Added tokens of its model, 258 to 261 in ``write_tokenizer``. Its files do not call them special."""
+"""Added tokens of the image model, 258 to 261 in ``write_tokenizer``. The files do not mark them as special.
+"""
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Added tokens that its model has."""
+"""Added tokens of the model with tools."""
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -88,8 +89,10 @@ def byte_alphabet() -> dict[str, int]:
 def write_tokenizer(
     folder: Path, special: Sequence[str] = (), added: Sequence[str] = (), template: str = TEMPLATE
 ) -> None:
-    """One token a byte, ids 0 to 255, then ``<|im_start|>``, ``<|im_end|>`` (the end of a turn), ``special``
-    ones that text hides, and ``added`` ones that it shows.
+    """Write a tokenizer with one token per byte.
+
+    Ids 0 to 255 are bytes. Then follow ``<|im_start|>``, ``<|im_end|>`` (the end of a turn), ``special``
+    tokens, which text hides, and ``added`` tokens, which text shows.
     """
     made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -102,8 +105,9 @@ def write_tokenizer(
 
 
 def write_small_tokenizer(folder: Path, special: Mapping[str, int], template: str) -> None:
-    """One token a character, of those that a few words have, for models with a small vocabulary; ``special``
-    tokens have the ids that are given, ``<|im_start|>`` and ``<|im_end|>`` 100 and 101.
+    """Write a tokenizer with one token per character, for models with a small vocabulary.
+
+    ``special`` maps tokens to ids. ``<|im_start|>`` and ``<|im_end|>`` have the ids 100 and 101.
     """
     named = {"<|im_start|>": 100, "<|im_end|>": 101, **special}
     characters = "Ċ" + "".join(map(chr, range(97, 123))) + "Ġ0123456789<.>"

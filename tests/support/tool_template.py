@@ -1,4 +1,4 @@
-"""A chat template that shows tools, calls, results and thoughts, in the form of Hermes and Qwen 3."""
+"""A chat template with tools, calls, results and reasoning, in the form of Hermes and Qwen 3."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEMPLATE = """
 
 
 def write_template(folder: Path) -> Path:
-    """Its file."""
+    """Write the template into ``folder``. Return the path."""
     path = folder / "tools.jinja"
     path.write_text(TEMPLATE)
     return path

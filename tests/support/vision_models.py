@@ -1,6 +1,4 @@
-"""Tiny models that see images, made by ``transformers``, and prompts with images and videos for them and for
-Weft.
-"""
+"""Make tiny vision models with ``transformers``, and prompts with images and videos for them and for Weft."""
 
 from __future__ import annotations
 
@@ -105,10 +103,10 @@ def _five(name: str) -> dict[str, Any]:
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_TOWER, **_IDS}
 
 
-#: name -> (transformers' name of the family, its configuration)
+#: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", _qwen([0, 2])),
-    # As many levels as layers: the last one is added to the rows that are wanted alone.
+    # As many levels as layers: the last level is added only to the rows with logits.
     "qwen3-vl-levels": ("Qwen3VL", {**_qwen([0, 1, 2]), "tie_word_embeddings": True}),
     "qwen3-vl-moe": ("Qwen3VLMoe", _qwen([1], **_ROUTED, mlp_only_layers=[1])),
     "qwen3-5-vision": ("Qwen3_5", _five("qwen3-5")),
@@ -128,14 +126,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def processor_of(family: str) -> dict[str, Any]:
-    """What is in preprocessor_config.json."""
+    """Return the content of preprocessor_config.json."""
     return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
 
 
 def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
-    """Saves a random checkpoint in its published layout; returns the reference model.
+    """Save a random checkpoint in its published layout. Return the reference model.
 
-    randomize: sets the weights of a model, see tests/models/conftest.py.
+    ``randomize`` sets the weights of a model; see tests/models/conftest.py.
     """
     family, settings = CASES[name]
     config = getattr(transformers, f"{family}Config")(**settings)
@@ -149,7 +147,7 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
 
 
 def _publish(folder: Path) -> None:
-    """Names that transformers 5.23 loads as published, and saves otherwise."""
+    """Rename tensors to the published names, which transformers 5.23 loads but does not save."""
     (single,) = folder.glob("*.safetensors")
     tensors = {}
     for name, tensor in load_file(single).items():
@@ -171,7 +169,7 @@ class Prompt:
 
     ids: list[int]
     images: list[Tensor]
-    """Of each item."""
+    """Pixels of each item."""
     items: list[MediaItem]
     """Images, and groups of a video's frames."""
     clips: list[int] = field(default_factory=list)
@@ -182,13 +180,13 @@ class Prompt:
         return spans_of(self.items, spec.vision.media.merge)
 
     def embedded(self, tower: Tower) -> list[Embedding]:
-        """What the tower makes of each image."""
+        """Return the tower's embedding of each image."""
         with torch.inference_mode():
             device = next(tower.parameters()).device
             return [tower.embed(image.to(device)) for image in self.images]
 
     def inputs(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """What the reference takes beside ids: pixels are made here, see test_vision.py."""
+        """Return the reference's inputs besides ids. Pixels are computed here; see test_vision.py."""
         if not self.images:
             return {}
         assert spec.vision is not None
@@ -249,7 +247,7 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
             text(part)
         elif isinstance(part, tuple):
             show(part, PLACEHOLDER, 1)
-        else:  # as the reference's processor has it: a time before each group, all within another pair
+        else:  # the reference's processor writes a time before each group, all within another pair
             ids.append(START)
             for first in range(0, part.frames, 2):
                 text(3)
@@ -260,18 +258,20 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
 
 
 def types_of(ids: Seq[int], *, videos: bool) -> Tensor:
-    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image, 2 for a video, if the
-    prompt has ``videos``: else it was generated."""
+    """Return ``mm_token_type_ids`` of the reference: 1 for image tokens, 2 for video tokens.
+
+    Without ``videos`` a video token was generated and counts as text.
+    """
     kinds = {PLACEHOLDER: 1, VIDEO: 2} if videos else {PLACEHOLDER: 1}
     return torch.tensor([[kinds.get(token, 0) for token in ids]])
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank knows of a prompt's images."""
+    """Hold a rank's view of a prompt's images."""
 
     spans: np.ndarray
-    """As ``spans_of`` makes them."""
+    """Spans in the form of ``spans_of``."""
     embedded: list[Embedding]
 
     @classmethod
@@ -280,7 +280,10 @@ class Seen:
         return cls(prompt.spans(model.spec), prompt.embedded(model.vision))
 
     def rows(self, begin: int, end: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
-        """Of positions ``begin`` .. ``end - 1``: those of images, counted from ``begin``; main; levels."""
+        """Return (places, main rows, level rows) of image tokens in positions ``begin`` .. ``end - 1``.
+
+        Places are relative to ``begin``.
+        """
         places: list[int] = []
         main, levels = [], []
         for (start, count, *_), embedding in zip(self.spans.tolist(), self.embedded, strict=True):
@@ -294,7 +297,10 @@ class Seen:
 
 
 def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
-    """The rows of a step, (sequence, count) each, that stand for images. ``sequence.seen``: Seen or None."""
+    """Return the image rows of a step with rows (sequence, count); None without image rows.
+
+    ``sequence.seen`` is a ``Seen`` or None.
+    """
     places: list[int] = []
     main: list[Tensor] = []
     levels: list[Tensor] = []
@@ -313,7 +319,7 @@ def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
 
 
 def rope_positions_of(rows: Seq[tuple[Any, int]]) -> Tensor | None:
-    """int64 [3, T] of the tokens of a step; None where no sequence of it has images."""
+    """Return int64 [3, T] rope positions of a step's tokens; None if no sequence has images."""
     if not any(sequence.seen is not None for sequence, _ in rows):
         return None
     made = []

@@ -1,4 +1,4 @@
-"""Small vocabularies in their publishers' file formats, and the plain algorithms that they stand for."""
+"""Write small vocabularies in the file formats of publishers, with plain reference algorithms."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _corpus() -> list[str]:
 
 @lru_cache(maxsize=4)
 def trained(pattern: str, size: int = 900) -> tuple[bytes, ...]:
-    """Tokens by rank of a byte-level BPE that was trained with this word pattern."""
+    """Return the tokens by rank of a byte-level BPE trained with word pattern ``pattern``."""
     made = tokenizers.Tokenizer(models.BPE())
     words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -163,7 +163,7 @@ class Plain:
 
 
 def kimi_cuts(text: str, chars: int = 400_000, run: int = 25_000) -> list[str]:
-    """The parts that Kimi's tokenizer encodes by themselves, one character at a time."""
+    """Return the parts that Kimi's tokenizer encodes separately, found one character at a time."""
     parts = []
     for begin in range(0, len(text), chars):
         part, row, spaces = "", 0, False
@@ -247,7 +247,7 @@ def pieces() -> tuple[Piece, ...]:
 
 
 def varint(value: int) -> bytes:
-    """A number as protocol buffers write it; negative ones as 64 bits."""
+    """Return a number as a protocol-buffer varint; negative numbers as 64 bits."""
     value %= 1 << 64
     out = bytearray()
     while True:
@@ -258,7 +258,7 @@ def varint(value: int) -> bytes:
 
 
 def field(number: int, value: int | float | bytes) -> bytes:
-    """One field of a message."""
+    """Return one encoded field of a message."""
     if isinstance(value, bytes):
         return varint(number << 3 | 2) + varint(len(value)) + value
     if isinstance(value, float):
@@ -269,7 +269,9 @@ def field(number: int, value: int | float | bytes) -> bytes:
 def sentencepiece_file(
     entries: Sequence[Piece], trainer: Mapping[int, Any] = {}, normalizer: Mapping[int, Any] = {}
 ) -> bytes:
-    """tokenizer.model. ``trainer``, ``normalizer``: fields by number, over those of Llama's files."""
+    """Return the bytes of a tokenizer.model. ``trainer`` and ``normalizer`` override fields of Llama's files
+    by number.
+    """
     written = [field(1, text.encode()) + field(2, score) + field(3, kind) for text, score, kind in entries]
     facts = {3: 2, 35: 1, 40: 0, 41: 1, 42: 2, 43: -1, **trainer}
     rules = {1: b"identity", 3: 1, 4: 0, 5: 1, **normalizer}
@@ -293,7 +295,7 @@ class PlainPieces:
         self.users = regex.compile("(" + ("|".join(map(regex.escape, users)) or "(?!)") + ")")
 
     def encode(self, text: str) -> list[int]:
-        """Ids, without those around a text."""
+        """Return ids without the ids around a text."""
         if not text:
             return []
         text = (" " * self.prefix + text).replace(" ", "\u2581")
@@ -320,7 +322,9 @@ class PlainPieces:
 
 
 def folder(path: Path, **files: Any) -> Path:
-    """A folder with these files; ``__`` in a name is a dot, and what is no bytes is written as JSON."""
+    """Write ``files`` into a folder. ``__`` in a name becomes a dot; content other than bytes becomes
+    JSON.
+    """
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -329,7 +333,7 @@ def folder(path: Path, **files: Any) -> Path:
 
 
 def kimi_folder(path: Path, **config: Any) -> Path:
-    """A folder as Kimi publishes it."""
+    """Write a folder in the published form of Kimi."""
     tokens = trained(KIMI)
     return folder(
         path,

@@ -71,7 +71,9 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def fallback_bpe() -> tokenizers.Tokenizer:
-    """Like sentencepiece's BPE as converted: normalizer, byte fallback, merges that spell ``<s>``."""
+    """Return a BPE in the form of a converted sentencepiece model: normalizer, byte fallback, merges that
+    spell ``<s>``.
+    """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for piece in [f"<0x{byte:02X}>" for byte in range(256)] + [
         "▁",
@@ -126,7 +128,9 @@ def words() -> tokenizers.Tokenizer:
 
 
 def suffix_bpe() -> tokenizers.Tokenizer:
-    """A decoder that only knows the whole: the last token is treated unlike the others."""
+    """Return a tokenizer whose decoder needs the whole text, because the last token is decoded
+    differently.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -158,7 +162,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, name: str, **files: Any) -> Path:
-    """Writes a folder as a checkpoint has it; ``files`` are further JSON files by stem."""
+    """Write a folder in the form of a checkpoint; ``files`` are further JSON files by stem. Return the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     BUILDERS[name]().save(str(folder / "tokenizer.json"))
     files.setdefault("tokenizer_config", CONFIGS.get(name, {}))

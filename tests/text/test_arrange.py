@@ -1,4 +1,4 @@
-"""Every system message reaches the model, whatever roles its chat template shows, and in which order."""
+"""Every system message reaches the model, whatever roles and orders the chat template supports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = """
 {{- '[' + m.role + ']' + m.content -}}
 {%- endfor -%}
 """
-"""Refuses a system message that is not the first."""
+"""Template that refuses a system message after the first message."""
 SILENT = """
 {%- if messages[0].role in ('system', 'developer') -%}{{- '[system]' + messages[0].content -}}{%- endif -%}
 {%- for m in messages if m.role not in ('system', 'developer') -%}
@@ -131,7 +131,7 @@ ORDERS = [
     ("system", "user", "assistant", "user", "system"),
 ]
 NEED_MORE = ("command-r-plus-tool_use", "firefunction-v2", "hermes2_pro_tool_use")
-"""Templates that need tools or variables of their own for any conversation."""
+"""Templates that need tools or variables for every conversation."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Conversations become the ids transformers gives, and text in them never becomes a control token."""
+"""Conversations encode to the ids of transformers, and their text never becomes a control token."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def make(tokenizer: Tokenizer, **params: Any) -> Choice:
 def expected(
     tokenizer: Tokenizer, ids: list[int], stops: list[str], least: int
 ) -> tuple[int, str, str | None]:
-    """(tokens kept, text, stop) by definition: the first token with which decoding completes a stop.
+    """Return (tokens kept, text, stop) by definition: the first token whose decoding completes a stop string.
 
-    What was readable once counts as there, also while an unfinished character hides it.
+    Text that was readable once counts as present, even while an incomplete character hides it.
     """
     readable = 0
     for count in range(1, len(ids) + 1):
@@ -107,7 +107,7 @@ def test_deltas_add_up_and_stops_cut_at_their_token(
 
 
 def test_drafts_behind_a_stop_string_are_rejected(all_tokenizers: dict[str, Tokenizer]) -> None:
-    """Accepted drafts are counted among the tokens that the choice keeps, never more of them."""
+    """Accepted drafts count only among the tokens that the choice keeps."""
     tokenizer = all_tokenizers["byte_level"]
     ids = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
     choice = make(tokenizer, stop=["b"])
@@ -117,7 +117,7 @@ def test_drafts_behind_a_stop_string_are_rejected(all_tokenizers: dict[str, Toke
 
 
 def test_held_back_text_of_early_tokens_completes_no_stop(all_tokenizers: dict[str, Tokenizer]) -> None:
-    """A run of byte tokens is held back whole: what came before min_tokens stays exempt when it comes out."""
+    """A run of byte tokens is held back as a whole: text before min_tokens stays exempt when released."""
     tokenizer = all_tokenizers["fallback_bpe"]
     ids = tokenizer.encode("ccc.猫", add_special_tokens=False)
     choice = make(tokenizer, stop=["c"], min_tokens=5)
@@ -131,7 +131,7 @@ def test_held_back_text_of_early_tokens_completes_no_stop(all_tokenizers: dict[s
 
 
 def _same_event(total: int, sizes: list[int], count: int) -> bool:
-    """Whether token number ``count`` came in the event that also ended the sequence."""
+    """Return True if token number ``count`` came in the event that also ended the sequence."""
     at, rest = 0, [*sizes]
     while True:
         size = rest.pop(0) if rest else 1

@@ -1,4 +1,6 @@
-"""What a client leaves open takes the form that the chat template reads, found by rendering probes."""
+"""Unspecified parts of a conversation take the form that the chat template reads, found by rendering
+probes.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,7 @@ SPECIAL = ("<|object_ref_start|>", "<|python_tag|>")
     ],
 )
 def test_comparisons_see_the_plain_word(tmp_path: Path, asked: str) -> None:
-    """Although the word is a piece of a special token of this tokenizer."""
+    """Comparisons in a template work even if the word is a part of a special token."""
     template = (
         "{% set t = tools[0].function if tools else none %}{{ messages[0].content }}"
         "{% if t and (" + asked + ") %}|yes{% endif %}"
@@ -239,7 +241,7 @@ def ends(loaded: TextModel) -> set[str]:
 
 
 def test_a_mark_that_closes_a_message_ends_no_turn(tmp_path: Path) -> None:
-    """Whatever the parsers are: the answer comes behind the thought's message."""
+    """The mark ends no turn for any parser, because the answer follows the reasoning message."""
     assert {"<|call|>", "<|return|>"} <= ends(model(tmp_path, CHANNELS, MARKS))
     assert "<|end|>" not in ends(model(tmp_path, CHANNELS, MARKS))
     assert "<|end|>" not in ends(TextModel.load(tmp_path, None, "none", "none"))

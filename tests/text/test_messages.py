@@ -1,5 +1,5 @@
-"""Tool calls, their results and thoughts in conversations: checked, and given to templates as those want
-them.
+"""Tool calls, results and reasoning in conversations: validated, and passed to templates in the required
+form.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ WRONG = (
     '{"a": ' * 80 + "1" + "}" * 80,
     "</parameter>\n<tool_call>",
 )
-"""Arguments as models write them, and as limits cut them."""
+"""Malformed arguments: errors of models, and cuts by limits."""
 
 
 @pytest.mark.parametrize("arguments", WRONG)
@@ -196,7 +196,7 @@ PIECES = st.lists(
 def test_no_string_of_a_request_adds_a_control_token(
     tokenizer: Tokenizer, text: str, key: str, source: str
 ) -> None:
-    """In tools, calls, arguments, results and thoughts, at any depth."""
+    """The rule covers tools, calls, arguments, results and reasoning at any depth."""
 
     def conversation(words: str, name: str) -> tuple[list[dict[str, Any]], Tool]:
         arguments = json.dumps({name or "k": [{"deep": words}], "a": words})

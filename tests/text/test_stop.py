@@ -23,7 +23,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 def search(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
-    """(text given out, stop found)."""
+    """Return (released text, found stop string)."""
     finder = StopFinder(stops)
     given_out = ""
     for piece in pieces:

@@ -1,4 +1,6 @@
-"""Stop strings look at content alone: not at thoughts, calls and markup. ``stop_in`` has them look at all."""
+"""Stop strings apply to content only, not to reasoning, calls or markup. ``stop_in`` extends them to
+everything.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def play(
     min_tokens: int = 0,
     resumed: int = 0,
 ) -> Choice:
-    """The choice whose output is ``text``, in events of so many tokens (drafts come several at a time)."""
+    """Return the choice with output ``text``, in events of ``sizes`` tokens (accepted drafts arrive
+    together).
+    """
     output = ModelOutput(HERMES.declared, tokenizer.special)
     params = SamplingParams(stop=tuple(stop), min_tokens=min_tokens)
     ids = tokenizer.encode(text, parse_special=True)

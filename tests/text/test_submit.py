@@ -40,7 +40,7 @@ def test_choices_share_request_seed_and_prompt(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.requirement("F33")
 def test_images_have_keys_of_their_own_with_each_salt() -> None:
-    """F33: what was made of an image is found by requests of equal salts alone."""
+    """Only requests with equal salts share the results of an image."""
     media = tuple(
         MediaItem(key=bytes([name] * 16), start=name, count=1, grid=(1, 1, 1), pixels=b"abc")
         for name in (1, 2)

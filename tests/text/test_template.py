@@ -1,4 +1,4 @@
-"""Chat templates run as transformers runs them, inside bounds."""
+"""Chat templates run as in transformers, within bounds."""
 
 from __future__ import annotations
 

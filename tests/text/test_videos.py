@@ -1,4 +1,4 @@
-"""Videos of a conversation: the same ids as the reference's processor makes, and what is refused."""
+"""Videos of a conversation give the ids of the reference's processor; invalid videos are refused."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_parts_that_are_refused(part: dict[str, Any], problem: str) -> None:
 
 
 def test_any_other_part_is_refused_by_name() -> None:
-    """Random values in all fields: a part that is read, or an error of the request."""
+    """Random values in all fields give a valid part or an error of the request."""
     source = random.Random(3)
     leaves = [
         "",

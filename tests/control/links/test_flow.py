@@ -1,4 +1,4 @@
-"""Events between head client and handler: merged when nobody reads, never lost, in order."""
+"""Events between engine link and handler are merged when unread, never lost, and stay in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a link sends images: by name to a head that can open memory of this process, as long as it can."""
+"""A link sends images by name to an engine that can open this process's memory, otherwise as bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def talk(folder: Path) -> None:
     try:
         link.send(m.Hello(versions=(m.OLDEST, m.VERSION), front="f"))
         front, _ = await head.recv_multipart()
-        assert await sent(head, link, one) == [bytes(48)]  # nothing is known of the head
+        assert await sent(head, link, one) == [bytes(48)]  # nothing is known of the engine
         welcome = m.Welcome(
             versions=(m.OLDEST, m.VERSION),
             vocab_size=9,
@@ -62,7 +62,7 @@ async def talk(folder: Path) -> None:
             incarnation=1,
         )
         await tell(welcome)
-        assert await sent(head, link, one) == [bytes(48)]  # an older head
+        assert await sent(head, link, one) == [bytes(48)]  # an older engine
         elsewhere = msgspec.structs.replace(probe.name, pid=1 << 30)
         await tell(msgspec.structs.replace(welcome, probe=elsewhere))
         assert await sent(head, link, one) == [bytes(48)]  # another host

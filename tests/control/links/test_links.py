@@ -1,4 +1,4 @@
-"""Links follow the owner of their instances' processes: another incarnation, draining, retired."""
+"""Links follow the owner of their instances' processes: new incarnations, draining, retirement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 120.0
 
 
 class Owner:
-    """What a test says is so."""
+    """An owner with a state set by the test."""
 
     def __init__(self, count: int, roles: Sequence[m.Role] = ()) -> None:
         self.folder: Path = private_folder()
@@ -113,7 +113,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_process_that_another_front_had_replaced() -> None:
-    """This front thinks that it lives: its stream goes on at the next one, and nothing is replaced twice."""
+    """The API server assumes a live process: its stream continues at the next one without a second
+    replacement.
+    """
 
     async def work(links: Links, owner: Owner) -> None:
         tokens: list[int] = []
@@ -170,7 +172,7 @@ def test_a_stream_of_a_pair_goes_on_with_others_when_one_dies() -> None:
         assert links.alive
         kill(owner, "2")
         await until(lambda: not links.alive)
-        assert not links.progressing(60.0)  # it is up, and can serve nobody
+        assert not links.progressing(60.0)  # the engine is up but cannot serve
         waits = submit(links, 9)
         (event,) = await waits.next()
         assert event.error is not None
@@ -227,7 +229,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
         assert errors == ["it died too often"]
         assert links.failure is not None
         assert links.died.is_set()
-        # A front that begins now has nothing to wait for.
+        # An API server that starts now has nothing to wait for.
         late = Links(owner, Patience())
         with pytest.raises(EngineDead, match="no engine"):
             await late.start()
@@ -237,7 +239,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
 
 
 def test_an_error_of_the_owner_stops_nothing_else() -> None:
-    """Streams go on at the other head, and what happens later is still seen."""
+    """Streams continue at the other engine, and later events still arrive."""
 
     async def work(links: Links, owner: Owner) -> None:
         owner.fails = True
@@ -261,7 +263,7 @@ def test_an_error_of_the_owner_stops_nothing_else() -> None:
 
 
 def test_a_front_that_stood_still_tries_a_connection_again_before_it_reports_a_loss() -> None:
-    """Its heads gave the silent connection up, and live: nobody restarts them."""
+    """Its engines gave up the silent connection but live, so no engine is restarted."""
 
     async def work(links: Links, owner: Owner) -> None:
         link = links._links["0"]

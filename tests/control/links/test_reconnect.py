@@ -1,4 +1,4 @@
-"""A connection to a head over TCP breaks, and the head lives: nobody restarts it, and no request fails."""
+"""A broken TCP connection to a live engine causes no restart and no failed request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = (PROMPT * LENGTH)[:LENGTH]
 
 
 class RemoteOwner:
-    """Heads behind proxies: as far as links know, they are on another host."""
+    """Own engines behind proxies, which links treat as remote."""
 
     def __init__(self, proxies: Mapping[str, TcpProxy], addresses: Mapping[str, Address]) -> None:
         self.so: dict[str, Address | WeftError] = {
@@ -78,7 +78,7 @@ def test_streams_go_on_after_each_of_several_resets() -> None:
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:
         tokens: list[int] = []
         flow = submit(links, 1)
-        for so_far in (5, 20, 40, 60, 80):  # more often than one request may lose its head
+        for so_far in (5, 20, 40, 60, 80):  # more often than a request may lose its engine
             await read(flow, tokens, so_far)
             proxies[0].reset()
         await read(flow, tokens)
@@ -97,7 +97,7 @@ def test_requests_that_come_while_connections_are_refused_wait() -> None:
         proxies[0].refuses = True
         proxies[0].reset()
         accepted = proxies[0].accepted
-        flows = [submit(links, number) for number in range(2, 5)]  # before it is known, and after
+        flows = [submit(links, number) for number in range(2, 5)]  # before the loss is known, and after
         await until(lambda: not links.fleet.table.takers())
         flows += [submit(links, number) for number in range(5, 8)]
         await until(lambda: proxies[0].accepted > accepted + 2)
@@ -128,7 +128,7 @@ def test_new_requests_go_to_a_head_that_can_be_reached() -> None:
 
 
 def test_a_connection_that_carries_nothing_any_more_is_made_anew() -> None:
-    """Half open: a router on the way has forgotten it, and says so to nobody."""
+    """Half-open connection: a router has dropped its state silently."""
 
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:
         tokens: list[int] = []

@@ -1,6 +1,6 @@
-"""Several fronts over the same heads, on one port: each can die, and the others' streams go on.
+"""Several API servers share engines and a port: each can die, and the others' streams continue.
 
-Real fronts under a real supervisor; their heads are scripted.
+API servers run under a real supervisor; their engines are scripted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weft.control.processes.process_registry import ProcessRecord, RegistryReade
 PROMPT = "abcdefgh"
 LENGTH = 400
 PATIENCE = 180.0
-"""Seconds, for a machine that does much else."""
+"""Maximum seconds, even on a loaded machine."""
 
 
 def fronts(server: Running) -> list[int]:
@@ -39,7 +39,7 @@ def fronts(server: Running) -> list[int]:
 
 
 class Stream:
-    """A request that is being streamed, and the front that answers it."""
+    """A request in streaming, and the API server that answers it."""
 
     def __init__(self, server: Running, client: httpx.Client, answer: httpx.Response, front: int) -> None:
         self.front, self._lines = front, answer.iter_lines()
@@ -47,7 +47,7 @@ class Stream:
         self.done = False
 
     def read(self, characters: int = 1 << 30) -> str:
-        """Reads until there are so many; all of it by default. Raises httpx errors."""
+        """Read until the text has ``characters`` characters, or to the end. Raise httpx errors."""
         while not self.done and len(self.text) < characters:
             line = next(self._lines, None)
             assert line is not None, "the stream ended without its end"
@@ -62,7 +62,7 @@ class Stream:
 
 @contextlib.contextmanager
 def stream_at(server: Running, wanted: set[int], **fields: Any) -> Iterator[Stream]:
-    """A stream whose connection came to one of the ``wanted`` fronts: the kernel chooses."""
+    """Yield a stream on one of the ``wanted`` API servers. The kernel chooses, so retry connections."""
     body = {"model": server.model, "prompt": PROMPT, "max_tokens": LENGTH, "stream": True, **fields}
     for _ in range(200):
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
@@ -85,7 +85,7 @@ def whole() -> str:
 
 
 def heads(server: Running) -> list[ProcessRecord]:
-    """As the registry says."""
+    """Return the engines in the registry."""
     (pid, *_) = fronts(server)
     for path in Path("/tmp").glob("weft-*/registry"):
         reader = RegistryReader(path.parent)
@@ -95,7 +95,7 @@ def heads(server: Running) -> list[ProcessRecord]:
 
 
 def ask_again(server: Running) -> str:
-    """What a client gets that retries, as openai's does."""
+    """Return the text for a client that retries, like OpenAI's clients."""
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=5, timeout=PATIENCE)
     made = client.completions.create(model=server.model, prompt=PROMPT, max_tokens=LENGTH)
     return made.choices[0].text
@@ -104,7 +104,7 @@ def ask_again(server: Running) -> str:
 @pytest.mark.requirement("E35")
 @pytest.mark.real_processes
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
-    """The other's 400 tokens come; the one that died comes back; its clients get their tokens elsewhere."""
+    """The other server's 400 tokens arrive; the dead server returns; its clients get all tokens elsewhere."""
     server = start_fake(fronts=2, restarts=3)
     one, other = fronts(server)
     with stream_at(server, {one}) as stays, stream_at(server, {other}) as breaks:
@@ -115,7 +115,7 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
             breaks.read()
         assert ask_again(server) == whole()
         assert stays.read() == whole()
-    asked: list[int] = []  # none comes to a front that can't answer yet
+    asked: list[int] = []  # no connection goes to a server that cannot answer yet
 
     def is_back() -> bool:
         asked.append(httpx.get(f"{server.url}/ready", timeout=PATIENCE).status_code)
@@ -139,7 +139,7 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
     assert {front for front, _ in counted} == {"0", "1"}
     assert page.count("# TYPE weft:request_success_total ") == 1
     assert re.findall(r'^weft:engine_up{head="0",model_name="fake",role="unified"} 1.0$', page, re.M)
-    # The head has forgotten the sequences of the one that died.
+    # The engine has dropped the sequences of the dead API server.
     server.wait(lambda: server.metric("num_requests_running") == 0, PATIENCE)
     assert server.stop(seconds=PATIENCE) == 0
 
@@ -176,7 +176,9 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
 
 @mostly_slow("death", [signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL], ids=lambda d: d.name)
 def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
-    """Both fronts' streams go on. One that is stopped is noticed by fronts only, and replaced once."""
+    """Streams of both API servers continue. A stopped engine is noticed only by API servers and replaced
+    once.
+    """
     server = start_fake(fronts=2, restarts=3, engine_timeout=deadline(5.0))
     one, other = fronts(server)
     with stream_at(server, {one}) as first, stream_at(server, {other}) as second:
@@ -187,7 +189,7 @@ def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals)
         os.kill(head.pid, death)
         assert first.read() == whole()
         assert second.read() == whole()
-    time.sleep(1.0)  # for reports that come late
+    time.sleep(1.0)  # wait for late reports
     assert [record.incarnation for record in heads(server)] == [2]
     assert fronts(server) == [one, other]
     assert not is_alive(head.pid)
@@ -210,7 +212,9 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> None:
-    """By the route, and by the command; also for a front that began while the head was retired."""
+    """Both the route and the command revive, also for an API server that started while the engine was
+    retired.
+    """
     server = start_fake(fronts=count, heads=2, restarts=0 if count == 1 else 1, admin_key=["admin"])
     pid = server.process.pid
 
@@ -242,7 +246,7 @@ def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> Non
         [*command, "--admin-key", "admin", "0"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "starting 0\n", "")
-    for _ in range(8):  # whichever front answers
+    for _ in range(8):  # any API server may answer
         server.wait(lambda: up(2), PATIENCE)
     assert server.http.get("/health").json()["status"] == "alive"
     assert server.stop(seconds=PATIENCE) == 0

@@ -1,4 +1,4 @@
-"""``weft serve --fronts 2`` on the bundled model, killed part by part; and fronts that a test itself runs."""
+"""``weft serve --fronts 2`` on the bundled model, killed part by part; and API servers started by a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLAGS = ("--fronts", "2", "--dtype", "float64", "--device", "cpu", "--rank-timeo
 
 
 def insistent(server: Any) -> httpx.Response:
-    """The answer to a client that tries again when its connection breaks, as OpenAI's do."""
+    """Return the answer for a client that retries after a broken connection, like OpenAI's clients."""
     for _ in range(20):
         try:
             made: httpx.Response = server.complete(**{**LONG, "temperature": 0})
@@ -43,7 +43,7 @@ def insistent(server: Any) -> httpx.Response:
 @pytest.mark.requirement("E35")
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> None:
-    """A front, a head, a worker: streams that it does not carry itself come whole, with the same tokens."""
+    """An API server, an engine or a worker dies: streams of other processes complete with the same tokens."""
     server = start_weft(*FLAGS, "--tensor-parallel-size", str(tensor))
     server.http.timeout = PATIENCE
     pid = server.process.pid
@@ -67,7 +67,7 @@ def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> Non
 
 
 def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> None:
-    """The test is the supervisor: it owns a head and two fronts."""
+    """The test acts as the supervisor of an engine and two API servers."""
     write_tokenizer(tmp_path)
     config = engine_config(tmp_path, {})
     folder = private_folder()
@@ -112,7 +112,7 @@ def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> No
 
 
 def until_ready(link: socket.socket) -> bool:
-    """Whether the front says that it is ready."""
+    """Return True once the API server reports ready; False if the link closes or after PATIENCE."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         heard = channel.hear(link)

@@ -1,4 +1,4 @@
-"""The registry as a file, and fronts' view of heads by it."""
+"""The registry as a file, and the API servers' view of engines through it."""
 
 from __future__ import annotations
 

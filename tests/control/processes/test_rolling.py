@@ -18,7 +18,7 @@ def made(members: dict[str, Member] | list[str], restarts: int = 5) -> tuple[Pro
 
 
 def answer(table: ProcessTable, rolling: RollingRestart, *, idle: bool = True) -> None:
-    """All that is watched answers."""
+    """Report every watched process as answering."""
     for name, incarnation in rolling.watched.items():
         rolling.seen(name, incarnation, idle)
 
@@ -36,7 +36,7 @@ def test_one_after_the_other_and_only_when_it_is_idle() -> None:
     assert [entry.draining for entry in table.entries.values()] == [True, False]
     assert rolling.watched == {"0": 1}
     answer(table, rolling)
-    assert rolling.tick(2.0 + SETTLE_S / 2) == []  # fronts may not have read it
+    assert rolling.tick(2.0 + SETTLE_S / 2) == []  # API servers may not have read the change yet
     rolling.seen("0", 1, False)
     assert rolling.tick(10.0) == []
     rolling.seen("0", 1, True)
@@ -124,7 +124,7 @@ def test_what_a_head_said_before_fronts_knew_that_it_drains_proves_nothing() -> 
     rolling.tick(1.0)
     answer(table, rolling)
     assert rolling.tick(1.0 + SETTLE_S / 2) == []
-    rolling.seen("0", 1, None)  # it computes a long prompt that came meanwhile, and says nothing
+    rolling.seen("0", 1, None)  # the engine computes a long new prompt and sends nothing
     assert rolling.tick(1.0 + 2 * SETTLE_S) == []
     answer(table, rolling)
     assert rolling.tick(1.0 + 3 * SETTLE_S) == [Quit("0", 1)]
@@ -216,7 +216,7 @@ def test_a_restart_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_work_that_came_before_fronts_knew_keeps_the_old_operations() -> None:
-    """Work that outlasts the drain is not cut into the new operations, and the switch waits for later."""
+    """Work that outlasts the drain keeps the old operations, and the switch happens later."""
     table, rolling = made(["0", "1"])
     rolling.begin_switch()
     answer(table, rolling)

@@ -26,7 +26,7 @@ GONE = EngineDead("the process ended")
 
 
 def started(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
-    """One whose processes were started at time 0."""
+    """Return a supervisor whose processes started at time 0."""
     made = Supervisor(
         {str(n): Member("all" if together else "") for n in range(heads)},
         [str(n) for n in range(fronts)],
@@ -38,7 +38,7 @@ def started(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool =
 
 
 def serving(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
-    """One whose fronts are ready."""
+    """Return a supervisor whose API servers are ready."""
     made = started(heads, fronts, restarts, together)
     for number in range(fronts):
         actions = made.on(s.FrontIsReady(str(number), 1), 1.0)
@@ -114,9 +114,7 @@ def test_a_signal_drains_and_a_second_one_cuts() -> None:
     assert made.on(s.Signalled(signal.SIGHUP), 2.1) == []
     assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.0) == []
     assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.1) == []
-    assert Start("head", "0", 2) in made.on(
-        s.FrontLostHead("0", 1, GONE), 3.5
-    )  # for the streams that are left
+    assert Start("head", "0", 2) in made.on(s.FrontLostHead("0", 1, GONE), 3.5)  # for the remaining streams
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == [s.Tell("1", "stop")]
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == []
     assert made.on(s.ProcessEnded("front", "1", 1, 130), 5.0) == [s.Exit(130)]
@@ -206,7 +204,7 @@ def test_one_that_dies_again_and_again_is_started_later_and_later() -> None:
             assert started == [Start("head", "0", incarnation + 1)]
             waits.append(now - began)
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    now += SHORT_S  # it was well for a while
+    now += SHORT_S  # the process ran well for a while
     assert len(table.lose("0", 10, GONE, now)) == 2
     assert table.tick(now + 100.0) == []
 
@@ -252,7 +250,7 @@ def test_a_retired_group_is_revived_with_a_new_budget() -> None:
     for incarnation in (1, 2):
         table.lose("decode0", incarnation, GONE, 1.0)
     table.lose("decode1", 1, GONE, 1.0)
-    assert table.revive("decode1", 2.0) == []  # it runs
+    assert table.revive("decode1", 2.0) == []  # the engine runs
     assert table.revive("decode0", 2.0) == [Start("head", "decode0", 3)]
     entry = table.entries["decode0"]
     assert (entry.state, entry.error, entry.deaths) == (ProcessState.RUNNING, None, 0)

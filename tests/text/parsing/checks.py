@@ -1,4 +1,4 @@
-"""What holds for every output, right or wrong."""
+"""Properties of every output, right or wrong."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _JSON_MARKUP = re.compile(
 
 
 _TAG = re.compile(r"</?\s?[\w=.\-｜]{1,64}\s?/?>|\"\s+>")
-"""A closing tag, also one that is misspelled, or the end of an opening tag with white space inside."""
+"""Matches a closing tag, misspelled or not, or the end of an opening tag with white space inside."""
 
 
 class Recorder(Tape):
-    """A tape that notes what every character became."""
+    """A tape that records the role of every character."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Recorder(Tape):
 def read(
     declared: OutputFormat, spec: OutputSpec, pieces: Sequence[str], tape: Tape | None = None
 ) -> list[OutputEvent]:
-    """The events of an output that comes in ``pieces``; neighbours joined."""
+    """Return the joined events of an output that arrives in ``pieces``."""
     engine = OutputEngine(declared, spec, tape)
     events: list[OutputEvent] = []
     for piece in pieces:
@@ -48,8 +48,10 @@ def read(
 
 
 def check_output(declared: OutputFormat, spec: OutputSpec, text: str, *, raw_arguments: bool) -> Recorder:
-    """Every character exactly once, in order; calls are what calls must be. ``raw_arguments``: arguments are
-    written as JSON, so their text is the model's own."""
+    """Assert that every character occurs exactly once in order, and that calls are valid. Return the tape.
+
+    With ``raw_arguments`` arguments are written as JSON, so the text of arguments is the model's own.
+    """
     tape = Recorder()
     events = read(declared, spec, [text], tape)
     position = 0
@@ -92,7 +94,7 @@ def _is_json(text: str) -> bool:
 
 
 def check_markup(declared: OutputFormat, markup: str) -> None:
-    """Nothing that a user could miss is called markup."""
+    """Assert that only markup is classified as markup."""
     parameters = any(isinstance(call.arguments, Parameters) for call in declared.calls)
     rest = _TAG.sub(" ", markup) if parameters else markup
     for mark in sorted([*declared.marks(), ' string="'], key=len, reverse=True):
@@ -109,7 +111,7 @@ def check_markup(declared: OutputFormat, markup: str) -> None:
 
 
 def check_calls(events: Sequence[OutputEvent], spec: OutputSpec) -> None:
-    """Calls are numbered, known, and whole ones have arguments that are a JSON object."""
+    """Assert that calls are numbered and known, and that complete calls have a JSON object as arguments."""
     begun = [event for event in events if isinstance(event, CallBegin)]
     assert [event.call for event in begun] == list(range(len(begun)))
     assert all(event.name in {tool.name for tool in TOOLS} for event in begun)

@@ -1,7 +1,7 @@
-"""What each family's outputs look like, written by hand from its templates: the oracle of the parser's tests.
+"""Outputs of each family, written by hand from the family's templates: the oracle of the parser tests.
 
-An output is a list of parts: thoughts, texts and groups of calls. ``Family.render`` writes it down as the
-family does, and ``expected`` says which events it must give.
+An output is a list of parts: reasoning, texts and groups of calls. ``Family.render`` writes the list in the
+form of the family, and ``expected`` returns the events to expect.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ Part = str | Thought | Calls
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its parsers' names, and how it writes a group of calls."""
+    """Name the parsers of a family, and the form of a group of calls."""
 
     name: str
     calls: str
     thoughts: str
     write_calls: Callable[[Sequence[Call], int], str]
-    """Of calls, the first of which has this number in the output."""
+    """Writes calls. The second argument is the number of the first call within the output."""
     open: str = "<think>"
     close: str = "</think>"
     ids: Callable[[str, int], str] = field(default=lambda name, number: "")
@@ -72,7 +72,7 @@ class Family:
         return made
 
     def render(self, parts: Sequence[Part]) -> str:
-        """The output's text. Texts and thoughts must not begin or end with white space."""
+        """Return the text of an output. Texts and reasoning must not begin or end with white space."""
         if self.name == "gpt_oss":
             return _render_channels(parts)
         text = ""
@@ -127,7 +127,7 @@ def joined(events: Sequence[OutputEvent]) -> list[OutputEvent]:
 
 
 def by_value(events: Sequence[OutputEvent]) -> list[Any]:
-    """Events with whole arguments as the values they mean."""
+    """Return events with complete arguments replaced by their values."""
     return [
         (event.call, json.loads(event.text)) if isinstance(event, CallArguments) else event
         for event in joined(events)

@@ -1,4 +1,4 @@
-"""Outputs to read in tests: generated as a family writes them, and mutated."""
+"""Test outputs: generated in the form of a family, and mutated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Maker:
         self.source = source
 
     def text(self, *, literals: bool = True) -> str:
-        """Text that neither begins nor ends with white space, nor begins a line with what may open a part."""
+        """Return a text without white space at the ends and without a line that begins like a part."""
         words = WORDS + LITERALS if literals else WORDS
         count = self.source.randint(1, 6)
         return "It " + " ".join(self.source.choice(words) for _ in range(count)) + " so."
@@ -94,7 +94,7 @@ class Maker:
         return self.family.render(self.parts())
 
     def mutated(self, text: str) -> str:
-        """``text`` with one to three things done to it that models and limits do."""
+        """Return ``text`` with one to three errors that models or limits cause."""
         marks = sorted(self.family.declared.marks())
         for _ in range(self.source.randint(1, 3)):
             at, end = sorted(self.source.randint(0, len(text)) for _ in range(2))

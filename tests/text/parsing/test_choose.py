@@ -1,4 +1,4 @@
-"""Which declaration a model gets: by flags, by its template, by its tokens."""
+"""The declaration of a model is chosen by flags, by its template or by its tokens."""
 
 from __future__ import annotations
 

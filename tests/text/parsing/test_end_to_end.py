@@ -1,5 +1,4 @@
-"""From token ids to events: special tokens that are markup reach the parser, and clients only where they are
-text."""
+"""From token ids to events: special tokens of markup reach the parser, and clients get only text."""
 
 from __future__ import annotations
 
@@ -26,7 +25,9 @@ OFF = OutputSpec()
 
 
 def model(folder: Path, family: Family, special: bool) -> TextModel:
-    """A tokenizer in which the family's marks are tokens, that text hides (``special``) or shows."""
+    """Return a model whose tokenizer has the family's marks as tokens, hidden (``special``) or shown in
+    text.
+    """
     marks = sorted(
         mark for mark in family.declared.marks() if mark[0] in "<[" and mark[-1] in ">]" and mark[1:]
     )
@@ -41,7 +42,7 @@ def model(folder: Path, family: Family, special: bool) -> TextModel:
 def events_of(
     text: TextModel, ids: list[int], spec: OutputSpec, size: int = 1, stop_id: int | None = None
 ) -> Iterator[OutputEvent]:
-    """What a client's choice gives when the engine makes ``ids``."""
+    """Return the events of a client's choice when the engine generates ``ids``."""
     choice = Choice(text.tokenizer, SamplingParams(), sequence=1, visible=text.output.visible_for(spec))
     parser = text.output.parser(spec)
     for start in range(0, len(ids), size):
@@ -86,7 +87,7 @@ def test_markup_is_hidden_where_nothing_is_parsed(tmp_path: Path) -> None:
 
 
 def test_an_end_of_turn_gives_no_text_and_ends_a_call(tmp_path: Path) -> None:
-    """GPT-OSS ends a call by a token that ends the turn."""
+    """GPT-OSS ends a call with a token that also ends the turn."""
     text = model(tmp_path, FAMILIES["gpt_oss"], True)
     written = '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"days": 1}<|call|>'
     ids = text.tokenizer.encode(written, parse_special=True)

@@ -1,5 +1,6 @@
-"""Grammars of calls and answers: they take what the family writes and nothing else, and what they allow is
-read as calls."""
+"""Grammars of calls and answers accept only the form of the family, and every allowed output parses as
+calls.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +50,13 @@ class Held:
         self.output = ModelOutput(family.declared, self.tokenizer.special)
 
     def takes(self, grammar: Grammar, text: str) -> bool:
-        """Whether ``text`` is a whole output under ``grammar``."""
+        """Return True if ``text`` is a complete output under ``grammar``."""
         matcher = self.compiler.compile(grammar).matcher()
         ids = self.tokenizer.encode(text, parse_special=True)
         return all(matcher.accept(token) for token in ids) and matcher.accept(self.end)
 
     def some_output(self, grammar: Grammar, source: random.Random) -> str | None:
-        """A random output under ``grammar``; None when it did not end soon enough."""
+        """Return a random output under ``grammar``, or None if the output did not end in time."""
         matcher = self.compiler.compile(grammar).matcher()
         words = np.zeros((self.tokenizer.vocab_size + 31) // 32, np.int32)
         closing = [self.tokenizer.encode(text)[0] for text in '"}])0'] + [self.end]
@@ -83,7 +84,7 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def ordered(calls: Sequence[Call]) -> list[Call]:
-    """Calls whose arguments come in the order of the schema, as grammars have them."""
+    """Return the calls with arguments in the order of the schema, as grammars require."""
     order = list(TOOLS[0].parameters["properties"])
     return [
         Call(one.name, {key: plain(one.arguments[key]) for key in order if key in one.arguments})
@@ -92,7 +93,7 @@ def ordered(calls: Sequence[Call]) -> list[Call]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` without what spells a token, and lists as the schema wants them, of strings."""
+    """Return ``value`` without text that spells a token, and with lists of strings as in the schema."""
     if isinstance(value, str):
         return re.sub(r"[<\[]", "(", value)
     if isinstance(value, list):
@@ -127,19 +128,19 @@ def some_calls(held: Held, seed: int) -> list[Call]:
     if held.family.name in (
         "pythonic",
         "lfm2",
-    ):  # all its keywords are optional here: any order, but not none at all
+    ):  # all keywords are optional here: any order, but at least one keyword
         calls = [one for one in calls if one.arguments] or [Call("get", {"days": 1})]
     return calls[:1] if held.family.name == "gpt_oss" else calls
 
 
 def prefix(held: Held) -> str:
-    """A thought as the family writes it before a call."""
+    """Return reasoning in the form of the family before a call."""
     text = held.family.render([Thought("Let me see.")])
     return text + "<|start|>assistant" if held.family.name == "gpt_oss" else text
 
 
 def behind_opening(held: Held) -> str:
-    """The rest of it, where the prompt has opened it."""
+    """Return the rest of the reasoning after an opening that the prompt contains."""
     opening = "<|message|>" if held.family.name == "gpt_oss" else held.family.open
     return prefix(held).partition(opening)[2]
 
@@ -203,7 +204,7 @@ def test_what_is_allowed_is_read_as_calls(held: Held, choice: Any) -> None:
 
 
 def test_a_thought_holds_no_call(held: Held) -> None:
-    """It would be read as a call, and nothing would hold its arguments."""
+    """A call inside reasoning would be read as a call with unconstrained arguments."""
     call = held.family.declared.calls[0] if held.family.declared.calls else None
     if call is None or call.line_start:
         pytest.skip("no call of this family is read inside a thought")

@@ -1,4 +1,4 @@
-"""GPT-OSS's format against openai-harmony, which is the reference for it."""
+"""GPT-OSS's format against openai-harmony, the reference implementation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.text.parsing.outputs import Maker
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 _VOCABULARY = "fb374d419588a4632f3f557e76b4b70aebbca790"
-"""Name under which tiktoken's users keep o200k's vocabulary; litellm brings it along."""
+"""Cache name of the o200k vocabulary in tiktoken; litellm ships the file."""
 
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The encoding. Its vocabulary is not in the package: it is downloaded otherwise."""
+    """Return the reference encoding. The package lacks the vocabulary and would download it."""
     module = pytest.importorskip("openai_harmony")
     found = importlib.util.find_spec("litellm")
     if found is None or found.origin is None:
@@ -45,7 +45,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def events_of(messages: list[Any]) -> list[OutputEvent]:
-    """What the messages that the reference reads mean."""
+    """Return the events that the reference's messages mean."""
     events: list[OutputEvent] = []
     calls = 0
     for message in messages:
@@ -61,7 +61,7 @@ def events_of(messages: list[Any]) -> list[OutputEvent]:
 
 
 def rendered(harmony: Any, parts: list[Part]) -> str:
-    """Parts as the reference writes them, behind the role that the prompt ends with."""
+    """Return parts in the reference's form, after the role at the end of the prompt."""
     import openai_harmony as module
 
     def message(text: str) -> Any:
@@ -98,7 +98,7 @@ def test_reads_what_the_reference_reads(harmony: Any, seed: int) -> None:
     maker = Maker(family, random.Random(seed))
     parts = maker.parts()
     if "<|call|>" in family.render(parts).replace("}<|call|>", ""):
-        return  # inside of an argument it is plain text, which the reference is not told here
+        return  # inside an argument the text is plain, but the reference lacks the context
     for text in (family.render(parts), rendered(harmony, parts)):
         ids = harmony.encode(text, allowed_special="all")
         messages = harmony.parse_messages_from_completion_tokens(ids, module.Role.ASSISTANT)

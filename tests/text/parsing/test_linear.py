@@ -1,4 +1,4 @@
-"""The work of reading grows with the output and with nothing else: counted, not timed."""
+"""The work of reading grows linearly with the output: counted, not timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.text.parsing.json_text import JsonObjectScanner
 from weft.text.parsing.values import types_of
 
 FACTOR = 300
-"""Characters looked at or copied for one of the output, at most: white space is looked at again while it may
+"""Maximum characters inspected or copied per output character. White space is inspected again while it may
 belong to a mark."""
 GROWTH = 1.1
 SIZE = 1_500
@@ -71,7 +71,7 @@ def test_work_is_linear(name: str, bad: str) -> None:
 
 
 def work(name: str, text: str, piece: int) -> float:
-    """Characters that were looked at or copied for one of ``text``."""
+    """Return the characters inspected or copied per character of ``text``."""
     engine = OutputEngine(FAMILIES[name].declared, SPEC)
     events = 0
     for start in range(0, len(text), piece):

@@ -1,4 +1,4 @@
-"""Mistral's lists of calls against mistral-common, which writes them."""
+"""Mistral's lists of calls against the writer of mistral-common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer() -> Any:
 
 
 def written(tokenizer: Any, calls: Calls) -> str:
-    """The assistant's turn as mistral-common writes it."""
+    """Return the assistant's turn as mistral-common writes it."""
     from mistral_common.protocol.instruct import messages, request, tool_calls
 
     made = [
@@ -44,7 +44,8 @@ def written(tokenizer: Any, calls: Calls) -> str:
 def test_reads_what_the_reference_writes(tokenizer: Any, seed: int) -> None:
     family = FAMILIES["mistral_list"]
     maker = Maker(family, random.Random(seed))
-    known = [call for call in maker.calls().calls if "." not in call.name]  # it takes no dots
+    # mistral-common accepts no dots in names
+    known = [call for call in maker.calls().calls if "." not in call.name]
     calls = Calls(tuple(known) or (Call("get", {"days": 1}),))
     text = written(tokenizer, calls)
     assert text.startswith("[TOOL_CALLS]")

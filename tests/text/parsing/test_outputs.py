@@ -19,7 +19,7 @@ GRID = 5_000
 
 
 def check_right(name: str, seed: int) -> None:
-    """An output as the family writes it gives exactly its parts, in any pieces."""
+    """Assert that a rendered output gives exactly its parts, in any pieces."""
     family = FAMILIES[name]
     maker = Maker(family, random.Random(seed))
     parts = maker.parts()

@@ -1,4 +1,4 @@
-"""Outputs that parsers elsewhere lose or mistake, one by one."""
+"""Outputs that other parsers lose or misread, each in a test."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_missing_brace_costs_nothing_but_itself() -> None:
 
 
 def test_a_call_is_whole_when_its_arguments_are() -> None:
-    """An end-of-turn token gives no text: what it would have closed is whole without it."""
+    """An end-of-turn token gives no text, so a call is complete without the closing mark."""
     assert hermes('<tool_call>{"name": "get", "arguments": {}') == call(0, "get", "{}")
 
 
@@ -238,7 +238,7 @@ def test_bare_calls_begin_a_line_and_need_arguments() -> None:
 
 
 def test_a_bare_call_beside_tags_is_none_where_a_grammar_holds_calls() -> None:
-    """A grammar holds what stands in tags: an object without them could be anything."""
+    """A grammar constrains calls in tags only, so an object without tags stays content."""
     one = '{"name": "get", "arguments": {"days": 1}}'
     assert hermes(one) == call(0, "get", '{"days": 1}')
     strict = tuple(type(tool)(name=tool.name, strict=True) for tool in TOOLS)
@@ -327,7 +327,7 @@ HEADERS = {
 @pytest.mark.parametrize("header", HEADERS)
 @pytest.mark.parametrize("before", ["", "<|channel|>analysis<|message|>Hm.<|end|>"])
 def test_a_header_with_unknown_words_is_a_header(header: str, before: str) -> None:
-    """Twice, without a channel, with words that no one declared: a header is never content."""
+    """A header is never content: not when repeated, without a channel, or with undeclared words."""
     declared = FAMILIES["gpt_oss"].declared
     text = before + header + "Hello there.<|return|>"
     said = Content("Hello there.") if HEADERS[header] == "content" else Reasoning("Hello there.")

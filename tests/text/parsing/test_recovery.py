@@ -1,4 +1,4 @@
-"""Slips of real models, by the kinds that docs/outputs.md lists under "Recovery": mended, or kept as text."""
+"""Errors of real models, by the kinds of docs/outputs.md under "Recovery": repaired, or returned as text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ MENDED: list[tuple[str, str, Any]] = [
     ("kimi_k2", kimi("functionsget5"), CITY),
     ("kimi_k2", kimi("functions_get_1"), CITY),
     ("kimi_k2", '<|tool_call_begin|>functions.get:0{"city": "Oslo"}', CITY),
-    # ends of calls as Python writes them
+    # call endings in Python's form
     ("pythonic", "[get(city='Oslo'", CITY),
     ("pythonic", "[get(city='Oslo']", CITY),
 ]  # fmt: skip
@@ -256,7 +256,7 @@ SLIPS = (
     ("]", ",]"), ("]", ""), (":0", ""), (":1", ""), ("functions.", "functions"), ("true", "True"),
     ("null", "None"), ("\\n", "\n"), ("\\", ""), (")", ""), ("[ARGS]", ""), ("\n", ""), (">", ""), ("=", ""),
 )  # fmt: skip
-"""(what is written, what slips make of it)."""
+"""(correct text, its erroneous form)."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -282,7 +282,7 @@ def test_an_output_with_slips_loses_nothing(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt_oss", "pythonic"}))
 def test_an_output_that_ends_early_keeps_the_calls_before(name: str) -> None:
-    """Wherever the last call is cut, the calls before are whole and as they were."""
+    """If the last call is cut anywhere, the earlier calls stay complete and unchanged."""
     family = FAMILIES[name]
     for seed in range(6):
         parts = [Maker(family, random.Random(seed)).calls()]

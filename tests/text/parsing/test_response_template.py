@@ -1,4 +1,4 @@
-"""transformers' ``response_template`` as a declaration: right outputs give what transformers reads."""
+"""``response_template`` of transformers as a declaration: correct outputs give the result of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of calls that are written as text: what they are as JSON."""
+"""Argument values written as text, and their JSON values."""
 
 from __future__ import annotations
 

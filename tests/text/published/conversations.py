@@ -1,4 +1,4 @@
-"""Conversations of every kind that clients send, and the reference's renderings of them."""
+"""Conversations in all forms that clients send, and their renderings by the reference library."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "call, content absent": _without(ONE),
     "call, content empty": {**ONE, "content": ""},
 }
-"""Turns of the assistant that hold calls."""
+"""Assistant turns with calls."""
 
 
 def _with_results(turn: dict[str, Any]) -> Messages:
@@ -134,11 +134,11 @@ def tool_dicts() -> list[dict[str, Any]]:
 
 
 def reference(template: str, messages: Messages, options: dict[str, Any]) -> str | None:
-    """The reference library's text; None where it cannot render ``messages``.
+    """Return the reference library's rendering, or None if the library cannot render ``messages``.
 
-    A client leaves open how arguments, thoughts and missing content reach a template. The reference gets each
-    of the possible forms in turn, and the first that the template reads counts: it shows every call and every
-    part, and spells no value as Python does.
+    Clients do not specify the form of arguments, reasoning and missing content for a template. The reference
+    gets each possible form in turn. The chosen rendering shows the most calls and parts, and no value in
+    Python syntax.
     """
     texts = [text for tried in _forms(messages) if (text := _render(template, tried, options)) is not None]
     plain = [text for text in texts if not any(one in text for one in _BAD)]
@@ -146,11 +146,11 @@ def reference(template: str, messages: Messages, options: dict[str, Any]) -> str
 
 
 _BAD = ("None", "null<", "\nnull", "{'city'", '\\"city\\"', "{'type'", '{"type": "text"')
-"""Values that a template spelled instead of reading them."""
+"""Traces of values that a template printed instead of reading."""
 
 
 def _read(text: str, messages: Messages) -> int:
-    """How much of ``messages`` is in ``text``."""
+    """Return the number of parts of ``messages`` that occur in ``text``."""
     wanted: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -165,7 +165,7 @@ def _read(text: str, messages: Messages) -> int:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """``messages`` in each form that a template may want."""
+    """Yield ``messages`` in each form that a template may need."""
     calls = any("tool_calls" in message for message in messages)
     thought = any("reasoning_content" in message for message in messages)
     lists = {message["role"] for message in messages if isinstance(message.get("content"), list)}
@@ -214,7 +214,7 @@ def _render(template: str, messages: Messages, options: dict[str, Any]) -> str |
             eos_token=EOS,
             unk_token=UNK,
         )
-    except Exception:  # whatever a template raises
+    except Exception:  # a template may raise any exception
         return None
     text: str = texts[0]
     return text

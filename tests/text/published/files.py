@@ -1,4 +1,4 @@
-"""The published chat templates, in the folder that ``WEFT_REAL_FILES`` names, and models around them."""
+"""The published chat templates in the folder of ``WEFT_REAL_FILES``, and models around them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARK = re.compile(
     r"|</?seed:[a-z_]{1,20}>|</?s>|<(?:start|end)_of_[a-z]+>|<sep>|</?think>|</?tool_(?:call|response)>"
     r"|</?arg_(?:key|value)>"
 )
-"""Texts that are tokens of their own in the tokenizers of these templates."""
+"""Matches texts that are single tokens in the tokenizers of the templates."""
 
 
 def template_names() -> list[Any]:
@@ -66,7 +66,7 @@ def _family(template: str) -> str:
 
 @functools.cache
 def model(name: str) -> TextModel:
-    """A model with a published template, and a tokenizer that has its marks."""
+    """Return a model with a published template and a tokenizer with the template's marks."""
     template = source(name)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
@@ -82,6 +82,6 @@ def model(name: str) -> TextModel:
 
 
 def common_length(first: str, second: str) -> int:
-    """How many characters at the start of both are the same."""
+    """Return the length of the common prefix of both texts."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return sum(1 for _ in same)

@@ -1,4 +1,4 @@
-"""Marks that end a turn of the assistant, as published templates write them."""
+"""Marks in published templates that end an assistant turn."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ ENDS: dict[str, set[str]] = {
     "trl--qwen3_instruct_2507": _CHATML,
     "trl--smolvlm": {"<end_of_utterance>"},
 }
-"""By template, beside the end that the configuration names. A template that is not listed writes none: it
-names the configuration's end itself, or writes roles as plain words."""
+"""End marks by template, besides the configured end. An absent template writes none: it writes the configured
+end, or writes roles as plain words."""
 
 
 @pytest.mark.parametrize("name", template_names())

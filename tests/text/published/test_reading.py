@@ -1,4 +1,4 @@
-"""Turns with calls, as published templates write them, are read back by the parser that ``auto`` chooses."""
+"""The parser that ``auto`` chooses reads back turns with calls as published templates write them."""
 
 from __future__ import annotations
 
@@ -86,17 +86,16 @@ SHOWS_LESS = {
     "trl--lfm2_2_5": {"nested arguments": _RAW},
     "trl--lfm2_2_5_v2": {"nested arguments": _RAW},
 }
-"""Kinds of turns that a template itself does not write down whole, in the reference library neither.
+"""Turns that a template writes incompletely, also in the reference library.
 
-Mistral's templates of the older tokenizers write quotes as HTML does (``&#34;``), with the reference library,
-too. Models write quotes; so the test does.
-"""
+Mistral's templates of the older tokenizers write quotes in HTML form (``&#34;``), also in the reference
+library. Models write quotes, and so does the test."""
 
 
 def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tuple[str, bool]:
-    """(text of ``turn`` as the template writes it up to what ends the turn, whether it begins in a thought).
+    """Return (text of ``turn`` up to the end of the turn, True if the text begins inside reasoning).
 
-    The text is what the engine gives out: special tokens that are no markup are left out.
+    The text equals the engine's output: special tokens that are not markup are removed.
     """
     chat, declared = text_model.chat, text_model.output.declared
     assert chat.source is not None
@@ -105,7 +104,7 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
     prompt = chat.encode(before, tools=tools).text
     try:
         whole = chat.encode([*before, turn], tools=tools, add_generation_prompt=False).text
-    except InvalidRequest:  # it wants results behind calls
+    except InvalidRequest:  # the template requires results after calls
         results = [result(number) for number in range(len(turn.get("tool_calls", ())))]
         whole = chat.encode([*before, turn, *results], tools=tools, add_generation_prompt=False).text
     start = common_length(prompt, whole)
@@ -114,7 +113,7 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
     in_thought = text_model.output.in_thought(whole[:start], "")
     for thought in declared.thoughts:
         if prompt.endswith(thought.close) and whole[start:].startswith(thought.close):
-            start += len(thought.close)  # a prompt that asks for no thought ends with it
+            start += len(thought.close)  # a prompt that asks for no reasoning ends with the closing mark
         if thought.close in whole[start:] and thought.open not in whole[start:]:
             in_thought = in_thought or text_model.output.in_thought(prompt, "")
     text = html.unescape(whole[start:]) if "&#34;" in whole else whole[start:]
@@ -135,7 +134,7 @@ def read(text_model: TextModel, text: str, *, in_thought: bool) -> list[OutputEv
 
 
 def spoken(events: list[OutputEvent]) -> dict[str, Any]:
-    """What ``events`` say, as a message of the assistant has it."""
+    """Return the content of ``events`` in the form of an assistant message."""
     names = [event.name for event in events if isinstance(event, CallBegin)]
     whole = {event.call for event in events if isinstance(event, CallEnd)}
     arguments = [
@@ -171,13 +170,13 @@ WHOLE: Messages = [
 
 
 def difference(name: str, before: Messages, turn: dict[str, Any]) -> str:
-    """What a published template's text of ``turn`` is read as, where it is not ``turn``."""
+    """Return a message if a template's text of ``turn`` parses differently from ``turn``, otherwise ""."""
     try:
         text, in_thought = turn_of(model(name), before, turn)
     except InvalidRequest as error:
         return error.message
     wanted = meant(turn)
-    if wanted["thought"] not in text:  # many templates show no thoughts
+    if wanted["thought"] not in text:  # many templates show no reasoning
         wanted["thought"] = ""
     found = spoken(read(model(name), text, in_thought=in_thought))
     return "" if found == wanted else f"{found}, not {wanted}, of {text!r}"
@@ -202,7 +201,7 @@ def test_every_turn_of_a_whole_conversation_is_read_back(name: str) -> None:
         pytest.skip(f"{name}: {NOT_SUPPORTED[name]}")
     if name == "mrs--nousresearch_hermes2_pro_tool_use":
         pytest.skip("the template writes a result otherwise once an answer follows")
-    # Templates drop the thoughts of earlier turns once an answer follows.
+    # Templates drop the reasoning of earlier turns once an answer follows.
     past = [{key: value for key, value in one.items() if key != "reasoning_content"} for one in WHOLE]
     wrong = [
         f"message {number}: {found}"

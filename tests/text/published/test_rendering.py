@@ -1,4 +1,4 @@
-"""Published chat templates render conversations as the reference library renders them."""
+"""Published chat templates render conversations like the reference library."""
 
 from __future__ import annotations
 

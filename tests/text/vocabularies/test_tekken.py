@@ -24,7 +24,7 @@ def load(path: Path, file: bytes, **files: Any) -> Tokenizer:
 
 
 def expected(text: str) -> list[int]:
-    """With the token that begins a sequence."""
+    """Return the expected ids, including the begin token."""
     return [1, *(40 + number for number in Plain(TOKENS, TEKKEN).encode(text))]
 
 
@@ -105,7 +105,7 @@ def test_broken_files_are_refused(tmp_path: Path, file: bytes, why: str) -> None
 
 
 def converted(path: Path, pattern: str = TEKKEN, **added: int) -> bytes:
-    """A tokenizer.json of these tokens with another pattern, and further or other special tokens."""
+    """Return a tokenizer.json of the tokens with another pattern and further or replaced special tokens."""
     data = json.loads(load(path, tekken_file(TOKENS, LISTED)).files.tokenizer_json)
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
     entry = data["added_tokens"][0]

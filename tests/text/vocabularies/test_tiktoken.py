@@ -115,7 +115,9 @@ def test_long_runs_are_cut_as_kimi_cuts_them(tokenizer: Tokenizer, name: str) ->
 
 
 def _by_words(plain: Plain, text: str) -> list[int]:
-    """As ``Plain.encode``; a word of one letter is so long here that its merges are the library's."""
+    """Return the ids of ``Plain.encode``, with the library's merges because a word of one letter is very long
+    here.
+    """
     words = plain.words.findall(text)
     tokenizer = _library()
     return [number for word in words for number in tokenizer.encode(word).ids]
