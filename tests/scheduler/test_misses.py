@@ -127,7 +127,7 @@ def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
     reasons = set()
     for seed in range(8):
         rng = random.Random(seed)
-        # The memory of prompts evicts old prompts, so that an explanation may be missing but never wrong.
+        # The smaller limit holds about ten blocks, so that the memory of prompts must evict old prompts.
         most = rng.choice([RECORD_COST + 10 * BLOCK_COST, 1 << 20])
         states = rng.choice([0, 5])
         window = rng.choice([None, 6])

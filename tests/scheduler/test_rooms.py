@@ -392,7 +392,6 @@ def test_siblings_have_rooms_of_their_own_and_share_what_is_full() -> None:
 def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth: int) -> None:
     kv = kv_config(**facts)
     side = Side("decode", kv, depth)
-    # The first decode step of the receiver has one unknown id: the first token of the sender.
     request = side.submit(1, max_tokens=6)
     assert isinstance(side.state(1), Awaiting)
     assert not side.scheduler.has_work()
@@ -409,6 +408,7 @@ def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth:
     assert side.held == 0
     plan = side.plan()
     assert plan is not None
+    # The received token is the only id without a cache entry: the first row is a decode row at position 10.
     assert (plan.prefill.rows, plan.decode.rows) == (0, 1)
     assert plan.decode.start.tolist() == [10]
     (alloc,) = [op for op in plan.ops if isinstance(op, AllocSlot)]
