@@ -1,4 +1,4 @@
-"""One connection, byte by byte: what is cancelled at any point, and what may come before a hand-shake."""
+"""One connection, byte by byte: cancellation at any point, and allowed bytes before a handshake."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAYLOAD = 40
 
 
 class Trickle:
-    """A socket that takes so many bytes in all, then none."""
+    """A socket that accepts a fixed number of bytes."""
 
     def __init__(self) -> None:
         self.out = bytearray()
@@ -39,7 +39,7 @@ def connection(sock: Any) -> Connection:
 
 
 def heard(data: bytes, proven: bool = True) -> list[Got]:
-    """What the other end makes of ``data``."""
+    """Return the messages that the other end reads from ``data``."""
     near, far = socket.socketpair()
     with near, far:
         far.setblocking(False)
