@@ -230,7 +230,7 @@ class Witness(Runner):
                 self.seeds[op.slot] = op.seed
         copy = super()._sample(handle, masks)
         rows, decode = batch().sample_rows, handle.plan.decode
-        # Behind the last accepted draft come logits of a sequence that never was.
+        # Logits behind the last accepted draft belong to a rejected continuation.
         accepted = np.zeros(decode.rows, np.int64) if copy.accepted is None else copy.accepted.numpy()
         true = [np.ones(int(handle.plan.prefill.sample.sum()), bool)]
         true += [np.arange(count) <= right for count, right in zip(decode.count, accepted, strict=True)]

@@ -125,7 +125,7 @@ def test_angles(kind: Any, dtype: torch.dtype, threads: int) -> None:
 
 
 def implementations(op: str, dtype: torch.dtype) -> list[registry.Implementation]:
-    """Every form of ``op`` that says it is invariant and can run here."""
+    """Return every form of ``op`` that claims invariance and can run here."""
     return [
         made
         for made in registry._OPS[op]

@@ -128,7 +128,7 @@ def test_the_least_recently_used_goes_first() -> None:
     saved(kind, 0, hashes[0], 0)
     saved(kind, 0, hashes[1], 0)
     kind.committed(0)
-    assert kind.save(0, hashes[0], 0, True, 1) is None  # there is one: nothing to copy, but it was of use
+    assert kind.save(0, hashes[0], 0, True, 1) is None  # exists already: only the use counts
     saved(kind, 0, hashes[2], 1)
     kind.committed(1)
     assert [kind.has(key) for key in hashes[:3]] == [True, False, True]

@@ -288,7 +288,7 @@ def test_a_peer_that_was_killed_is_noticed_long_before_the_deadline(peers: Calla
     assert pid is not None
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(CommLost, match=r"has ended: rank 2 of 3|aborted"):  # who notices first ends the group
+    with pytest.raises(CommLost, match=r"has ended: rank 2 of 3|aborted"):  # first to notice
         group.comm.all_reduce(torch.zeros(1))
     assert group.said()[0] == 1
     killer.join()

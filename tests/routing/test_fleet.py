@@ -142,7 +142,7 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     old = one.link["a"]
     one.expect("a")
     assert one.of(e.Unlink) == [e.Unlink("a", old)]
-    assert one.of(e.Replace) == []  # there is one already
+    assert one.of(e.Replace) == []  # a process is there already
     assert [(action.instance, ids(action.message)) for action in one.of(e.Send)] == [("b", [7])]
     one.on(e.Lost("a", old, DIED))
     assert one.actions == []
@@ -331,7 +331,7 @@ def test_one_that_knows_no_attempts_is_asked_again_when_it_has_answered() -> Non
     one.on(e.Paused((1,)))
     assert one.sent() == [m.Finish(sequence=1)]
     one.on(e.Resumed((1,)))
-    assert one.sent() == []  # what it sends now would be taken for the next attempt's
+    assert one.sent() == []  # would count for the next attempt
     one.tokens("a", 1, 8)
     assert (one.told(), one.sent()) == ([], [])
     one.tokens("a", 1, finish="abort")
