@@ -70,7 +70,7 @@ def test_chunks_and_hits(name: str, depth: int, chunk: int, tight: bool, videos:
 
 
 def test_a_video_that_begins_alike_shares_what_is_alike(videos: Videos) -> None:
-    """Frame groups are found by their own frames: a longer video encodes only its new groups."""
+    """Frame groups are found by their frames: a longer video encodes only the new groups."""
     name = "qwen3-vl"
     longer = videos.models.seen(name, [5, Clip(6, 2, 3), 4], 1)
     (short, *_) = videos.prompts(name)

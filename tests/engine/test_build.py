@@ -61,8 +61,10 @@ def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineCon
 def test_where_ranks_meet_over_nccl_graphs_wait_for_the_group(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without NCCL, graphs are captured before the group forms. The test skips only the capture, for lack
-    of a GPU."""
+    """Over NCCL, graphs are captured lazily. Ranks without NCCL run eager steps, without graphs.
+
+    The test replaces the capture itself, for lack of a GPU.
+    """
     model = build_runner(config, progress=False)._model
     model.device = torch.device("cuda")
     monkeypatch.setattr("weft.engine.build.CudaCapture", lambda device: lambda run: run)

@@ -7,9 +7,9 @@
     copies       copies between caches and host memory, for transfers between groups (``CudaCopies``)
 
 ``EVENTS`` states for each event the recording stream and its work, and the waiting stream and its work.
-Rehearsed engines must match the table edge by edge (``test_streams.py``). ``trace`` returns any number of steps
-by the table, and ``races`` (``order.py``) proves that the waits are enough. Without any ``needed`` wait the steps
-race. This module does not import torch.
+Rehearsed engines must match the table edge by edge (``test_streams.py``). ``trace`` returns any number of
+steps by the table, and ``races`` (``order.py``) proves that the waits are enough. Without any single
+``needed`` wait the steps race. This module does not import torch.
 """
 
 from __future__ import annotations

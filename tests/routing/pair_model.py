@@ -228,7 +228,7 @@ class Model:
                 head.work[message.sequence] = work
 
     def sees(self, head: Head, submit: m.Submit) -> None:
-        """Check that the engine gets exactly the images that it needs."""
+        """Check that the engine gets exactly the required images."""
         for item in submit.media:
             if item.room is None:
                 assert bool(item.pixels) <= (head.role != "decode" or submit.room is None)

@@ -241,7 +241,7 @@ def test_choices_go_to_one_pair_each_with_its_room() -> None:
 
 
 def test_choices_that_are_apart_come_together_again() -> None:
-    """A returned sample joins its parallel samples, with tokens that the others do not have."""
+    """A returned sample joins the parallel samples, with tokens unknown to the others."""
     one = pairs("p", "q", "d", "f")
     ask(one, 1, 2)
     one.tokens("p", 1, 7, position=0, finish="moved")
