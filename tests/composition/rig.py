@@ -44,7 +44,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-#: Form of attention -> (transformers' name of a family that has it, its configuration).
+#: Form of attention -> (name of a family in transformers, configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": (
         "Qwen3Moe",

@@ -31,7 +31,7 @@ _SMALL_STATE = {
     "linear_value_head_dim": 4,
 }
 """Small states, as in the family without images: caches are mostly entries, which run short."""
-#: Form of attention -> (case of ``tests.support.vision_models``, changes of its text model)
+#: Form of attention -> (case of ``tests.support.vision_models``, changes of the text model).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "images, deepstack": ("qwen3-vl", {}),
     "images, delta": ("qwen3-5-moe-vision", _SMALL_STATE),

@@ -27,7 +27,7 @@ from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, OWN, ROOM
 from tests.support.pairwise import covering, few_of, name
 
-#: Feature -> its values. The first value is the value of the reference.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "blocks": ["same", "larger", "smaller"],
     "prefix": [False, True],

@@ -27,7 +27,7 @@ from tests.composition.rig import (
 from tests.composition.table import Table
 from tests.support.pairwise import covering, few_of, name
 
-#: Feature -> its values. The first value is the value of the reference.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "policy": ["exclusive", "mixed"],
     "chunk": [0, 5],
@@ -44,7 +44,7 @@ FEATURES: dict[str, list[Any]] = {
 #: Different values for some families.
 OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
-    "sparse": {"kv": ["auto"]},  # its lines are compressed as the model was trained to
+    "sparse": {"kv": ["auto"]},  # the model was trained with compressed entries
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
 #: Memory for embeddings, in families with images.

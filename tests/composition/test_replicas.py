@@ -35,7 +35,7 @@ FAMILIES = {
     "experts, delta": "qwen3-5-moe-vision",
     "experts, latent": "kimi-k25",
 }
-#: Feature -> its values. The first value is the value of the reference.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "policy": ["exclusive", "mixed"],
     "chunk": [0, 7],

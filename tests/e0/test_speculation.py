@@ -232,7 +232,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         engine.close()
     for sequence, (prompt, choice) in who.items():
         expected = reference.answer(case["model"], case["sampling"], prompt, choice)
-        if hit:  # whoever finds its prompt computed is told nothing of it... but asked to, it skips the cache
+        if hit:  # prompt logprobs skip the cache
             assert answers[sequence].tokens == expected.tokens
         if choice:  # prompt logprobs are for choice 0
             answers[sequence].prompt_logprobs = list(expected.prompt_logprobs)

@@ -117,7 +117,7 @@ def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, m
         assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
     (rank,) = pair.sender.group.members
     assert rank.writes >= 2 * sum((640, 30, 200)) // 10
-    pair.until(lambda: rank.transfer.pushes.under_way == 0)  # answers may come behind what they let land
+    pair.until(lambda: rank.transfer.pushes.under_way == 0)  # late answers may follow
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -420,7 +420,7 @@ def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
                 uncomputed.discard(key)
                 if draw.random() < 0.1:
                     pair.spoil(key, draw.randrange(pair.sender.group.dims.ranks))
-                elif key in pair.sender.scheduler.blocks:  # else it has ended: nobody would encode it
+                elif key in pair.sender.scheduler.blocks:  # otherwise already ended
                     pair.compute(key)
         for key in list(live):
             if given_up.get(key, until) < time.monotonic():

@@ -186,7 +186,7 @@ def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch
         time.sleep(0.01)
         return step()
 
-    monkeypatch.setattr(served.core, "step", slow_step)  # so that it is live when the other one asks
+    monkeypatch.setattr(served.core, "step", slow_step)  # stays live for a while
     owner, other = served.front(), served.front()
     owner.send(ask(1, tokens=60))
     owner.receive()

@@ -79,7 +79,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     found = {rank: tuple(p.num_blocks for p in runner.kv.pools) for rank, runner in ranks.runners.items()}
     assert found == dict.fromkeys(range(4), least)
     assert [p.cache for p in ranks.runners[2].kv.pools] == [p.cache for p in kv.pools]
-    # A restarted rank gets the pool sizes of the group, whatever its own memory allows.
+    # A restarted rank gets the pool sizes of the group, for any free memory of the rank.
     ranks.rooms[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
     with pytest.raises(GroupLost, match="started anew") as lost:
@@ -458,7 +458,7 @@ def test_a_worker_that_does_not_come_to_the_next_head_is_started_again() -> None
     finish(rig)
 
 
-# ---- frames that do not belong to this step
+# ---- frames of other steps
 
 
 def test_a_frame_that_comes_twice_is_a_gap() -> None:

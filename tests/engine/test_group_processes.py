@@ -27,7 +27,7 @@ from weft.types.sampling import TokenParams
 
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
-#: Name -> settings of each group that prefills, and of each one that decodes.
+#: Name -> settings of each prefill group, and of each decode group.
 LAYOUTS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "1p1d": ([{}], [{}]),
     "1p2d": ([{}], [{}, {}]),

@@ -206,7 +206,7 @@ def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> Non
     assert set(head.rooms.take()) == {ev.RankStopped(kv, rank) for rank in range(3)}
     assert set(head.embeddings.take()) == {ev.RankStopped(image, rank) for rank in range(3)}
     for made in both[1].values():
-        made.reports.tell(ev.RankReport(image, 0, Outcome.done))  # it was stopped: who says so is not heard
+        made.reports.tell(ev.RankReport(image, 0, Outcome.done))  # ignored after the stop
     rig.ranks.settle()
     head.check()
     assert [word.rank for word in head.embeddings.take()] == [0]
@@ -313,7 +313,7 @@ def test_an_idle_head_wakes_when_a_rank_says_something(rig: GroupRig) -> None:
     assert poller.poll(0)
     rooms.take()
     assert not poller.poll(0)
-    assert isinstance(rig.ranks.net, Loopback)  # over zmq the channel's socket is among them
+    assert isinstance(rig.ranks.net, Loopback)  # a zmq channel has a socket too
 
 
 def test_a_head_whose_transfers_have_failed_ends(rig: GroupRig) -> None:

@@ -144,7 +144,7 @@ def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_ba
         assert failed.error.code == "peer_ended", "a front sends nothing there, then"
         assert not pair.sender.scheduler.held
         assert pair.sender.channel.dropped == [pair.receiver.peer]
-        late = pair.key(2)  # its Submit was in flight
+        late = pair.key(2)  # the Submit was in flight
         pair.sender.rooms.open(RoomTicket(late, True, pair.receiver.peer, 60.0))
         pair.sender.turn()
         assert pair.sender.scheduler.kinds(late) == ["RoomFailed", "RoomFreed"]
@@ -242,7 +242,7 @@ def test_a_group_that_is_lost_ends_its_rooms_and_ranks_that_run_on_are_told_agai
     pair.run(1.0)
     assert sender.scheduler.kinds(early) == ["RoomBound", "RoomFailed"]
     assert kinds(sender).count("PushRoom") == 1  # nothing begins meanwhile
-    assert set(sender.scheduler.held) == {key, early}  # rank 1 has not reported its stop
+    assert set(sender.scheduler.held) == {key, early}  # rank 1 has not reported a stop
     sender.ranks.deaf = set()
     sender.rooms.regain()
     pair.run(1.0)

@@ -224,7 +224,7 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
     assert parts[2][1].media[0].pixels
 
 
-# -- who can
+# -- choice of encoders
 
 
 def test_those_that_encode_otherwise_are_not_asked() -> None:

@@ -175,9 +175,7 @@ def test_a_session_goes_on_where_it_was() -> None:
     instances[0].begin(1, 0)
     assert policy.choose(instances, asked[2], "s") is instances[0]
     instances[0].begin(2, 0)
-    assert (
-        policy.choose(instances, asked[3], "s") is instances[1]
-    )  # it would wait for two; it is at home here now
+    assert policy.choose(instances, asked[3], "s") is instances[1]  # the former home has a queue of two
     instances[0].end(1)
     instances[0].end(2)
     assert policy.choose(instances, asked[4], "s") is instances[1]

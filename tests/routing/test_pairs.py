@@ -263,7 +263,7 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
     assert one.fleet.refusal() is None
 
 
-# -- who are partners
+# -- partners
 
 
 def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +277,7 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
     assert len(told) == 1
     assert "engine p is never paired: it differs from d" in told[0]
     one.lose("q")
-    assert one.fleet.table.unpaired == 2  # nobody works with the one that decodes, either
+    assert one.fleet.table.unpaired == 2  # the decode instance has no partner either
 
 
 def test_one_that_takes_no_rooms_is_never_paired(caplog: pytest.LogCaptureFixture) -> None:
@@ -765,7 +765,7 @@ def test_one_that_died_twice_in_a_row_gets_one_prompt_until_it_handed_it_over() 
     assert where(one) == ["d", "p"]
 
 
-# -- a role that nobody has
+# -- a missing role
 
 
 def test_without_one_that_prefills_those_that_decode_do_it_after_a_while() -> None:

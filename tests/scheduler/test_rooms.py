@@ -239,7 +239,7 @@ def test_a_sequence_that_ends_with_prefill_needs_no_room(facts: dict[str, Any], 
     side.drain()
     _, cancel = side.scheduler.room_requests()
     assert isinstance(cancel, r.CancelRoom)
-    assert cancel.error is None  # not a failure: the front gets the end from this side
+    assert cancel.error is None  # not a failure: the API server gets the end from this side
     assert [event.finish for event in side.events] == [finish]
     side.room(r.RoomFailed(key_of(1), ERROR))
     assert side.held == 3
