@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Scale the time-out of a test (marker or default) to the speed of this machine.
 
-    A test with the marker ``real_processes`` starts new processes instead of forks (``tests.support.forked``).
+    A test with the marker ``real_processes`` starts new processes, no forks (``tests.support.forked``).
     """
     marker = item.get_closest_marker("timeout")
     given = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")

@@ -301,7 +301,7 @@ def ids(blocks: bytes) -> tuple[int, ...]:
 
 
 def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> None:
-    """A random life: submits, binds, steps, landings, faults, aborts, in any order."""
+    """Run a random life: submits, reservations, steps, receptions, faults and aborts, in any order."""
     source = random.Random(seed)
     names = source.choice([6, 40])
     most = world.limits.blocks * BLOCK
@@ -309,6 +309,7 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
     for _ in range(100_000):
         if not left and not world.rooms and not world.plans and not world.scheduler.has_work():
             return
+        # Repeated names are more likely. Faults and aborts stay rare, so that transfers complete.
         deeds = ["launch", "launch", "commit", "commit", "bind", "bind", "land", "land", "free"]
         if left:
             deeds += ["submit", "submit"]

@@ -271,6 +271,7 @@ class Model:
         sequence = self.rng.choice(list(head.work))
         work = head.work[sequence]
         room = self.rooms[work.submit.room.key] if work.submit.room is not None else None
+        # A blocked sequence does nothing. Afterwards the engine may return the sequence at any time.
         if self.images(head, work):
             return
         if room is not None and not work.landed and self.lost_room(head, work, work.submit.room):

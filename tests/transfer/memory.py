@@ -138,7 +138,10 @@ def reference(
     tables_to: Sequence[Sequence[int]],
     positions: Sequence[Sequence[int]],
 ) -> list[list[np.ndarray]]:
-    """The receiver's regions after a transfer of ``positions`` of each kind, one element at a time."""
+    """Return the receiver's regions after a transfer of ``positions`` of each KV cache group.
+
+    This plain reference copies element by element.
+    """
     after = [[region.copy() for region in regions] for regions in receiver.regions]
     for kind, spec in enumerate(sender.caches):
         for region in sender.regions_of(kind):

@@ -291,6 +291,7 @@ class World:
             if not receiver.alive:
                 return
             if receiver.paused_until > self.now:
+                # A stopped receiver copies nothing: the write completes after the process continues.
                 delay = receiver.paused_until - self.now + 1e-6
                 self.at(delay, partial(self.land, write))
                 return
