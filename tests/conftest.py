@@ -1,7 +1,7 @@
-"""For every test. Without a GPU, Triton's kernels run in its interpreter, on the CPU.
+"""Settings of every test. Without a GPU, Triton's kernels run in Triton's interpreter on the CPU.
 
-That is chosen when Triton is imported, so it is set here, before any test module can import it; and how CPU
-threads wait, when torch is.
+Triton reads the choice at import, and torch reads the wait mode of CPU threads at import. Both are therefore
+set here, before any test module can import Triton or torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.slow import ELSEWHERE
 from tests.support.slowness import deadline
 from weft.common import env
 
-env.spin_briefly()  # before torch is imported: threads that wait would take the core from other processes
+env.spin_briefly()  # before torch is imported: waiting threads would take the core from other processes
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -44,13 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Random tensors of a test, and of fixtures that are made for it, don't depend on the tests before it."""
+    """Make the random tensors of a test, and of its fixtures, independent of earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The collector of cycles need not look at the modules and the thousands of tests again and again."""
+    """Freeze the loaded modules and tests, so that the cycle collector does not scan them repeatedly."""
     gc.disable()
     try:
         return (yield)
@@ -61,14 +61,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """A case that a slow value and one of the grid meet in is the grid's alone."""
+    """Mark a case with a slow value and a grid value as grid only."""
     if any(mark.name == "slow" for mark in item.own_markers) and any(map(item.get_closest_marker, ELSEWHERE)):
         item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that wait come between files that compute: see ``tests.support.order``."""
+    """Place files that wait between files that compute: see ``tests.support.order``."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path.relative_to(Path(__file__).parent), []).append(item)
@@ -77,9 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """The time-out of a test, its marker's or the default, is one of a fast machine.
+    """Scale the time-out of a test (marker or default) to the speed of this machine.
 
-    A test with the marker ``real_processes`` starts processes that are no copies (``tests.support.forked``).
+    A test with the marker ``real_processes`` starts new processes, no forks (``tests.support.forked``).
     """
     marker = item.get_closest_marker("timeout")
     given = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
@@ -92,7 +92,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session")
 def extension() -> None:
-    """``torch.ops.weft_cpu`` can be called. Skips without a compiler; a build that fails is a failure."""
+    """Load ``torch.ops.weft_cpu``. Skip without a compiler. A failed build is a failure."""
     from weft.ops import cpu
     from weft.ops.cpu import build
 
@@ -107,9 +107,9 @@ def extension() -> None:
 
 @pytest.fixture
 def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of Triton's interpreter sum each element in one order; numpy's can depend on the row's place.
+    """Make products of Triton's interpreter sum each element in a fixed order.
 
-    OpenBLAS does so on CPUs without AVX-512.
+    The order of numpy can depend on the place of the row, with OpenBLAS on CPUs without AVX-512.
     """
     if torch.cuda.is_available():
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 NEEDS = {3: "brgemm", 4: "amx_bf16"}
-"""What of `cpu.capabilities` an engine needs."""
+"""Requirements of an engine, from `cpu.capabilities`."""
 
 
 @pytest.fixture(autouse=True)
 def _engine_runs_here(request: pytest.FixtureRequest) -> None:
-    """Skips a test whose parameter ``engine`` this CPU, or ATen on it, can't run."""
+    """Skip a test whose parameter ``engine`` is not supported by this CPU, or by ATen on this CPU."""
     from weft.ops import cpu
 
     callspec = getattr(request.node, "callspec", None)

@@ -1,4 +1,4 @@
-"""Rows over caches of entries and of groups, and what sparse attention makes of them, written out."""
+"""Rows over caches of entries and of groups, and a plain reference of sparse attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Sizes(NamedTuple):
-    """Of queries and entries, and of the indexer's."""
+    """Sizes of queries, entries and the indexer."""
 
     heads: int
     dim: int
@@ -45,7 +45,7 @@ def segment_of(rows: list[tuple[int, int]], tables: tuple[Tensor, ...], bound: i
 
 
 class Scene:
-    """Rows over a cache of entries and one of groups, all else in both NaN."""
+    """Rows over a cache of entries and a cache of groups. All other entries are NaN."""
 
     def __init__(
         self,
@@ -124,16 +124,16 @@ class Scene:
         return out
 
     def alone(self, row: int, position: int) -> SegmentInput:
-        """The segment of one token."""
+        """Return the segment of one token."""
         tables = tuple(table[row : row + 1] for table in self.segment.tables)
         return segment_of([(position, 1)], tables)
 
     def tokens(self) -> list[tuple[int, int]]:
-        """(row, position) of each."""
+        """Return (row, position) of each token."""
         return [(r, p) for r, (start, count) in enumerate(self.rows) for p in range(start, start + count)]
 
     def chosen(self, token: int, row: int, p: int) -> list[int]:
-        """The groups that a token reads, written out; ties go to the lowest."""
+        """Return the groups that a token reads, by the plain rule. Ties go to the lowest group."""
         seen = range((p + 1) // self.reads.ratio if self.reads.groups is not None else 0)
         if not self.reads.top:
             return list(seen)

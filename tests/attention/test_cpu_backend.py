@@ -1,4 +1,4 @@
-"""The CPU extension's attention: close to float64, every row's bits its own, nothing foreign enters."""
+"""Attention of the CPU extension: close to float64, equal bits in any batch, no foreign data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 
 NAN = float("nan")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 3e-6}
-#: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's and AMX's (conftest.py).
+#: Engines of csrc/attend_tile.h for bf16: the default of the machine, float products, ATen, AMX
+# (conftest.py).
 ENGINES = (0, 1, 3, 4)
 #: (start, count): first tokens, decodes at edges of tiles (64) and splits (512), chunks across both.
 ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511, 2), (1023, 1)]
@@ -42,7 +43,7 @@ def _threads() -> Iterator[None]:
 
 @dataclass
 class Scene:
-    """Sequences in a cache whose every other entry is NaN, with queries for their last tokens."""
+    """Sequences in a cache with NaN in all other entries, and queries for the last tokens."""
 
     rows: list[tuple[int, int]]
     shape: tuple[int, int, int, int] = (12, 4, 64, 64)
@@ -70,7 +71,7 @@ class Scene:
         self.scale = self.dim**-0.5
 
     def run(self, rows: list[tuple[int, int, int]] | None = None, engine: int = 0) -> Tensor:
-        """(row, first, count) of the segment's rows, ``first`` counted from the row's first query."""
+        """Run (row, first, count) rows; ``first`` counts from the row's first query. Return the output."""
         rows = [(r, 0, count) for r, (_, count) in enumerate(self.rows)] if rows is None else rows
         begins = np.cumsum([0, *(count for _, count in self.rows)])
         q = torch.cat([self.q[begins[r] + first : begins[r] + first + count] for r, first, count in rows])
@@ -84,7 +85,7 @@ class Scene:
         return out
 
     def expected(self) -> Tensor:
-        """In float64, a row at a time."""
+        """Return the expected output in float64, row by row."""
         made, group, begin = [], self.heads // self.kv_heads, 0
         for (start, count), kv in zip(self.rows, self.kv, strict=True):
             k, v = kv.double().repeat_interleave(group, dim=2).permute(1, 2, 0, 3)  # [heads, keys, dim]
@@ -118,7 +119,7 @@ def test_close_to_float64_and_nothing_foreign_enters(
 def test_bits_do_not_depend_on_company_chunks_or_threads(
     engine: int | None, shape: tuple[int, int, int, int], window: int
 ) -> None:
-    """Of float32, and of bf16 by each engine."""
+    """Tested for float32, and for bf16 with each engine."""
     dtype, engine = (torch.float32, 0) if engine is None else (torch.bfloat16, engine)
     scene = Scene(ROWS, shape, window, dtype)
     torch.set_num_threads(1)
@@ -152,7 +153,8 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_and_nobody_else(
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_long_row_divided_among_threads_has_the_same_bits(engine: int) -> None:
-    """Few pieces and many keys: splits are items of their own. Prefill's last query equals the decode row."""
+    """Few pieces and many keys: splits are separate items. The last query of a prefill equals the decode
+    row."""
     scene = Scene([(4095, 1), (2900, 150)], (6, 1, 64, 64))
     torch.set_num_threads(1)
     alone = scene.run(engine=engine)

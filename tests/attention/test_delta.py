@@ -1,4 +1,4 @@
-"""The gated delta net's core: every backend against its definition in float64, every row against itself."""
+"""The core of the gated delta net: every backend against the definition in float64, and equal bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAN = float("nan")
 COPIES = 4
 #: (key heads, value heads, key dims, value dims, taps)
 SHAPES = ((2, 4, 16, 32, 4), (3, 3, 8, 12, 3), (1, 3, 24, 5, 2))
-#: Those that the C++ operations serve: strips of every width, more of them than one, remainders.
+#: Shapes for the C++ operations: strips of every width, several strips, remainders.
 CPU_SHAPES = (
     (4, 8, 64, 64, 4),
     (2, 4, 128, 128, 4),
@@ -56,7 +56,7 @@ def make_spec(shape: tuple[int, ...]) -> DeltaSpec:
 
 @dataclass
 class Row:
-    """A sequence: its inputs, how many tokens were run, where its state is."""
+    """A sequence: its inputs, the number of computed tokens, and the place of its state."""
 
     qkvz: Tensor
     gates: Tensor
@@ -67,7 +67,7 @@ class Row:
 
 
 class Scene:
-    """Sequences of random inputs, and states of which everything is NaN that nobody wrote."""
+    """Sequences with random inputs, and states with NaN in all unwritten entries."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Scene:
         )
 
     def stage(self, parts: list[tuple[Row, int]]) -> tuple[SegmentInput, Tensor, Tensor]:
-        """The next ``count`` tokens of each row as a segment, and their inputs."""
+        """Return the next ``count`` tokens of each row as a segment, and their inputs."""
         counts = np.array([count for _, count in parts], np.int32)
         segment = SegmentInput(
             begin=0,
@@ -124,7 +124,7 @@ class Scene:
         return segment, qkvz, gates
 
     def step(self, backend: DeltaBackend, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
-        """Runs ``count`` more tokens of each row, as one segment of merged rows with others around it."""
+        """Run ``count`` more tokens of each row, as one segment inside other rows."""
         segment, qkvz, gates = self.stage(parts)
         prepared = backend.prepare(segment, 0, state_cache(self.spec), 64, qkvz.dtype)
         qkvz, gates = self._amid(qkvz), self._amid(gates)
@@ -149,11 +149,11 @@ class Scene:
 
     @staticmethod
     def _amid(rows: Tensor) -> Tensor:
-        """Three rows of others before them and two behind."""
+        """Return the rows with three other rows before and two after."""
         return torch.nn.functional.pad(rows, (0, 0, 3, 2), value=NAN)
 
     def whole(self, backend: DeltaBackend) -> list[Tensor]:
-        """Every row in one piece, in one segment."""
+        """Run every row in one piece, in one segment. Return the outputs."""
         self.step(backend, [(row, len(row.qkvz)) for row in self.rows])
         return self.outputs()
 
@@ -161,12 +161,12 @@ class Scene:
         return [torch.stack(row.out) for row in self.rows]
 
     def recurrent(self) -> Tensor:
-        """The rows' states, as they hold now."""
+        """Return the current states of the rows."""
         return torch.stack([self.state[3][row.slot, row.live] for row in self.rows])
 
 
 def expected(scene: Scene, row: Row) -> tuple[Tensor, Tensor]:
-    """(outputs, state) of a row by the definition in float64: token by token, head by head."""
+    """Return (outputs, state) of a row by the definition in float64: token by token, head by head."""
     spec, weights = scene.spec, scene.weights
     key, value = spec.k_heads * spec.k_dim, spec.v_heads * spec.v_dim
     x, gates = row.qkvz.double(), row.gates.double()
@@ -215,12 +215,12 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", [TorchDelta(), InvariantDelta()], ids=["torch", "invariant"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend, wild: bool) -> None:
-    """Also with gates that forget everything at once, or nothing."""
+    """The gates include complete decay and no decay."""
     scene = Scene(shape, wild=wild)
     outputs = scene.whole(backend)
     for row, made, state in zip(scene.rows, outputs, scene.recurrent(), strict=True):
         right, right_state = expected(scene, row)
-        # Where hardly anything was learned yet, the norm of o stretches what is left of its last bits.
+        # With little learned, the norm of o magnifies rounding errors.
         assert distance(made, right) < (1e-10 if wild else 1e-12)
         assert distance(state, right_state) < 1e-12
 
@@ -230,7 +230,7 @@ def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", CPU_SHAPES)
 def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wild: bool) -> None:
-    """bf16: of the same inputs, so only the outputs' rounding is left."""
+    """In bf16 the reference has the same inputs, so only the rounding of outputs remains."""
     scene = Scene(shape, dtype, lengths=[40, 1, 7], wild=wild)
     for row, made in zip(scene.rows, scene.whole(CpuDelta()), strict=True):
         right, right_state = expected(scene, row)
@@ -251,7 +251,7 @@ def test_torch_in_narrower_types(dtype: torch.dtype) -> None:
 
 
 def in_chunks(scene: Scene, backend: DeltaBackend, size: int) -> None:
-    """All rows side by side, ``size`` tokens a step, until all are done."""
+    """Run all rows side by side, ``size`` tokens in a step, to the end."""
     while parts := [(r, min(size, len(r.qkvz) - r.done)) for r in scene.rows if r.done < len(r.qkvz)]:
         scene.step(backend, parts)
 
@@ -304,7 +304,7 @@ def backends_for(shape: tuple[int, ...]) -> list[DeltaBackend]:
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2]])
 def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
-    """Verify rows of different counts, cut back at random, end where plain decoding does."""
+    """Verify rows of different counts, cut back at random, end in the state of plain decoding."""
     for backend in backends_for(shape):
         lengths, prompts = [30, 24, 9, 28], [12, 3, 1, 20]
         plain, drafted = Scene(shape, torch.float32, lengths), Scene(shape, torch.float32, lengths)
@@ -378,7 +378,7 @@ def test_a_broken_row_spoils_itself_alone() -> None:
 def test_rows_of_equal_counts_ask_the_host_nothing(
     backend: DeltaBackend, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a CUDA graph captures: nothing uploaded, no value read."""
+    """The condition of a CUDA graph: no upload, and no read of a value."""
 
     def refused(array: Any, device: Any) -> Tensor:
         raise AssertionError("a copy from the host")

@@ -1,4 +1,4 @@
-"""The FlashInfer backend: what it refuses, and the pages it names. Its kernels need a GPU and the library."""
+"""The FlashInfer backend: refusals and page tables. Its kernels need a GPU and the library."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_pages_hold_what_a_row_sees_and_nothing_else(window: int) -> None:
         high = (start + count - 1) // 4 + 1
         begin, end = int(pages.entries[row]), int(pages.entries[row + 1])
         assert pages.indices[begin:end].tolist() == table[row, low:high].tolist()
-        # The queries are the last of the positions that are named.
+        # The queries are the last of the listed positions.
         assert (end - begin - 1) * 4 + int(pages.last[row]) == start + count - low * 4
 
 
@@ -74,7 +74,7 @@ def test_pages_hold_what_a_row_sees_and_nothing_else(window: int) -> None:
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize("rows", [[(70, 1), (0, 1), (300, 1)], [(5, 90), (0, 4), (170, 1), (80, 300)]])
 def test_equals_attention_written_out(rows: list[tuple[int, int]], window: int) -> None:
-    """Over a cache whose every other entry is NaN."""
+    """The cache has NaN in all other entries."""
     scene = moved(Scene(rows, window=window, block=16, dim=64, dtype=torch.bfloat16), "cuda")
     out = torch.full_like(scene.q, float("nan"))
     FlashInferAttention().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3)

@@ -1,4 +1,4 @@
-"""Attention over a cache in 8 bits is attention over the plain cache that it reads as, bit for bit."""
+"""Attention over an 8-bit cache equals attention over the dequantized cache, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "invaria
 
 
 class Scene:
-    """A cache of random entries in blocks of random order, NaN in every other entry, and queries for it."""
+    """A cache of random entries in shuffled blocks, NaN in all other entries, and queries."""
 
     def __init__(self, dtype: torch.dtype, block: int, window: int, dim: int = 32) -> None:
         rng, kv_heads, heads = random.Random(0), 2, 6
@@ -80,7 +80,7 @@ class Scene:
         return CacheSpec(fp8=fp8, **self._facts)
 
     def run(self, backend: AttentionBackend, fp8: bool) -> torch.Tensor:
-        """With the layers' shared preparation, and without it."""
+        """Run with and without the shared preparation of layers. Return the output."""
         outs = []
         spec = self.spec(fp8)
         backend.check(spec, model_spec(6, spec), self.block, self.q.dtype, CPU)
@@ -140,7 +140,7 @@ LATENT_ROWS = [(0, 1), (0, 37), (700, 3), (5, 20), (63, 1), (64, 64), (513, 2)]
 
 
 def _run_latent(scene: latent.Scene, backend: LatentBackend, form: Form, fp8: bool) -> torch.Tensor:
-    """The scene's cache in 8 bits, or the plain one that it reads as."""
+    """Run over the scene's 8-bit cache, or over the dequantized cache."""
     segment, tokens = scene.segment()
     latents, keys = scene.cache.split((scene.shape.lora, scene.shape.rope), dim=-1)
     values, scales = kv_fp8.quantize(latents)
@@ -181,7 +181,7 @@ def test_latent_cpu(form: Form, dtype: torch.dtype, window: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("extension")
 def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
-    """A row that sees one key gets its value: here all codes but NaN, in two entries of 128."""
+    """A row with one key returns the value: all codes except NaN, in two entries of 128."""
     powers = [-126, -120, -111, -110, -30, 0, 9, 110, 111, 118]
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # NaN
@@ -198,7 +198,7 @@ def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
     table, cache = torch.arange(1, rows + 1).view(rows, 1), values.view(kv_fp8.VALUES)
     torch.ops.weft_cpu.attend.default(q, out, cache, offsets, starts, table, 0, 1.0, 0, None, scales)
     made, exact = out[:-1, 0].double(), (cache.double() * scales.double()[..., None])[1:-1, 1, 0, 0]
-    whole = exact.abs() >= 2.0**-126  # numbers below it may become zero
+    whole = exact.abs() >= 2.0**-126  # smaller numbers may become zero
     assert torch.equal(made[whole], exact[whole])
     assert ((made[~whole] == 0) | (made[~whole] == exact[~whole])).all()
     assert out[-1].isnan().all()

@@ -1,4 +1,4 @@
-"""The CPU extension's latent attention: close to float64, every row's bits its own within a form."""
+"""Latent attention of the CPU extension: close to float64, equal bits in any batch within a form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 4e-6}
 ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511, 2), (1023, 1)]
 #: The same, for large entries.
 FEW_ROWS = [(0, 1), (60, 70), (639, 1), (511, 2)]
-#: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's (conftest.py).
+#: Engines of csrc/attend_tile.h for bf16: the default of the machine, float products, ATen (conftest.py).
 ENGINES = (0, 1, 3, 4)
 
 
@@ -47,7 +47,7 @@ def run(
     engine: int = 0,
     budget: int = 0,
 ) -> Tensor:
-    """The op itself, with its engine and its memory for expanded keys and values."""
+    """Run the operator with an engine and a budget for expanded keys and values."""
     segment, tokens = scene.segment(rows)
     up, q = scene.up.packed, scene.q[tokens]
     out = q.new_full((len(q), scene.shape.heads, scene.shape.v), NAN)
@@ -89,7 +89,7 @@ def test_close_to_float64_and_nothing_foreign_enters(
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_as_a_backend(form: Form, interleaved: bool) -> None:
-    """Also where queries lie apart, as parts of wider rows."""
+    """Queries may be parts of wider rows."""
     scene = Scene([(3, 9), (70, 1)], SMALL, dtype=torch.float32, interleaved=interleaved)
     made = scene.run(CpuLatent(), form)
     assert (made.double() - scene.expected()).abs().max() < TOLERANCE[torch.float32]
@@ -118,7 +118,7 @@ def test_as_a_backend(form: Form, interleaved: bool) -> None:
 def test_bits_do_not_depend_on_company_chunks_or_threads(
     engine: int | None, form: Form, shape: Shape, window: int
 ) -> None:
-    """``engine`` None: in float32, which has one."""
+    """``engine`` None: float32, which has a single engine."""
     dtype, engine = (torch.float32, 0) if engine is None else (torch.bfloat16, engine)
     scene = Scene(FEW_ROWS if shape is WIDE else ROWS, shape, window, dtype)
     torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(
 @pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_for_expanded_keys_changes_no_bit(dtype: torch.dtype, window: int) -> None:
-    """Positions in parts of 512: states are carried on, and some rows see nothing of a part."""
+    """Positions come in parts of 512: states are carried over, and some rows see nothing of a part."""
     scene = Scene([(900, 300), (0, 30), (1500, 1), (505, 20)], SMALL, window, dtype)
     whole = bits(run(scene, "expanded"))
     torch.set_num_threads(2)
@@ -169,7 +169,7 @@ def test_many_heads_and_a_long_row_divided_among_threads() -> None:
 def test_a_broken_line_reaches_only_queries_that_see_it(
     window: int, form: Form, at: int, value: float
 ) -> None:
-    """In its latent or in its rotated key."""
+    """The broken value is in the latent or in the rotated key."""
     scene = Scene([(30, 90)], SMALL, window, torch.bfloat16)
     before = run(scene, form)
     scene.cache[scene.table[0, 70 // 16], 70 % 16, at] = value

@@ -1,4 +1,4 @@
-"""The invariant form of latent attention on torch: right, and every row's bits its own."""
+"""The invariant form of latent attention on torch: correct, with equal bits in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention on torch, both forms, against attention written out."""
+"""Both forms of latent attention on torch, against a plain reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True, params=[1024, 8])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Few positions at a time: queries that see nothing of a chunk, and many merges."""
+    """Process few positions at a time: some queries see nothing of a chunk, and merges are many."""
     monkeypatch.setattr(latent_torch, "CHUNK", request.param)
     return int(request.param)
 

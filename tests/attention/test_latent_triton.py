@@ -1,6 +1,6 @@
-"""The Triton kernel of latent attention against attention written out: in the interpreter, or on a GPU.
+"""The Triton kernel of latent attention against a plain reference, in the interpreter or on a GPU.
 
-The interpreter rounds bfloat16 towards zero, so that has more room.
+The interpreter rounds bfloat16 towards zero, so the tolerance is wider.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or kernels.interpreting())
 runs = pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1")
-#: Decodes, and rows of few queries as drafts make them.
+#: Decodes, and rows of few queries as with drafts.
 ROWS = [[(0, 1)], [(70, 1), (0, 1), (290, 1)], [(64, 4), (3, 2), (0, 3)]]
 
 
@@ -50,7 +50,7 @@ def attend(scene: Scene) -> Tensor:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_attention_written_out(rows: Any, window: int) -> None:
-    """Over a cache that holds NaN wherever no position of the row is."""
+    """The cache has NaN outside the positions of the row."""
     scene = Scene(rows, window=window, dtype=torch.float32)
     assert (attend(scene).double() - scene.expected()).abs().max() < 1e-5
 
@@ -65,7 +65,7 @@ def test_parts_of_the_heads(heads: int) -> None:
 @runs
 @pytest.mark.parametrize("window", [0, 100])
 def test_splits_are_merged(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of which hold nothing of a row; and launches of few tokens each."""
+    """Some splits contain nothing of a row; launches have few tokens each."""
     monkeypatch.setattr(latent_triton, "SHORT_SPLIT", 64)
     monkeypatch.setattr(triton_backend, "STATES", 1)
     scene = Scene([(250, 1), (3, 1), (130, 2)], Shape(block=16), window, torch.float32)

@@ -21,7 +21,7 @@ def test_two_empty_states_give_zero_and_no_mass() -> None:
 
 @pytest.mark.parametrize("garbage", [NAN, INF, 7.0])
 def test_nothing_of_an_empty_state_enters(garbage: float) -> None:
-    """Whatever its out holds, and on either side."""
+    """The output of the empty state may hold anything, on either side."""
     one, mass = torch.tensor([[1.5, -2.0]]), torch.tensor([0.25])
     empty, nothing = torch.full((1, 2), garbage), torch.tensor([-INF])
     for made in (merge(one, mass, empty, nothing), merge(empty, nothing, one, mass)):

@@ -1,4 +1,4 @@
-"""Attention sinks, in every backend, against attention written out for one token at a time."""
+"""Attention sinks in every backend, against a plain reference for one token at a time."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_bits_of_a_row_are_its_own(form: Any) -> None:
         assert torch.equal(attend(backend(), scene, sinks), whole)
     torch.set_num_threads(1)
     alone = Scene([rows[0]], dim=16, block=16, dtype=dtype)
-    # The scene's random numbers begin alike, so the first row has the same keys, and its queries are given.
+    # The scene's random numbers begin alike: the first row has the same keys, and gets the same queries.
     alone.q = scene.q[:70].clone()
     assert torch.equal(attend(backend(), alone, sinks), whole[:70])
 

@@ -1,4 +1,4 @@
-"""Sparse attention, the choice of groups, and groups' entries, against each written out token by token."""
+"""Sparse attention, choice of groups, and entries of groups, each against a plain reference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_equals_attention_written_out(rows: list[tuple[int, int]], window: int, 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("top", [0, 3])
 def test_groups_without_a_window(rows: list[tuple[int, int]], top: int) -> None:
-    """Single positions as groups, of which a token chooses; values shorter than keys."""
+    """Groups are single positions, and a token chooses among the groups. Values are shorter than keys."""
     scene = Scene(rows, window=0, ratio=1, top=top, values=4, sinks=False)
     assert torch.allclose(scene.run(), scene.expected(), **EXACT)
 
@@ -107,7 +107,7 @@ def test_nobody_chooses_where_all_fit() -> None:
 
 @pytest.mark.parametrize("limit", [1 << 22, 8])
 def test_ties_go_to_the_lowest_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal keys, equal scores: the first of them, however rows are cut; so with zeros of any sign."""
+    """Equal keys have equal scores: the first groups win, for any cut of rows and zeros of any sign."""
     monkeypatch.setattr(sparse_torch, "SCORES", limit)
     scene = Scene([(0, 41), (64, 1)], top=3)
     keys = scene.caches[1][0][..., DIM:]
@@ -128,8 +128,10 @@ def test_ties_go_to_the_lowest_group(limit: int, monkeypatch: pytest.MonkeyPatch
 
 
 class Groups:
-    """Sources of one row, written in steps, and the groups that come of them: by the C++ operations, in
-    ``dtype``, where it is not float64."""
+    """Sources of one row, written in steps, and the resulting groups.
+
+    The C++ operations run in ``dtype``, except for float64.
+    """
 
     def __init__(
         self, dims: tuple[int, ...], ratio: int, overlap: int, total: int, dtype: torch.dtype = torch.float64
@@ -158,7 +160,7 @@ class Groups:
     def step(
         self, start: int, entries: Tensor, bound: int = 0, tables: tuple[Tensor, ...] | None = None
     ) -> None:
-        """Computes positions ``start`` .. with these source entries; ``tables``: what it reads by."""
+        """Compute positions ``start`` .. with these source entries. ``tables``: the tables to read with."""
         count = len(entries)
         segment = segment_of([(start, count)], tables or self.tables, bound)
         positions = torch.arange(start, start + count)
@@ -184,7 +186,7 @@ class Groups:
         return torch.stack([self.groups[block, entry] for block, entry in places])
 
     def expected(self, count: int) -> Tensor:
-        """Channel by channel."""
+        """Return the expected entries, channel by channel."""
         made = []
         begins = np.cumsum([0, *self.dims])
         whole = sum(self.dims)
@@ -225,9 +227,7 @@ WIDE = [((32, 16), 4, 2), ((40,), 16, 1), ((37, 21), 3, 2)]
 def test_groups_by_token(
     dims: tuple[int, ...], ratio: int, overlap: int, dtype: torch.dtype, extension: None
 ) -> None:
-    """Of the C++ operations: what is written out, and the same bits however a prompt is cut, on any
-    threads.
-    """
+    """The C++ operations give the reference, with equal bits for any cut of a prompt and any threads."""
     made = []
     before = torch.get_num_threads()
     try:
@@ -261,7 +261,7 @@ def test_groups_by_token_refuse_tables_and_places_that_are_not_there(extension: 
 @pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
 @pytest.mark.parametrize("chunk", [1, 3, 7, 50])
 def test_groups_of_chunks(dims: tuple[int, ...], ratio: int, overlap: int, chunk: int) -> None:
-    """Also where the host believes in a longer context than there is."""
+    """The host may assume a longer context than the real one."""
     row = Groups(dims, ratio, overlap, 50)
     for start in range(0, 50, chunk):
         row.step(start, row.entries[start : start + chunk], bound=min(3, 50 - min(50, start + chunk)))

@@ -1,6 +1,4 @@
-"""Sparse attention of the CPU extension: against the form written out, and that a token's bits are its
-own.
-"""
+"""Sparse attention of the CPU extension: against a plain reference, with equal bits for each token."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def test_who_sees_nothing_gets_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tokens_bits_are_its_own(dtype: torch.dtype) -> None:
-    """Alone, among others and in a prompt's middle, with one thread and with two."""
+    """The token runs alone, among others and inside a prompt, with one thread and with two."""
     whole = scene([(600, 300), (3, 20), (850, 1)], dtype, window=100, groups=(4, 50))
     chosen = whole.select()
     made = whole.run()
@@ -144,8 +142,11 @@ def test_ties_go_to_the_lowest_group() -> None:
 
 
 def _of_scores(scores: Tensor, top: int) -> list[int]:
-    """What ``sparse_select`` chooses of positions with these scores: a head's queries and weights are 1, and
-    a key is its score where that is not negative; the other head's weight is -1."""
+    """Return the choice of ``sparse_select`` for positions with these scores.
+
+    One head has queries and weights of 1, with a key equal to the score where not negative. The other head
+    has weight -1.
+    """
     count = len(scores)
     keys = torch.zeros(-(-count // 16), 16, 16)
     keys.view(-1, 16)[:count, 0] = torch.where(scores.signbit(), 0.0, scores)
@@ -172,7 +173,7 @@ def _scores(kind: str, count: int) -> Tensor:
         return made.mul(2).round()
     if kind == "equal":
         return torch.full((count,), 0.25)
-    if kind == "close":  # that differ in the last bits
+    if kind == "close":  # different in the last bits
         return (torch.full((count,), 0x40490FDB) + torch.arange(count) % 5).int().view(torch.float32)
     if kind == "falling":
         return torch.arange(count, 0, -1).float()
@@ -195,7 +196,7 @@ def test_the_highest_are_chosen_and_of_equals_the_lowest(kind: str, count: int) 
 
 
 def test_scores_that_are_no_numbers_have_a_place() -> None:
-    """The row fails for its values, but what it chooses is there: places that ascend, none of them twice."""
+    """The row fails for its values, but the choice is valid: ascending places without repetition."""
     found = scene([(640, 1)], groups=(4, 30))
     found.weights[0, 0] = torch.nan
     for weight in (torch.nan, -torch.inf):
@@ -243,7 +244,7 @@ def test_more_heads_than_a_piece_has_rows() -> None:
 
 
 def test_more_scores_than_are_kept_at_a_time() -> None:
-    """4 M scores are, of tokens of several sequences."""
+    """The buffer holds 4 M scores, of tokens of several sequences."""
     found = scene([(70_000, 70), (66_000, 3)], window=4, groups=(1, 5), block=64)
     selected = found.select()
     assert selected is not None

@@ -1,4 +1,4 @@
-"""The torch backend against attention written out for one token at a time."""
+"""The torch backend against a plain reference for one token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Scene:
-    """Rows with contexts already in a cache whose every other entry is NaN, and new tokens for them."""
+    """Rows with cached contexts and new tokens. All other entries of the cache are NaN."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Scene:
             k, v = torch.randn(2, start + count, kv_heads, dim, dtype=torch.float64).to(dtype)
             self.keys.append(k)
             self.values.append(v)
-            # What the first new token no longer sees belongs to somebody else.
+            # Positions outside the window of the first new token belong to other sequences.
             for p in range(max(0, start - window + 1) if window else 0, start):
                 self.cache[table[row, p // block], 0, :, p % block] = k[p]
                 self.cache[table[row, p // block], 1, :, p % block] = v[p]
@@ -74,7 +74,7 @@ class Scene:
         self._write(writes)
 
     def _write(self, writes: list[int]) -> None:
-        """The new tokens' keys and values, as the layer does before attention."""
+        """Write the new tokens' keys and values, as the layer does before attention."""
         rows = list(zip(self.rows, self.keys, self.values, strict=True))
         new = [(k[p], v[p]) for (start, count), k, v in rows for p in range(start, start + count)]
         for place, (k, v) in zip(writes, new, strict=True):
@@ -88,7 +88,7 @@ class Scene:
         return out
 
     def expected(self) -> Tensor:
-        """One token and one head at a time, in float64."""
+        """Return the expected output in float64, one token and one head at a time."""
         out, token = torch.empty(self.q.shape, dtype=torch.float64), 0
         shared = self.heads // self.spec.kv_heads
         for (start, count), keys, values in zip(self.rows, self.keys, self.values, strict=True):
@@ -127,7 +127,7 @@ def test_head_groups(heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 40, 700])
 def test_long_chunks_are_cut_and_long_contexts_are_right(window: int) -> None:
-    """More queries than a tile, more keys than any kernel's block; masks that hide whole kernel blocks."""
+    """More queries than a tile, more keys than a kernel block, and masks that hide whole blocks."""
     rows = [(1100, 2), (900, torch_backend.TILE + 9), (0, 3)]
     scene = Scene(rows, window=window, block=16, heads=2, kv_heads=1, dim=4)
     assert torch.allclose(scene.run(), scene.expected(), rtol=1e-11, atol=1e-12)
@@ -143,7 +143,7 @@ def test_pieces_beyond_the_gather_limit_are_split(window: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_upper_bounds_of_the_context_do_not_show(window: int) -> None:
-    """The device knows a shorter context than the host reserved for."""
+    """The device knows a shorter context than the context reserved by the host."""
     rows = [(6, 1), (9, 1), (3, 5)]
     scene = Scene(rows, window=window, bound=7)
     assert torch.allclose(scene.run(), scene.expected(), rtol=1e-12, atol=1e-12)

@@ -1,6 +1,6 @@
-"""The Triton backends against attention written out: in the interpreter on the CPU, or on a GPU.
+"""The Triton backends against a plain reference, in the interpreter on the CPU or on a GPU.
 
-The interpreter rounds bfloat16 towards zero, so that has more room.
+The interpreter rounds bfloat16 towards zero, so the tolerance is wider.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 READY = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or kernels.interpreting())
 runs = pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1")
 BOTH = [TritonAttention, TritonInvariant]
-#: Decodes, chunks, both. The interpreter takes some 10 ms a program, so they are as short as they can be.
+#: Decodes, chunks, both. The interpreter takes some 10 ms for a program, so rows are as short as possible.
 ROWS = [
     [(0, 1)],
     [(70, 1), (0, 1), (290, 1), (3, 1)],
@@ -40,7 +40,7 @@ ROWS = [
 
 
 def moved(scene: Scene, device: str) -> Scene:
-    """The scene's tensors on ``device``; what it expects stays where it is computed."""
+    """Return the scene with its tensors on ``device``. The expected output stays on its device."""
     segment = scene.segment
     scene.q, scene.cache = scene.q.to(device), scene.cache.to(device)
     scene.segment = replace(
@@ -75,7 +75,7 @@ def check(backend: TritonAttention, scene: Scene, tolerance: float) -> None:
 @mostly_slow("block", [4, 64], [4])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_attention_written_out(rows: Any, block: int, window: int, backend: Any) -> None:
-    """Over a cache that holds NaN wherever no position of the row is: it must not reach an output."""
+    """The cache has NaN outside the positions of the row. No NaN may reach an output."""
     scene = Scene(rows, window=window, block=block, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
     check(backend(), scene, 1e-5)
 
@@ -103,7 +103,7 @@ def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> Non
 @pytest.mark.parametrize("rows", [[(300, 1), (2, 1)], [(100, 17), (0, 5), (40, 3)]])
 @mostly_slow("window", [0, 80], [80])
 def test_splits_of_every_kind_give_the_same(rows: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short splits, many groups of them in the merge, and launches in parts."""
+    """Short splits, many groups of splits in the merge, and launches in parts."""
     for name in ("SHORT_SPLIT", "LONG_SPLIT"):
         monkeypatch.setattr(triton_backend, name, 32)  # a step of float32
     monkeypatch.setattr(triton_backend, "MOST_SPLITS", 1000)
@@ -156,7 +156,7 @@ def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.requirement("B13")
 @runs
 def test_merging_empty_states_gives_zero_and_minus_infinity() -> None:
-    """B13: the guard is in the merge; a state that is empty may hold anything."""
+    """The merge has the guard; an empty state may hold anything."""
     from weft.ops.triton.attention import merge
 
     inf = float("inf")
@@ -195,7 +195,7 @@ def test_an_output_that_is_not_contiguous_is_written() -> None:
 
 
 def _large(counts: list[int], starts: list[int], window: int) -> Scene:
-    """A scene of bfloat16 in a real model's sizes on the GPU; what it expects is for ``_reference``."""
+    """Return a bfloat16 scene in real sizes on the GPU. ``_reference`` computes the expected output."""
     rows = list(zip(starts, counts, strict=True))
     scene = Scene(rows, window=window, block=64, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16)
     return moved(scene, "cuda")
@@ -209,7 +209,7 @@ def _large(counts: list[int], starts: list[int], window: int) -> Scene:
     ("counts", "starts"), [([1] * 5, [3000, 0, 63, 64, 9000]), ([700, 3, 129], [1500, 0, 64]), ([9], [5000])]
 )
 def test_real_sizes_on_a_gpu(counts: list[int], starts: list[int], window: int, backend: Any) -> None:
-    """Against torch's backend in float32, of the same rounded values."""
+    """The reference is torch's backend in float32, with the same rounded values."""
     scene = _large(counts, starts, window)
     exact = torch.empty(scene.q.shape, device="cuda")
     TorchAttention().attend(
@@ -268,7 +268,7 @@ def test_what_it_lacks(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_preferred_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The invariant form where that is demanded; torch's where Triton cannot serve."""
+    """The invariant form is chosen on request, torch where Triton is not supported."""
     cuda = torch.device("cuda")
     monkeypatch.setattr(kernels, "available", lambda: True)
     assert type(choose("auto", model_spec(), torch.bfloat16, cuda, 64)["gqa"]) is TritonAttention

@@ -1,4 +1,4 @@
-"""Cores that may be used: quotas of cgroups, of both versions."""
+"""Usable cores: quotas of cgroups, of both versions."""
 
 from __future__ import annotations
 

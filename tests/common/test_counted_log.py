@@ -1,4 +1,4 @@
-"""Log lines that others cause at will: the first is told, the rest are counted."""
+"""Log lines that clients can cause at will: the first is logged, the others are counted."""
 
 from __future__ import annotations
 

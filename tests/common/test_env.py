@@ -1,4 +1,4 @@
-"""How waiting CPU threads wait, by the CPU and by what the user says."""
+"""The wait mode of CPU threads, by the CPU and by the user's settings."""
 
 from __future__ import annotations
 

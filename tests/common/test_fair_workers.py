@@ -1,4 +1,4 @@
-"""Clients of a pool of processes share them by what their payloads cost."""
+"""Clients share a pool of processes by the cost of their payloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.common.workers import CpuSpent, WorkerPool
 
 
 class _Recorded(WorkerPool):
-    """A pool whose processes are its test: payloads are taken in turns, and answered at once."""
+    """A pool with the test in place of processes: payloads are taken in turns and answered at once."""
 
     def __init__(self) -> None:
         super().__init__(("none",), b"", 0, 1.0, each=1)
@@ -73,7 +73,7 @@ def test_a_client_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_long_work_of_one_client_leaves_a_process_to_others() -> None:
-    """However early the first client came, and though nobody else had asked by then."""
+    """The limit holds even if the first client came early and no other client had asked yet."""
     hang = "import socket, sys; link = socket.socket(fileno=int(sys.argv[1])); link.recv(1)\n"
     program = (
         hang + "while data := link.recv(99): link.sendall(b'\\x01\\0\\0\\0a') if b'short' in data else 0"

@@ -1,4 +1,4 @@
-"""Private folders: those of dead processes are swept, those of living ones and everybody else's are not."""
+"""Private folders: folders of dead processes are removed, all other folders stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAKER = "from weft.common.folder import private_folder; print(private_folder(), 
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="w") as short:  # else it would be made in /tmp
+    with tempfile.TemporaryDirectory(prefix="w") as short:  # otherwise in /tmp
         monkeypatch.setenv("TMPDIR", short)
         monkeypatch.setattr(tempfile, "tempdir", None)
         yield Path(short)
@@ -26,7 +26,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def other_process() -> tuple[subprocess.Popen[str], Path]:
-    """A process that holds a folder, and the folder."""
+    """Return a process that holds a folder, and the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

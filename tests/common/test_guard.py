@@ -85,7 +85,7 @@ def test_cpu_time_ends_a_process_also_inside_a_native_call(work: str) -> None:
         with pytest.raises(DeadlineExceeded, match="CPU"):
             guard.call(work.encode(), deadline(120))
         assert gone(pid)
-        assert guard.processes >= 1  # the next caller finds one that is ready
+        assert guard.processes >= 1  # the next caller finds a ready process
         assert guard.call(b"next", deadline(30)) == b"> next"
 
 

@@ -1,4 +1,4 @@
-"""Git LFS pointers are told from the files that they stand for."""
+"""Git LFS pointers are recognized in place of files."""
 
 from __future__ import annotations
 

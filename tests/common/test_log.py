@@ -1,4 +1,4 @@
-"""What a log line names as its process."""
+"""The process name in log lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_replica_of_several_is_named_and_a_worker_always_is() -> None:
 
 
 def lines_of(settings: str) -> list[str]:
-    """Lines of a process that logs with ``settings``."""
+    """Return the lines of a process that logs with ``settings``."""
     code = """
 import sys
 from weft.common import log

@@ -1,4 +1,4 @@
-"""What was used longest ago is forgotten."""
+"""The least recently used entry is removed."""
 
 from __future__ import annotations
 

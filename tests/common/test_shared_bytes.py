@@ -1,4 +1,4 @@
-"""Bytes that other processes read by name: real processes, that end, and names that are no longer right."""
+"""Bytes that other processes read by name: real processes, ends of processes, and invalid names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ write_shared(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SharedName), b
 
 @pytest.fixture
 def owner() -> Iterator[tuple[subprocess.Popen[bytes], SharedName]]:
-    """Another process, and what it shows."""
+    """Return another process, and its shared bytes."""
     process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
@@ -116,7 +116,7 @@ def test_what_is_not_sealed_is_not_read() -> None:
 
 @pytest.mark.requirement("D6")
 def test_a_descriptor_that_is_something_else_by_now(tmp_path: Path) -> None:
-    """Neither other memory, nor a file, nor a pipe, which would block, nor an end of this process."""
+    """Other memory, files, pipes (which would block) and other descriptors of this process are refused."""
     made = SharedBytes(10)
     made.seal()
     name = made.name

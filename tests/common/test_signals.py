@@ -1,4 +1,4 @@
-"""Signals that ask processes to stop, with real processes."""
+"""Stop signals, with real processes."""
 
 from __future__ import annotations
 

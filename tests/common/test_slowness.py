@@ -1,4 +1,4 @@
-"""Deadlines grow with a machine that is shown to be slow, and never shrink."""
+"""Deadlines grow on a machine that was measured as slow, and never shrink."""
 
 from __future__ import annotations
 

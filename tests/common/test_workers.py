@@ -1,4 +1,4 @@
-"""Processes that read large requests: one payload at a time, and what fails is that payload alone."""
+"""Processes that read large requests: one payload at a time, and a failure affects only its payload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References and tables of all tests of composition; ``--write-composition`` writes the page."""
+"""References and tables of all composition tests. ``--write-composition`` writes the page."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """Of pairs of features in one group."""
+    """Yield the table of feature pairs in one group, and write the page's first part if requested."""
     from tests.composition.test_pairs import NAMES, shown
 
     made = Table({family: shown(family) for family in NAMES}, ALONE)
     yield made
-    # Without the grid not every cell has a case.
+    # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 0, made.lines())
 
 
 @pytest.fixture(scope="session")
 def group_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
-    """Of features with prefill and decode in groups of their own."""
+    """Yield the table of features with separate prefill and decode groups."""
     from tests.composition.test_groups import NAMES, shown
 
     made = GroupTable({family: shown(family) for family in NAMES})
     yield made
-    # Without the grid not every cell has a case.
+    # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 1, made.lines())
 
 
 @pytest.fixture(scope="session")
 def replica_table(request: pytest.FixtureRequest) -> Iterator[Table]:
-    """Of pairs of features on replicas that share experts."""
+    """Yield the table of feature pairs on replicas that share experts."""
     from tests.composition.test_replicas import FAMILIES, shown
 
     made = Table({family: shown() for family in FAMILIES}, ON_REPLICAS)
     yield made
-    # Without the grid not every cell has a case.
+    # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 2, made.lines())

@@ -1,6 +1,5 @@
-"""A group that prefills and one that decodes, perhaps with some that encode images, and any set of features:
-see ``rig``.
-"""
+"""A prefill group and a decode group, optionally with encode groups, with any set of features: see
+``rig``."""
 
 from __future__ import annotations
 
@@ -32,31 +31,31 @@ from weft.types.messages import HeadStats
 from weft.types.plan import MoveMedia
 
 OTHER = {"same": BLOCK, "larger": 2 * BLOCK, "smaller": BLOCK // 2}
-"""Block size of the group that decodes."""
+"""Block size of the decode group."""
 MOST_IMAGES = 4
 """Of a prompt: who takes their embeddings has room for all of them."""
 
 
 @dataclass
 class Seen:
-    """What the two groups were observed to do."""
+    """Observations of the two groups."""
 
     prefill: HeadStats
     decode: HeadStats
     unfinished: int = 0
-    """Prompt rows that did not reach the end of their prompt, where prompts are computed."""
+    """Prompt rows that did not reach the end of their prompt, in the prefill group."""
     deepest: int = 0
-    """Steps in flight where outputs are made."""
+    """Steps in flight in the decode group."""
     halved: int = 0
-    """Steps in two micro-batches, where prompts are computed."""
+    """Steps in two micro-batches, in the prefill group."""
     lifted: int = 0
-    """Embeddings that came back from the host, where prompts are computed."""
+    """Embeddings that came back from host memory, in the prefill group."""
     encoded: list[int] = field(default_factory=list)
-    """Images of each group that encodes."""
+    """Images of each encode group."""
 
 
 def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
-    """The group of ``role`` with the features of ``case``."""
+    """Return the configuration of the group of ``role`` with the features of ``case``."""
     decodes = role == "decode"
     if role == "encode":
         return _encoder(folder, case)
@@ -102,8 +101,10 @@ def _encoder(folder: Path, case: dict[str, Any]) -> EngineConfig:
 def run(
     folder: Path, case: dict[str, Any], stop: list[str] | None = None, grammar: Grammar | None = None
 ) -> tuple[dict[Any, Any], Seen]:
-    """(answers by (prompt, choice), what was seen). All caches were moved, and given back. ``grammar``: of
-    every answer."""
+    """Return (answers by (prompt, choice), observations). Check that all caches were transferred and freed.
+
+    ``grammar`` constrains every answer.
+    """
     roles = ["prefill", "decode", *["encode"] * case.get("encoders", 0)]
     groups = [group(folder, case, role) for role in roles]
     length = groups[0].kv.max_model_len
@@ -129,9 +130,7 @@ def run(
 
 
 def _evict_often(engine: FleetEngine) -> None:
-    """Running sequences of the decode group are evicted before some of its steps, beside those that lack
-    blocks.
-    """
+    """Evict running sequences of the decode group before some steps, beside evictions for lack of blocks."""
     (decode,) = engine.cores("decode")
     step, number = decode.step, 0
 

@@ -1,4 +1,4 @@
-"""What each sequence answers alone."""
+"""The answers of each sequence alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tests.composition.rig import Answer, asked_of, make_checkpoint, run
 
 PARAMETERS = ("n", "penalties", "stop", "kv")
-"""Features that change what a sequence alone answers."""
+"""Features that change the answer of a sequence alone."""
 PLAIN: dict[str, Any] = {
     "policy": "exclusive",
     "chunk": 0,
@@ -21,14 +21,14 @@ PLAIN: dict[str, Any] = {
 
 
 class References:
-    """Answers of an engine that computes one sequence at a time; made once for each set of ``PARAMETERS``."""
+    """Answers of an engine that runs one sequence at a time, computed once for each set of ``PARAMETERS``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._known: dict[tuple[Any, ...], tuple[dict[Any, Answer], list[str] | None]] = {}
 
     def of(self, family: str, case: dict[str, Any]) -> tuple[dict[Any, Answer], list[str] | None]:
-        """(answers, the stop string of each prompt or None)."""
+        """Return (answers, the stop string of each prompt or None)."""
         key = (family, *(case[feature] for feature in PARAMETERS))
         if key not in self._known:
             asked = {**PLAIN, **{feature: case[feature] for feature in PARAMETERS}}
@@ -41,6 +41,6 @@ class References:
 
 
 def _stop_of(text: str) -> str:
-    """A string that ends an answer in its middle."""
+    """Return a string that ends an answer in the middle."""
     middle = len(text) // 2
     return text[middle : middle + 2] or "never"

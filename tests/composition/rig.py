@@ -44,7 +44,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-#: Form of attention -> (transformers' name of a family that has it, its configuration).
+#: Form of attention -> (name of a family in transformers, configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": (
         "Qwen3Moe",
@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
-            # A small state: the caches of a sequence are mostly lines, which run short.
+            # Small states: the cache of a sequence consists mostly of entries, which run short.
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 4,
@@ -91,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _sparse(folder: Path) -> None:
-    """DeepSeek V4, as the tests of its family have it."""
+    """Write DeepSeek V4, as in the tests of the family."""
     transformers = _transformers()
     _, settings = SHAPES["deepseek_v4"]()
     torch.manual_seed(3)
@@ -102,7 +102,7 @@ def _sparse(folder: Path) -> None:
 
 
 def _latent(folder: Path) -> None:
-    """DeepSeek V3 with a module that predicts one token further."""
+    """Write DeepSeek V3 with a lookahead module."""
     make_mtp_checkpoint(folder, skilled=True, vocab_size=VOCAB, max_position_embeddings=192)
 
 
@@ -118,8 +118,10 @@ def _transformers() -> Any:
 
 
 def few_by_default(sample: list[Row]) -> list[Row]:
-    """As few of ``sample`` as have each form of attention and each value of each feature, and one
-    with images."""
+    """Return a minimal part of ``sample`` with each form of attention and each value of each feature.
+
+    One case has images.
+    """
     text = [one for one in sample if one[0] not in SEEING]
     few = few_of([(family, {"family": family, **case}) for family, case in text])
     images = next(one for one in sample if one[0] in SEEING)
@@ -127,7 +129,7 @@ def few_by_default(sample: list[Row]) -> list[Row]:
 
 
 def cases_of(sample: list[Row]) -> list[Any]:
-    """``sample`` as parameters of a test: those beyond ``few_by_default`` are slow."""
+    """Return ``sample`` as parameters of a test. Cases outside ``few_by_default`` are slow."""
     few = few_by_default(sample)
     return [
         pytest.param(
@@ -141,7 +143,7 @@ def cases_of(sample: list[Row]) -> list[Any]:
 
 
 def make_checkpoint(root: Path, family: str) -> Path:
-    """A random checkpoint in float64 with a tokenizer; made once for each ``root``."""
+    """Write a random checkpoint in float64 with a tokenizer, once for each ``root``. Return the folder."""
     folder = root / family.replace(", ", "-").replace(" ", "-")
     if folder.exists():
         return folder
@@ -160,7 +162,8 @@ def make_checkpoint(root: Path, family: str) -> Path:
 
 
 def prompts() -> list[list[int]]:
-    """Some repeat themselves; the short ones come first, the last three share their first blocks."""
+    """Return the prompts: some are repetitive, the short ones come first, the last three share their first
+    blocks."""
     rng = random.Random(7)
     shared = [rng.randrange(VOCAB - 4) for _ in range(94)]
     made = [shared[:85], [*shared, 9, 9], [*shared[:83], 5], [4, 4, 8] * 7]
@@ -172,7 +175,7 @@ PROMPTS = prompts()
 
 
 def asked_of(folder: Path) -> list[dict[str, Any]]:
-    """The prompts of a family, by the folder of its checkpoint."""
+    """Return the prompts of a family, by the folder of its checkpoint."""
     if load_spec(str(folder)).vision is not None:
         return seeing.prompts(folder)
     return [{"prompt_token_ids": ids} for ids in PROMPTS]
@@ -183,7 +186,7 @@ def distinct_images(folder: Path) -> int:
 
 
 def params(case: dict[str, Any], count: int, stop: list[str] | None = None) -> list[SamplingParams]:
-    """Of each of ``count`` prompts; every second one is greedy."""
+    """Return the parameters of ``count`` prompts; every second prompt is greedy."""
     return [
         SamplingParams(
             temperature=0.9 * (i % 2),
@@ -203,20 +206,20 @@ def params(case: dict[str, Any], count: int, stop: list[str] | None = None) -> l
 
 @dataclass
 class Seen:
-    """What an engine was observed to do."""
+    """Observations of an engine."""
 
     unfinished: int = 0
     """Prompt rows that did not reach the end of their prompt."""
     deepest: int = 0
     lifted: int = 0
-    """Embeddings that came back from the host."""
+    """Embeddings that came back from host memory."""
     stats: Any = None
     in_flight: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one choice of one prompt."""
+    """The answer of one choice of one prompt."""
 
     tokens: tuple[int, ...]
     text: str
@@ -225,7 +228,10 @@ class Answer:
 
 
 def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
-    """With the features of ``case``; ``alone``: one sequence at a time and none but what changes values."""
+    """Return an engine with the features of ``case``.
+
+    ``alone``: one sequence at a time, with only the features that change values.
+    """
     settings: dict[str, Any] = {
         "dtype": "float64",
         "device": "cpu",
@@ -262,7 +268,7 @@ def _spec(folder: Path, kv: str, mtp: int) -> Any:
 
 
 def tight(folder: Path, case: dict[str, Any], block: int) -> int:
-    """Bytes of cache, in blocks of ``block``, in which sequences must make room for each other."""
+    """Return bytes of cache so small that sequences must preempt each other, in blocks of ``block``."""
     spec = _spec(folder, case["kv"], int(case["draft"] == "mtp"))
     scheduler = SchedulerSection(
         max_num_seqs=SEQUENCES, max_num_batched_tokens=512, long_prefill_token_threshold=case["chunk"]
@@ -273,8 +279,11 @@ def tight(folder: Path, case: dict[str, Any], block: int) -> int:
 
 
 def room_for_images(folder: Path, room: str | None, images: int) -> dict[str, Any]:
-    """Settings of memory for embeddings: ``room`` is None or "ample", "little" (of ``images``, and one is
-    encoded a step) or "host" (as much, and more on the host)."""
+    """Return the memory settings for embeddings.
+
+    ``room``: None or "ample"; "little" (space for ``images``, one image encoded in a step); "host" (the same,
+    and more in host memory).
+    """
     if room in (None, "ample"):
         return {}
     spec = _spec(folder, "auto", 0)
@@ -293,7 +302,7 @@ def run(
     alone: bool = False,
     grammar: Grammar | None = None,
 ) -> Any:
-    """(answers by (prompt, choice), what was seen). ``grammar``: of every answer."""
+    """Return (answers by (prompt, choice), observations). ``grammar`` constrains every answer."""
     llm = engine(folder, case, alone=alone)
     seen = _watch(llm)
     if case["preempt"]:
@@ -312,7 +321,7 @@ def run(
 
 
 def _preempt_some(llm: LLM) -> None:
-    """Beside those that make room for others: where outputs end early there is enough."""
+    """Preempt some sequences, because early ends may leave enough blocks."""
     core = llm._core
     assert isinstance(core, EngineCore)
     step, number = core.step, 0

@@ -1,4 +1,4 @@
-"""Models that see images, small and random, and the prompts that tests of composition show them."""
+"""Small random models that read images, and their prompts for composition tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.vision_models import CASES, Clip, make_prompt, processor_of
 from weft.config.families import load_spec
 
 VOCAB = 300
-#: Where ``write_tokenizer`` has them.
+#: The token ids in ``write_tokenizer``.
 _START, _END, _IMAGE, _VIDEO = range(VOCAB - 7, VOCAB - 3)
 _IDS = {
     "image_token_id": _IMAGE,
@@ -30,19 +30,18 @@ _SMALL_STATE = {
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 4,
 }
-"""As that of the family without images: caches are mostly lines, which run short."""
-#: What is seen by a family's images -> (case of ``tests.support.vision_models``, changes of its text model)
+"""Small states, as in the family without images: caches are mostly entries, which run short."""
+#: Form of attention -> (case of ``tests.support.vision_models``, changes of the text model).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "images, deepstack": ("qwen3-vl", {}),
     "images, delta": ("qwen3-5-moe-vision", _SMALL_STATE),
 }
 LARGEST = 50
-"""Tokens of the largest image that the processors of these models make."""
+"""Tokens of the largest image of the processors of these models."""
 
 
 def make_seeing(folder: Path, family: str) -> None:
-    """Saves a random checkpoint with a processor, and a module that predicts one token further where the
-    family has one."""
+    """Save a random checkpoint with a processor, and with a lookahead module if the family has one."""
     import transformers
 
     from tests.models.conftest import _randomize
@@ -60,7 +59,8 @@ def make_seeing(folder: Path, family: str) -> None:
 
 
 def _look_ahead(folder: Path, hidden: int) -> None:
-    """Adds a module that does what the last layer does, with the next token beside the hidden state."""
+    """Add a lookahead module that does the work of the last layer, with the next token beside the hidden
+    state."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     last = max(
@@ -81,8 +81,11 @@ def _look_ahead(folder: Path, hidden: int) -> None:
 
 @cache
 def prompts(folder: Path) -> list[dict[str, Any]]:
-    """Text alone, one image and several, of odd sizes, the same one behind other text, other images behind
-    the same text, and images of several turns. The last three share their first blocks."""
+    """Return prompts of text, one image and several images of odd sizes.
+
+    Some share an image behind other text, some share text before other images, some have images in several
+    turns. The last three share their first blocks.
+    """
     spec = load_spec(str(folder))
 
     def seen(parts: list[int | tuple[int, int] | Clip], seed: int) -> Seen:

@@ -1,4 +1,4 @@
-"""The table of pairs that ran, as a page."""
+"""The table of tested pairs, as a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
     "dispatch": "other dispatch",
     "beside": "uneven replicas",
 }
-#: Between groups some names say more.
+#: More precise names of features between groups.
 GROUP_NAMES = {
     **NAMES,
     "blocks": "other block size",
@@ -34,7 +34,7 @@ GROUP_NAMES = {
 }
 HEADING = "# Prefill and decode in groups of their own"
 REPLICA_HEADING = "# Images on replicas that share experts"
-"""Where the second and the third part of the page begin."""
+"""Start of the second and of the third part of the page."""
 ALONE = [
     "# Which features work together",
     "",
@@ -62,7 +62,7 @@ ON_REPLICAS = [
 
 
 def write_part(path: Path, part: int, lines: list[str]) -> None:
-    """Writes the first, second or third part of the page, and leaves the others."""
+    """Write the first, second or third part of the page. Keep the other parts."""
     text = path.read_text(encoding="utf-8")
     parts = re.split(f"^(?={re.escape(HEADING)}|{re.escape(REPLICA_HEADING)})", text, flags=re.MULTILINE)
     parts[part : part + 1] = ["\n".join(lines)]
@@ -70,20 +70,21 @@ def write_part(path: Path, part: int, lines: list[str]) -> None:
 
 
 class Table:
-    """For each pair of features the families in which a case had both at work."""
+    """For each pair of features, the families in which a case had both features active."""
 
     def __init__(self, features: dict[str, list[str]], head: list[str]) -> None:
-        """``features``: those of each family; ``head``: the lines before the tables."""
+        """Make an empty table. ``features``: family -> its features; ``head``: the lines before the
+        tables."""
         self._features, self._head = features, head
         self._cases: dict[tuple[str, frozenset[str]], int] = {}
 
     def ran(self, family: str, pair: tuple[str, str]) -> None:
-        """A case of ``family`` passed with both features of ``pair`` engaged."""
+        """Record that a case of ``family`` passed with both features of ``pair`` active."""
         key = (family, frozenset(pair))
         self._cases[key] = self._cases.get(key, 0) + 1
 
     def lines(self) -> list[str]:
-        """The part of the page. Raises AssertionError when a cell is empty: then nothing is written."""
+        """Return the lines of the part. Raise AssertionError if a cell is empty."""
         lines = list(self._head)
         for family in self._features:
             lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]
@@ -107,20 +108,20 @@ class Table:
 
 
 class GroupTable:
-    """For each feature and family how often it was at work between groups."""
+    """For each feature and family, how often the feature was active between groups."""
 
     def __init__(self, features: dict[str, list[str]]) -> None:
-        """``features``: those of each family."""
+        """Make an empty table. ``features``: family -> its features."""
         self._features = features
         self._cases: dict[tuple[str, str], int] = {}
 
     def ran(self, family: str, engaged: set[str]) -> None:
-        """A case of ``family`` passed with the features ``engaged``."""
+        """Record that a case of ``family`` passed with the features ``engaged``."""
         for feature in engaged:
             self._cases[family, feature] = self._cases.get((family, feature), 0) + 1
 
     def lines(self) -> list[str]:
-        """The page's second part. Raises AssertionError when a cell is empty: then nothing is written."""
+        """Return the lines of the page's second part. Raise AssertionError if a cell is empty."""
         families = list(self._features)
         rows = list(dict.fromkeys(feature for each in self._features.values() for feature in each))
         lines = [

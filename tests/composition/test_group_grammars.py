@@ -1,5 +1,6 @@
-"""Outputs under a grammar, prefilled and decoded in groups of their own, for every form of attention, in
-float64: those of each sequence alone, whatever else is at work beside it.
+"""Outputs under a grammar with separate prefill and decode groups, for every form of attention.
+
+In float64 the outputs equal those of each sequence alone, with any other features active.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Every feature with prefill and decode in groups of their own, for every form of attention, in float64: the
-tokens, text and logprobs of each sequence alone.
+"""Every feature with separate prefill and decode groups, for every form of attention, in float64.
 
-The forms of attention are one more feature: by default each value of each feature is in a case, with
-``-m slow`` every pair, and ``-m grid`` has the pairs for each form, also with two ranks on one side. Of
-models that see images there are fewer.
-``docs/composition.md`` has what a run of all found.
+Tokens, text and logprobs equal those of each sequence alone. The form of attention is one more feature. The
+default run has each value of each feature, ``-m slow`` every pair, ``-m grid`` the pairs for each form, also
+with two ranks on one side. Models that read images have fewer cases. ``docs/composition.md`` has the results
+of a full run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, OWN, ROOM
 from tests.support.pairwise import covering, few_of, name
 
-#: Feature -> its values. The first one of each is that of the reference, alone.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "blocks": ["same", "larger", "smaller"],
     "prefix": [False, True],
@@ -55,14 +54,16 @@ def of_family(family: str) -> dict[str, list[Any]]:
 
 
 def shown(family: str) -> list[str]:
-    """Features of a family in the table: those that cases set, and those that come with others."""
+    """Return the features of a family in the table: features set by cases, and implied features."""
     brought = ["images", "hits", "overlap"] if family in SEEING else []
     return brought + [feature for feature, values in of_family(family).items() if len(values) > 1]
 
 
 def due(family: str, case: dict[str, Any]) -> list[str]:
-    """What must be seen at work in ``case``. With several ranks that compute prompts with images, steps are
-    divided."""
+    """Return the features that must be active in ``case``.
+
+    With several ranks that compute prompts with images, steps are divided.
+    """
     own = of_family(family)
     wanted = [feature for feature, value in case.items() if feature in own and value != own[feature][0]]
     return wanted + ["images"] * (family in SEEING) + ["overlap"] * overlaps(family, case)
@@ -112,7 +113,7 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
         for (token, value), (other, alone) in zip(answer.logprobs, expected[key].logprobs, strict=False):
             assert token == other
             assert abs(value - alone) < 1e-5
-    # One whose first token has its stop string in it ends where its prompt was computed.
+    # A sequence whose first token contains the stop string ends at the prefill group.
     _check_moved(seen, sum(len(answer.tokens) > 1 for answer in made.values()))
     engaged = _engaged(case, made, seen, distinct_images(folder))
     missing = [feature for feature in due(family, case) if feature not in engaged]
@@ -121,7 +122,7 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
 
 
 def _check_moved(seen: Seen, sequences: int) -> None:
-    """Every sequence's cache went over; only what was evicted was sent once more."""
+    """Check that every cache was transferred, and only evicted sequences were sent once more."""
     sent, got = seen.prefill.transfers, seen.decode.transfers
     assert sent is not None
     assert got is not None
@@ -131,7 +132,7 @@ def _check_moved(seen: Seen, sequences: int) -> None:
 
 
 def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen, distinct: int) -> set[str]:
-    """The features that were seen to be at work; the prompts have ``distinct`` images."""
+    """Return the features that were active. The prompts have ``distinct`` images."""
     moved = seen.decode.transfers
     here, there = seen.prefill.images_encoded, sum(seen.encoded)
     again = here + there > distinct

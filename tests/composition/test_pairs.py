@@ -1,9 +1,9 @@
-"""Every two features together, for every form of attention: the tokens of each sequence alone, in float64.
+"""Every two features together, for every form of attention, in float64: tokens equal those of runs alone.
 
-A case sets every feature to one of its values, and asserts that its features engaged. The forms of attention
-are one more feature: by default each value of each feature is in a case, with ``-m slow`` every pair of
-values of every two, and ``-m grid`` has the pairs for each form. Of models that see images there are fewer.
-``docs/composition.md`` is what a run of all of that found.
+A case sets every feature to a value, and asserts that its features were active. The form of attention is one
+more feature. The default run has each value of each feature, ``-m slow`` every pair of values, ``-m grid``
+the pairs for each form. Models that read images have fewer cases. ``docs/composition.md`` has the results of
+a full run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.composition.rig import (
 from tests.composition.table import Table
 from tests.support.pairwise import covering, few_of, name
 
-#: Feature -> its values. The first one of each is that of the reference, alone.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "policy": ["exclusive", "mixed"],
     "chunk": [0, 5],
@@ -41,13 +41,13 @@ FEATURES: dict[str, list[Any]] = {
     "stop": [False, True],
     "kv": ["auto", "fp8"],
 }
-#: What a family has instead.
+#: Different values for some families.
 OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
-    "sparse": {"kv": ["auto"]},  # its lines are compressed as the model was trained to
+    "sparse": {"kv": ["auto"]},  # the model was trained with compressed entries
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
-#: Of families whose prompts have images: memory for embeddings.
+#: Memory for embeddings, in families with images.
 ROOM: dict[str, list[Any]] = {"room": ["ample", "little", "host"]}
 NAMES = [*FAMILIES, *OTHERS, *SEEING]
 
@@ -57,7 +57,7 @@ def of_family(family: str) -> dict[str, list[Any]]:
 
 
 def shown(family: str) -> list[str]:
-    """Features of a family in the table: those that cases set, and those that its prompts bring."""
+    """Return the features of a family in the table: features set by cases, and features of the prompts."""
     brought = ["images", "hits"] if family in SEEING else []
     return brought + [feature for feature, values in of_family(family).items() if len(values) > 1]
 
@@ -66,7 +66,7 @@ OF_FAMILIES = [(family, case) for family in NAMES for case in covering(of_family
 
 
 def by_default() -> list[tuple[str, dict[str, Any]]]:
-    """Families without images; and of those with some as few cases as have each value once."""
+    """Return the families without images, and a minimal number of cases with images."""
     made = []
     for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
         family = case.pop("family")
@@ -115,13 +115,13 @@ def test_tokens_are_those_of_each_sequence_alone(
 
 
 def _lacks_room(case: dict[str, Any], seen: Any, distinct: int) -> bool:
-    """Whether images were encoded again for lack of room, or came back from the host."""
+    """Return True if images were encoded again for lack of space, or came back from host memory."""
     room = case.get("room", "ample")
     return room != "ample" and bool(seen.lifted if room == "host" else seen.stats.images_encoded > distinct)
 
 
 def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Any, distinct: int) -> set[str]:
-    """The features that were seen to be at work; the prompts have ``distinct`` images."""
+    """Return the features that were active. The prompts have ``distinct`` images."""
     stats = seen.stats
     found = {
         "policy": stats.mixed_steps > 0,

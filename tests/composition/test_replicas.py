@@ -1,10 +1,9 @@
-"""Images on replicas that share experts (DP 2 x EP 2), crossed with every feature, in float64: the tokens of
-each sequence alone.
+"""Images on replicas that share experts (DP 2 x EP 2), with every feature, in float64.
 
-Each form of attention whose models see images, with routed experts. The cases cover every pair of values of
-every two features; with ``-m slow`` there are as few as have each value once, two of them by default.
-``docs/composition.md`` is what a run of all of that found. Embeddings that other groups encode come to such
-replicas in ``tests/cli/test_encode.py``.
+Tokens equal those of each sequence alone. Each form of attention with images and routed experts is tested.
+The full cases cover every pair of values; ``-m slow`` covers each value once, with two cases by default.
+``docs/composition.md`` has the results of a full run. ``tests/launch/test_encode.py`` tests such replicas
+with embeddings of encode groups.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ FAMILIES = {
     "experts, delta": "qwen3-5-moe-vision",
     "experts, latent": "kimi-k25",
 }
-#: Feature -> its values. The first one of each is that of the reference, alone.
+#: Feature -> values. The reference has the first value.
 FEATURES: dict[str, list[Any]] = {
     "policy": ["exclusive", "mixed"],
     "chunk": [0, 7],
@@ -59,12 +58,12 @@ LAYOUT = Layout(data=2, expert=True)
 
 
 def shown() -> list[str]:
-    """Features in the table: those that come with the prompts, and those that cases set."""
+    """Return the features in the table: features of the prompts, and features set by cases."""
     return ["images", "hits", *FEATURES]
 
 
 class Images:
-    """Prompts of each family, and what an engine of one rank answers that computes one at a time."""
+    """Prompts of each family, and the answers of an engine of one rank that runs one sequence at a time."""
 
     def __init__(self, root: Path) -> None:
         self._models = SeeingModels(root)
@@ -85,14 +84,14 @@ class Images:
             other,  # the same tokens, another image
             seen([3, (3, 3), 2, (1, 4), 6], 2),
             seen([(5, 6), 3], 3),
-            seen([9, (2, 3), 1], 1),  # the first one's image behind another text
+            seen([9, (2, 3), 1], 1),  # the first image behind another text
             seen([17], 4),
             first.then([7, 8, 9], seen([2, (2, 2), 3], 5)),
             other.then([7, 8, 9], seen([2, (2, 2), 3], 5)),
         ]
 
     def params(self, number: int, penalties: bool, logprobs: bool) -> TokenParams:
-        """Every second one is greedy."""
+        """Return the sampling parameters; every second prompt is greedy."""
         return TokenParams(
             temperature=0.9 * (number % 2),
             top_p=0.95,
@@ -104,7 +103,7 @@ class Images:
     def submit(
         self, family: str, number: int, case: dict[str, Any], choice: int = 0, first: int = 0
     ) -> Submit:
-        """``first`` is added to the sequence's id."""
+        """Return one sequence. ``first`` is added to the number of the sequence."""
         seen = self.prompts(family)[number]
         params = self.params(number, case["penalties"], case["logprobs"])
         sequence = first + 2 * number + choice
@@ -118,7 +117,8 @@ class Images:
         return answers[one.sequence]
 
     def room(self, family: str, room: str) -> MediaSection:
-        """Little: for the largest image, and one is encoded a step; "host": and for three on the host."""
+        """Return the limits: "little" has space for the largest image, "host" has three more in host
+        memory."""
         if room == "ample":
             return MediaSection()
         spec = spec_of(self.folder(family))
@@ -137,8 +137,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
 
 
 def arrivals(images: Images, family: str, case: dict[str, Any]) -> list[list[list[Submit]]]:
-    """Requests of each replica, by turn. The second turn of a conversation comes when the first one has been
-    answered, at the replica that did that."""
+    """Return the requests of each replica, by turn.
+
+    A second turn of a conversation comes after the answer to the first turn, at the same replica.
+    """
     of = {"images": [1, 3, 7], "text": [5], "nothing": []}[case["beside"]]
     turns: list[list[list[Submit]]] = []
     for numbers in ([0, 2, 4, 5, 6], of):
@@ -218,13 +220,13 @@ def test_tokens_on_replicas_that_share_experts(
 
 
 def _preempt_some(engine: EngineCore, turn: int) -> None:
-    """Beside those that make room for others."""
+    """Preempt some sequences, beside preemptions for lack of blocks."""
     if turn < 30:
         force_preemptions(engine, turn)
 
 
 def _engaged(case: dict[str, Any], replicas: list[Replica]) -> set[str]:
-    """The features that were seen to be at work."""
+    """Return the features that were active."""
     stats = [replica.stats for replica in replicas]
     plans = [plan for replica in replicas for plan in replica.plans]
     ops = [op for plan in plans for op in plan.ops]
@@ -254,7 +256,7 @@ def _engaged(case: dict[str, Any], replicas: list[Replica]) -> set[str]:
 
 
 def _again(replicas: list[Replica]) -> bool:
-    """Whether a replica encoded an image twice, for lack of room."""
+    """Return True if a replica encoded an image twice, for lack of space."""
     for replica in replicas:
         shown = [op.pixels for plan in replica.plans for op in plan.ops if isinstance(op, Encode)]
         if len(set(shown)) < len(shown):

@@ -1,7 +1,8 @@
-"""How far a fixture is from a tie: at the final scores, at every cut, and at every router.
+"""The distance of a fixture from a tie: at the final scores, at every cut, and at every router.
 
-E0 promises equal tokens where no decision hangs on the last bits; so a fixture must show that none does.
-The rule is written out again here, on whole rows of float64 logits, with its own noise.
+Exact tokens are promised where no decision depends on the last bits. A fixture must therefore have no such
+decision. This module has a second implementation of the sampling rule, on whole rows of float64 logits, with
+separate noise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ MARGIN = 1e-6
 def guesses(
     folder: Path, prompts: list[list[int]], params: TokenParams, choices: int
 ) -> dict[tuple[int, int], Answer]:
-    """(prompt, choice) -> what it gets in one batch with all others: ``smallest_margin`` tells if it is
-    right.
-    """
+    """Return (prompt, choice) -> answer, from one batch with all prompts. ``smallest_margin`` checks the
+    answer."""
     keys = [(prompt, choice) for prompt in range(len(prompts)) for choice in range(choices)]
     engine, _ = make_engine(folder, caching=False, max_num_seqs=len(keys), blocks=16 * len(keys))
     submits = [
@@ -44,8 +44,9 @@ def guesses(
 
 
 def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
-    """The least distance to another outcome over all positions that made ``tokens``, in one pass of this
-    sequence alone. Fails if one of them is not what the rule gives for those before it.
+    """Return the smallest distance to another outcome over all positions of ``tokens``, from one pass.
+
+    Fail if a token is not the result of the rule for the tokens before it.
     """
     prompt = ids_from_bytes(one.prompt_ids).tolist()
     logits, routers = _all_logits(folder, prompt + tokens)
@@ -61,8 +62,10 @@ def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
 
 
 def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
-    """(logits [len(ids), vocab]; of each choice of a router: scores [len(ids), .], and how many it takes),
-    in one pass."""
+    """Return logits [len(ids), vocab], and for each choice of a router (scores [len(ids), .], number taken).
+
+    All values come from one pass.
+    """
     routers: list[tuple[np.ndarray, int]] = []
     seen, route = 0, moe.route
 
@@ -106,7 +109,7 @@ def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np
 def _choices(
     logits: torch.Tensor, rule: Rule, correction: torch.Tensor | None
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """The choices of one router, scores and how many are taken: of groups, if any, and of experts."""
+    """Yield the choices of one router, of groups if any and of experts: scores, and the number taken."""
     scores = {
         "softmax": logits.softmax(-1),
         "sigmoid": logits.sigmoid(),
@@ -125,7 +128,7 @@ def _choices(
 
 
 def _cut(descending: np.ndarray, kept: int) -> float:
-    """Distance of the last kept value to the first one dropped."""
+    """Return the distance between the last kept value and the first dropped value."""
     return float(descending[kept - 1] - descending[kept]) if kept < len(descending) else math.inf
 
 
@@ -138,7 +141,7 @@ def _penalised(row: np.ndarray, prompt: list[int], output: list[int], p: TokenPa
 
 
 def _decide(x: np.ndarray, one: Submit, position: int) -> tuple[float, int]:
-    """(distance to another outcome, token)."""
+    """Return (distance to another outcome, token)."""
     p = one.params
     if p.temperature < 1e-5:
         return _cut(np.sort(x)[::-1], 1), int(x.argmax())

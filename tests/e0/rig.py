@@ -1,4 +1,4 @@
-"""Runs requests through a real engine in float64, with everything spoiled that nobody may read."""
+"""Runs requests through a real engine in float64. All memory that must not be read is overwritten."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ CPU = torch.device("cpu")
 
 
 def replaying(drafts: int) -> GraphOptions:
-    """Steps and drafting go through the fixed tensors of a capture, whose function is then called again."""
+    """Return options that run steps and drafting through the fixed tensors of a capture, called again for
+    a replay."""
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
         run()
@@ -66,7 +67,7 @@ def spec_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> ModelSp
 
 
 class Recorder(Runner):
-    """A runner that keeps its plans, masks of steps, and how many steps were in flight."""
+    """A runner that records plans, masks of steps, and the largest number of steps in flight."""
 
     plans: list[StepPlan]
     masks: list[tuple[StepPlan, TokenMasks]]
@@ -92,7 +93,8 @@ class Recorder(Runner):
 
 
 def make_pools(spec: ModelSpec, blocks: int, window_blocks: int) -> tuple[PoolSpec, ...]:
-    """As many positions in every kind, whatever a line stands for; and snapshots at every boundary."""
+    """Return pools with equal numbers of positions in every KV cache group, and snapshots at every
+    boundary."""
     pools = []
     for one in spec.caches:
         size = hit_unit(spec, BLOCK) if one.kind == "state" else kind_block(one, BLOCK)
@@ -123,8 +125,11 @@ def make_engine(
     grammars: GrammarSource | None = None,
     media: MediaSection = MediaSection(),
 ) -> tuple[EngineCore, Recorder]:
-    """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
-    caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
+    """Return an engine with ``blocks`` blocks for each KV cache group, and caches full of NaN.
+
+    Window groups get the needed blocks, or ``window_blocks``. ``drafter`` replaces the drafter of
+    ``speculation``.
+    """
     speculation = speculation or SpeculationSection()
     mtp = int(speculation.speculative_method == "mtp")
     spec = model.spec if model is not None else spec_of(folder, mtp, kv_cache_dtype)
@@ -183,7 +188,7 @@ def make_engine(
 
 @dataclass
 class Answer:
-    """What one sequence got."""
+    """The output of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -191,14 +196,14 @@ class Answer:
     error: Any = None
     stop_id: int | None = None
     logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    """(ids, values, rank) of each token that has them."""
+    """(ids, values, rank) of each token with logprobs."""
     prompt_logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
     accepted: int = 0
     rejected: int = 0
     embedding: bytes = b""
 
     def take(self, event: TokenEvent) -> None:
-        """Adds what ``event`` says."""
+        """Add the content of ``event``."""
         self.tokens += event.token_ids
         self.num_cached = event.num_cached
         self.accepted += event.accepted
@@ -236,7 +241,7 @@ def run(
     each_step: Callable[[int], list[TokenEvent]] | None = None,
     limit: int = 20_000,
 ) -> dict[int, Answer]:
-    """Hands over ``submits[i]`` before step i, runs to the end, and checks that everything was given back."""
+    """Submit ``submits[i]`` before step i, run to the end, and check that nothing is left."""
     answers: dict[int, Answer] = {}
 
     def take(events: list[TokenEvent]) -> None:
@@ -262,7 +267,7 @@ def run(
 
 
 def check_idle(engine: EngineCore) -> HeadStats:
-    """Pools and slots are back at their idle counts."""
+    """Check that pools and slots are back at their idle counts."""
     stats = engine.stats()
     kv = engine.runner.kv
     assert stats.free_blocks == tuple(pool.num_blocks for pool in kv.pools)

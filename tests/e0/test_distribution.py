@@ -1,4 +1,4 @@
-"""What is sampled with drafts has the distribution of the sampling rule: chi-square against exact chances."""
+"""Sampling with drafts has the distribution of the sampling rule: chi-square against exact probabilities."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weft.types.sampling import TokenParams
 PROMPT = [5, 9, 2, 40, 40, 7]
 SEQUENCES, TOP, TEMPERATURE = 1200, 3, 1.3
 CRITICAL = 65.0
-"""Of chi-square with 26 degrees of freedom: exceeded once in 30,000 times."""
+"""Limit of chi-square with 26 degrees of freedom, exceeded once in 30,000 times."""
 
 Outcome = tuple[int, ...]
 
 
 class Guess(Drafter):
-    """Guesses among the tokens that can come at all: right about every third time, wherever it guesses."""
+    """A drafter that guesses among the possible tokens, with about every third guess correct."""
 
     def __init__(self, likely: list[int]) -> None:
         self._likely = np.array(likely)
@@ -40,7 +40,7 @@ class Guess(Drafter):
 
 
 def chances(folder: Path) -> dict[Outcome, float]:
-    """The exact chance of every first three tokens."""
+    """Return the exact probability of every possible first three tokens."""
 
     def likeliest(ids: list[int]) -> list[tuple[int, float]]:
         row = _all_logits(folder, ids)[0][-1] / TEMPERATURE
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(folder: Path, drafter: Drafter | None, drafts: int) -> tuple[Counter[Outcome], int, int]:
-    """(how often each outcome came, drafts accepted, drafts verified)."""
+    """Return (count of each outcome, drafts accepted, drafts verified)."""
     speculation = SpeculationSection(
         speculative_method="ngram" if drafts else "none",
         num_speculative_tokens=drafts or 1,

@@ -1,4 +1,4 @@
-"""Embeddings against the hidden states of transformers, whatever is computed beside a prompt, and how."""
+"""Embeddings against the hidden states of transformers, for any batch and chunks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ONE = TokenParams(max_tokens=1)
 BATCH = 4
 POOLING = ["last", "mean"]
 CLOSE, DELTA = 2e-5, 3e-4
-"""transformers normalizes in float32, whatever the weights are, and runs a delta net in it altogether."""
+"""transformers normalizes in float32 for any weights, and computes a delta net entirely in float32."""
 
 
 class Models:
-    """Checkpoints, and what transformers makes of prompts."""
+    """Checkpoints, and the embeddings by transformers."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -64,7 +64,7 @@ class Models:
 
     @torch.no_grad()
     def _states(self, shape: str, prompt: tuple[int, ...]) -> np.ndarray:
-        """[tokens, hidden], after the final norm."""
+        """Return [tokens, hidden] after the final norm."""
         made = self._reference(shape)(torch.tensor([prompt]), use_cache=False).last_hidden_state
         return np.asarray(made[0].numpy())
 
@@ -84,7 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def pooled(first: int = 0) -> list[Submit]:
-    """One of each kind for each prompt, and sequences with output beside them."""
+    """Return one sequence of each pooling for each prompt, and sequences with output."""
     made = []
     for n in range(BATCH):
         for place, pooling in enumerate(POOLING):
@@ -103,7 +103,7 @@ def check_all(models: Models, shape: str, answers: dict[int, Answer], first: int
 @mostly_slow(("depth", "chunk"), [(1, 0), (2, 7)], [(2, 7)])
 @pytest.mark.parametrize("shape", [*(s for s in SHAPES if s != "qwen3_next_wide"), "gpt_oss"])
 def test_they_are_the_reference_s_hidden_states(shape: str, depth: int, chunk: int, models: Models) -> None:
-    """In two rounds: in the second one prefixes are cached."""
+    """In two rounds; the second round has cached prefixes."""
     engine, runner = make_engine(models.folder(shape), depth=depth, chunk=chunk, max_num_seqs=6)
     try:
         for first in (0, 1000):

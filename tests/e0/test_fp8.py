@@ -1,7 +1,6 @@
-"""E0 with the cache in 8 bits: a sequence's tokens are what it gets alone, and the cache is what it says.
+"""Exact tokens with an 8-bit cache: a sequence gets the tokens of a run alone.
 
-The features are those of ``test_grid``; here a few cases of them run, every one of them with all that a cache
-can go through.
+The features are those of ``test_grid``. A few cases run here, with everything that can happen to a cache.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
     dtypes = {tensor.dtype for layer in runner.cache for tensors in layer.values() for tensor in tensors}
     assert torch.float8_e4m3fn in dtypes
     arrivals: list[list[Submit]] = []
-    for i, prompt in enumerate(PROMPTS):  # two steps from one to the next: the last finds blocks of the first
+    for i, prompt in enumerate(PROMPTS):  # two steps apart: the last prompt finds blocks of the first
         arrivals += [[submit(i + 1, prompt, PARAMS, request=i)], []]
     found = run(engine, arrivals)
     engine.close()
@@ -64,7 +63,7 @@ def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
 def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     folder = folders[shape]
     expected = _alone(folder, "fp8")
-    if shape != "qwen3_next":  # of which one layer in four attends
+    if shape != "qwen3_next":  # only one layer in four attends
         assert expected != _alone(folder, "auto"), "8 bits that change nothing prove nothing"
     for chunk, depth, policy, caching in (
         (0, 1, "mixed", False),
@@ -74,13 +73,13 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     ):
         answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
         assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
-        if shape != "qwen3_next":  # whose snapshots lie behind these prompts' common part
+        if shape != "qwen3_next":  # its snapshots lie behind the common part of these prompts
             assert any(answer.num_cached for answer in answers) == caching
 
 
 @mostly_slow("shape", SHAPES, 2)
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
-    """Lines that are computed again, in other chunks, are the same lines."""
+    """Recomputed entries, in other chunks, are equal."""
     folder = folders[shape]
     answers, engine = _answers(folder, blocks=16, chunk=16)
     assert engine.stats().preemptions > 0  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""E0 with grammars: what a sequence may sample is said by its own automaton, whatever else goes on.
+"""Exact tokens with grammars: the sequence's automaton alone decides which tokens may be sampled.
 
-The reference of every token is a run of one step by itself, whose ``allowed`` ids are those of the automaton.
+The reference of every token is a separate run of one step, with the allowed ids of the automaton.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ AUTOMATA = [random_automaton(_rng, VOCAB, (END,)) for _ in range(BATCH)]
 
 
 class Reference:
-    """Outputs of (model, sampling, prompt, choice), one token at a time."""
+    """Outputs of (model, sampling, prompt, choice), computed token by token."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -103,7 +103,7 @@ class Reference:
 def one_by_one(
     folder: Path, automaton: Automaton, prompt: list[int], params: TokenParams, request: int, choice: int
 ) -> tuple[list[int], str]:
-    """(output, finish) where each token comes from a run of its own."""
+    """Return (output, finish), with each token from a separate run."""
     engine, _ = make_engine(folder, caching=True, max_num_seqs=1)
     tokens: list[int] = []
     hidden = set(automaton.ends) - set(params.stop_ids)
@@ -138,7 +138,7 @@ def _capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tuple[int, int]]]:
-    """(what to hand over before each step, sequence -> (prompt, choice))."""
+    """Return (sequences to submit before each step, sequence -> (prompt, choice))."""
     params, arrivals, who = SAMPLING[case["sampling"]], [], {}
     for prompt in range(BATCH):
         group = []
@@ -207,7 +207,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         got = answers[sequence]
         assert AUTOMATA[prompt].allowed(got.tokens) is not None, f"prompt {prompt}: {got.tokens}"
         assert (got.tokens, got.ends) == (tokens, [finish]), f"prompt {prompt}, choice {choice}"
-    # The features engaged.
+    # The features were active.
     assert stats.constrained_steps == sum(plan.constrained for plan in runner.plans) > 0
     assert stats.grammars_compiled == len(who)
     assert stats.grammar_errors == stats.row_errors == 0
@@ -288,7 +288,7 @@ def test_over_layouts(which: str, reference: Reference) -> None:
     for prompt in range(BATCH):
         one = submit(1 + prompt, PROMPTS[prompt], params, request=prompt, grammar=named(prompt))
         turns[prompt % layout.data][prompt // 2].append(one)
-    # One without a grammar beside them: at a replica of its own, where there are two.
+    # A sequence without a grammar runs beside them, at another replica if there are two.
     free = TokenParams(temperature=0.0, max_tokens=40)
     turns[-1][1].append(submit(99, FILLER, free, request=99, priority=-1))
     replicas = on_layout(
@@ -314,7 +314,7 @@ def test_over_layouts(which: str, reference: Reference) -> None:
         assert AUTOMATA[prompt].allowed(got.tokens) is not None
         assert (got.tokens, got.ends) == (tokens, [finish]), f"prompt {prompt}"
     assert len(answers[99].tokens) == 40
-    # The features engaged.
+    # The features were active.
     assert all(replica.stats.constrained_steps > 0 for replica in replicas)
     assert all(replica.deepest == case.get("depth", 1) for replica in replicas)
     assert any(replica.overlapped for replica in replicas) == (case.get("overlap") == "all")

@@ -1,9 +1,9 @@
-"""E0: in float64, tokens are equal whatever the batch, chunks, policy, cache hits, preemption, depth and n.
+"""Exact tokens in float64 for any batch, chunks, policy, cache hits, preemption, depth and n.
 
-The reference of every sequence is that sequence alone, in one step, without a cache: each of its tokens is
-what the rule gives for the tokens before it (``margins``), whoever guessed it.
-The default run has every value of each feature, with ``-m slow`` every pair, with ``-m grid`` every
-combination.
+The reference of every sequence is a run alone, in one step, without a cache. Each token of the reference is
+the result of the rule for the tokens before it (``margins``).
+
+The default run has every value of each feature, ``-m slow`` every pair, ``-m grid`` every combination.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FILLER = PROMPTS[15][:30]
 
 
 class Reference:
-    """Tokens of (model, sampling, prompt, choice) alone, their margins checked, once."""
+    """Tokens of (model, sampling, prompt, choice) alone, with checked margins. Computed once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -94,14 +94,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def small(case: dict[str, Any]) -> int:
-    """Blocks of a pool for one of the longest sequences, which has not room for two. Some lines of sparse
-    attention stand for many positions.
+    """Return the blocks of a pool for one of the longest sequences, too few for two.
+
+    Some entries of sparse attention stand for many positions.
     """
     return 10 if case["model"] == "deepseek_v4" else 9
 
 
 def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tuple[int, int]]]:
-    """(what to hand over before each step, sequence -> (prompt, choice)). Arrivals are spread out."""
+    """Return (sequences to submit before each step, sequence -> (prompt, choice)). Arrivals are spread
+    out."""
     params, arrivals, who = SAMPLING[case["sampling"]], [], {}
     for prompt in range(case["batch"]):
         group = []
@@ -111,7 +113,7 @@ def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tu
             group.append(submit(sequence, PROMPTS[prompt], params, request=prompt, choice=choice))
         arrivals.append(group)
     if case["preempt"]:
-        # An older request (by priority) that grows into the blocks of the others.
+        # An older request (by priority) grows into the blocks of the others.
         filler = TokenParams(temperature=0.0, max_tokens=8 * small(case) - 32)
         arrivals[0].append(submit(9999, FILLER, filler, request=9999, priority=-1))
     return arrivals, who
@@ -131,7 +133,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
     )
     try:
         if hit:
-            # The filler too: else the others may end while it is still at its prompt, one token a step.
+            # The filler is cached too. Otherwise the others may end during its prompt, at one token a step.
             known = [*PROMPTS[: case["batch"]], FILLER]
             once = TokenParams(max_tokens=1)
             run(engine, [[submit(5000 + i, ids, once, request=5000 + i) for i, ids in enumerate(known)]])
@@ -145,7 +147,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         expected = reference.tokens(case["model"], case["sampling"], prompt, choice)
         assert answers[sequence].tokens == expected, f"prompt {prompt}, choice {choice}"
         assert answers[sequence].ends == ["length"]
-    # The features engaged.
+    # The features were active.
     assert (stats.preemptions > 0) == case["preempt"]
     assert runner.deepest == case["depth"]
     if hit and not case["preempt"]:

@@ -1,4 +1,4 @@
-"""E0 with images: in float64 nobody can tell how a prompt with images was computed, or beside whom."""
+"""Exact tokens with images in float64, for any chunks and any batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from weft.types.plan import BindMedia, Encode
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=6, logit_bias=((PLACEHOLDER, -100.0),))
-"""The reference looks for an image for every such token, generated ones, too."""
+"""The reference searches an image for every placeholder token, even for generated tokens."""
 SEEDED = TokenParams(temperature=0.8, top_p=0.95, max_tokens=6, repetition_penalty=1.1)
 NAMES = ["qwen3-vl", "qwen3-5-moe-vision", "kimi-k25"]
 
 
 class Images:
-    """Prompts of each model, and what an engine answers that computes one at a time, in one chunk."""
+    """Prompts of each model, and the answers of an engine that runs one sequence at a time in one chunk."""
 
     def __init__(self, root: Path) -> None:
         self.models = SeeingModels(root)
@@ -52,11 +52,11 @@ class Images:
             first.then([7, 8, 9], seen(name, [2, (2, 2), 3], 5)),
             other.then([7, 8, 9], seen(name, [2, (2, 2), 3], 5)),
             seen(name, [1, (1, 1), 1, (3, 3), 2], 6),
-            seen(name, [9, (2, 3), 1], 1),  # the first one's image behind another text
+            seen(name, [9, (2, 3), 1], 1),  # the first image after another text
         ]
 
     def tight(self, name: str) -> MediaSection:
-        """Room for the largest image and no more; one image a step."""
+        """Return limits for the largest image only, with one image in a step."""
         spec = spec_of(self.models.folder(name))
         limits = media_limits(spec, "float64", MAX_LEN, MediaSection())
         assert limits is not None
@@ -108,9 +108,9 @@ def test_tokens_are_the_reference_s(name: str, images: Images) -> None:
     slow=True,
 )
 def test_chunks_and_hits(name: str, how: tuple[int, int, bool], sampling: str, images: Images) -> None:
-    """In two rounds: in the second one prefixes are cached, and embeddings.
+    """In two rounds; the second round has cached prefixes and embeddings.
 
-    ``how``: steps in flight, the size of chunks, and whether room for embeddings is short.
+    ``how``: steps in flight, the size of chunks, and True for little space for embeddings.
     """
     depth, chunk, tight = how
     params = GREEDY if sampling == "greedy" else SEEDED
@@ -182,7 +182,7 @@ def test_choices_share_the_prompt(caching: bool, images: Images) -> None:
 
 
 def test_prompt_logprobs(images: Images) -> None:
-    """Of all positions, those of images too, whatever the chunks."""
+    """Prompt logprobs cover all positions, including images, for any chunks."""
     name = "qwen3-vl"
     params = TokenParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
     expected = images.answer(name, 2, 0, params)
@@ -245,7 +245,7 @@ class Broken:
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
 def test_an_image_that_cannot_be_encoded_fails_its_own_request(name: str, images: Images) -> None:
-    """And the next one does not find its embedding."""
+    """The next request does not find the broken embedding."""
     engine, runner = make_engine(images.models.folder(name), chunk=8, caching=False)
     runner._media._tower = Broken(runner._media._tower)
     batch = [images.submit(name, n, n, GREEDY) for n in (0, 2, 4)]
@@ -273,7 +273,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_own_request(name: str, images
     ids=["tp2", "tp2-hybrid", "dp2ep2"],
 )
 def test_over_ranks(layout: Layout, name: str, overlap: str, images: Images) -> None:
-    """An image cut by chunks, and by micro-batches."""
+    """An image is cut by chunks and by micro-batches."""
     turns = [[one] for one in images.batch(name, GREEDY)]
     arrivals = [turns] if layout.data == 1 else [turns[::2], turns[1::2]]
     replicas = on_layout(

@@ -1,4 +1,4 @@
-"""A module that predicts one token further reads images where the text would have their placeholders."""
+"""A lookahead module reads image embeddings in place of placeholder tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _DRAFTS = SpeculationSection(speculative_method="mtp", num_speculative_tokens=1,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3.5 of one layer that attends, and a module that repeats it with the next token in the place of
-    its own: its drafts are often right, where it sees what the layer sees."""
+    """Return a Qwen3.5 of one attention layer, with a lookahead module that repeats the layer.
+
+    The module reads the next token in place of the current token. Its drafts are often correct where the
+    module reads the same input as the layer.
+    """
     made = tmp_path_factory.mktemp("ahead")
     family, settings = CASES["qwen3-5-vision"]
     text = {**settings["text_config"], "num_hidden_layers": 1, "layer_types": [FULL]}
@@ -59,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _answers(folder: Path, chunk: int, speculation: SpeculationSection | None) -> tuple[list[Any], int, int]:
-    """Tokens of each prompt, drafts and how many of them were right."""
+    """Return the tokens of each prompt, the number of drafts and the number of correct drafts."""
     spec = load_spec(str(folder))
     parts = [[5, (3, 4), 4], [(5, 5), 2], [2, (2, 2), 1, (3, 5), 6], [11]]
     prompts = [Seen(make_prompt(one, spec, 7 + i)) for i, one in enumerate(parts)]
@@ -79,7 +82,7 @@ def test_drafts_of_a_module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for chunk in (5, 7):
         tokens, _, found = _answers(folder, chunk, _DRAFTS)
         assert tokens == expected
-        # A chunk that ends before an image has not seen it: one entry is made of its placeholder.
+        # A chunk that ends before an image cannot read the image: one entry uses the placeholder.
         assert found >= right - 2, "cut anywhere images are read"
     rows = MediaStore.rows
 

@@ -1,9 +1,9 @@
-"""E0 over layouts: in float64, tokens are those of one rank, however the model lies over ranks.
+"""Exact tokens over layouts: in float64, tokens equal those of one rank for any distribution of the model.
 
-The reference of every sequence is that sequence alone on one rank, without speculation. Tensor parallel,
-experts divided over ranks, replicas that share experts and both at once; each with overlap, drafts, prefix
-hits, mixed steps, preemption, two steps in flight and every form of dispatch. A cover of pairs runs by
-default in part; ``-m grid`` runs all of it, on four ranks too.
+The reference of every sequence is a run alone on one rank, without speculation. Layouts are tensor parallel,
+experts divided over ranks, replicas that share experts, and both. Each runs with overlap, drafts, prefix
+hits, mixed steps, preemption, two steps in flight and every form of dispatch. The default run has a part of a
+cover of pairs; ``-m grid`` runs the whole cover, also on four ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def arrivals(case: dict[str, Any], data: int) -> list[list[list[Submit]]]:
-    """Requests of each replica, by turn. Of four replicas two idle all along."""
+    """Return the requests of each replica, by turn. Of four replicas two stay idle."""
     params = SAMPLING[case["sampling"]]
     first = [submit(100 + r, FILLER, params, request=99) for r in range(data)]
     many = [submit(1 + i, PROMPTS[i], params, request=i) for i in range(BATCH)]
@@ -99,7 +99,7 @@ def check(reference: Reference, case: dict[str, Any]) -> None:
 
 
 def engaged(case: dict[str, Any], layout: Layout, replicas: list[Any]) -> None:
-    """What the case is there for took part."""
+    """Check that the features of the case were active."""
     stats = [replica.stats for replica in replicas]
     assert max(replica.deepest for replica in replicas) == case["depth"]
     if case["overlap"] != "off":
@@ -132,7 +132,7 @@ def test_cover(reference: Reference, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("model", FEATURES["model"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_layout(reference: Reference, layout: str, model: str, overlap: str) -> None:
-    """Every layout, model and kind of overlap, with two drafts."""
+    """Every layout, model and kind of overlap runs with two drafts."""
     check(
         reference,
         {

@@ -1,4 +1,4 @@
-"""E0 of priorities: in whatever order sequences run, and whoever gives way, each gets its own tokens."""
+"""Exact tokens with priorities, for any order of sequences and any preemptions."""
 
 from __future__ import annotations
 

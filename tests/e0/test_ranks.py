@@ -1,7 +1,7 @@
-"""E0: in float64, tokens are those of one rank whatever the number of ranks (A9).
+"""Exact tokens: in float64, tokens equal those of one rank for any number of ranks.
 
-Every rank has a runner of its own over its share of the model. The first one's scheduler plans, and every
-rank carries out its plans: with chunks, preemption, prefix hits, two steps in flight, sampling and drafts.
+Every rank has a runner over its shard of the model. The scheduler of rank 0 plans, and every rank executes
+the plans: with chunks, preemption, prefix hits, two steps in flight, sampling and drafts.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _check(case: dict[str, Any], folder: Path, layout: Layout) -> EngineCore:
     engine.close()
     found, engine = _on_ranks(folder, case, layout)
     assert {n: a.tokens for n, a in found.items()} == {n: a.tokens for n, a in expected.items()}
-    # The features engaged.
+    # The features were active.
     stats = engine.stats()
     assert isinstance(engine.runner.runner, Leading)
     assert engine.runner.runner.deepest == case.get("depth", 1)

@@ -1,6 +1,6 @@
-"""E0 of sparse attention: window, groups of both types, experts by token id. The checks of the grid.
+"""Exact tokens of sparse attention: window, groups of both types, experts by token id.
 
-Beside every margin of the grid, every choice of groups that made a reference's tokens must be clear.
+Beside the margins of the grid, every choice of groups behind a reference token must be clear.
 """
 
 from __future__ import annotations

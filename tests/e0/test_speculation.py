@@ -1,7 +1,8 @@
-"""E0 with speculation: in float64 nobody can tell who drafted, how much, or whether at all.
+"""Exact tokens with speculation: in float64 no drafter, number of drafts or absence of drafts changes a
+token.
 
-The reference of every sequence is that sequence alone without speculation. Drafts must have been accepted and
-rejected wherever they are compared.
+The reference of every sequence is a run alone without speculation. Each comparison must have accepted and
+rejected drafts.
 """
 
 from __future__ import annotations
@@ -76,9 +77,8 @@ BATCH = 6
 
 
 class Reference:
-    """Answers of (model, sampling, prompt, choice) alone, computed once; as ``test_grid`` has them but for
-    lists.
-    """
+    """Answers of (model, sampling, prompt, choice) alone, computed once, as in ``test_grid`` without
+    lists."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -106,7 +106,7 @@ class Reference:
                     self._guesses[model, sampling] = guesses(folder, PROMPTS[:BATCH], params, 2)
                 answer = self._guesses[model, sampling][prompt, choice]
                 assert smallest_margin(folder, one, answer.tokens) > MARGIN, f"the fixture has a tie: {key}"
-            else:  # margins know nothing of lists
+            else:  # margins do not cover lists
                 engine, _ = make_engine(folder, caching=False, max_num_seqs=1)
                 answer = run(engine, [[one]])[1]
             self._answers[key] = answer
@@ -119,7 +119,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tuple[int, int]]]:
-    """(what to hand over before each step, sequence -> (prompt, choice)). Arrivals are spread out."""
+    """Return (sequences to submit before each step, sequence -> (prompt, choice)). Arrivals are spread
+    out."""
     params, arrivals, who = SAMPLING[case["sampling"]], [], {}
     for prompt in range(BATCH):
         group = []
@@ -135,7 +136,7 @@ def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tu
 
 
 def oracle(case: dict[str, Any], reference: Reference) -> Oracle:
-    """Right about every second draft; it knows nothing of the filler."""
+    """Return an oracle with about every second draft correct. The oracle does not know the filler."""
 
     def answer(op: AllocSlot) -> list[int]:
         prompt = op.seed - 1000
@@ -148,7 +149,7 @@ def oracle(case: dict[str, Any], reference: Reference) -> Oracle:
 
 
 class Whim(DraftPolicy):
-    """Any number of drafts for anybody, and now and then for nobody: what measured times may lead to."""
+    """Random numbers of drafts, sometimes none: a policy as measured times may produce."""
 
     def __init__(self, most: int, scheduler: Scheduler) -> None:
         super().__init__(most, False, scheduler._state.columns, CostFitter())
@@ -203,12 +204,12 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         ngram_min_length=1,
     )
     knows = oracle(case, reference) if case["drafter"] == "oracle" else None
-    for prompt in range(BATCH):  # before the engine runs: an answer is computed when it is first asked for
+    for prompt in range(BATCH):  # computed before the engine runs
         for choice in range(case["n"]):
             reference.answer(case["model"], case["sampling"], prompt, choice)
     engine, runner = make_engine(
         reference.folder(case["model"]),
-        blocks=small(case) + 2 if case["preempt"] else 512,  # with room for drafts
+        blocks=small(case) + 2 if case["preempt"] else 512,  # with space for drafts
         max_len=8 * small(case),
         chunk=case["chunk"],
         depth=case["depth"],
@@ -234,12 +235,12 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         engine.close()
     for sequence, (prompt, choice) in who.items():
         expected = reference.answer(case["model"], case["sampling"], prompt, choice)
-        if hit:  # whoever finds its prompt computed is told nothing of it... but asked to, it skips the cache
+        if hit:  # prompt logprobs skip the cache
             assert answers[sequence].tokens == expected.tokens
         if choice:  # prompt logprobs are for choice 0
             answers[sequence].prompt_logprobs = list(expected.prompt_logprobs)
         check_same(answers[sequence], expected, f"prompt {prompt}, choice {choice}")
-    # The features engaged.
+    # The features were active.
     if case["replayed"]:
         assert runner.graphs is not None
         assert runner.graphs.replayed > 0
@@ -250,7 +251,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert runner.drafter.captured is not None
         assert runner.drafter.captured.replayed > 0 or case["number"] == "whim"
     assert sum(stats.drafts) > sum(stats.drafts_accepted)
-    # What this random model says never repeats itself.
+    # The output of this random model never repeats.
     assert sum(stats.drafts_accepted) > 0 or (case["drafter"], case["model"]) == ("ngram", "qwen3_next")
     assert (stats.preemptions > 0) == case["preempt"]
     assert runner.deepest == case["depth"]
@@ -271,7 +272,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("drafts", [1, 3, 8])
 def test_every_length_of_an_accepted_run(drafts: int, depth: int, reference: Reference) -> None:
-    """A drafter that is mostly right: runs of every length up to the longest are accepted."""
+    """A mostly correct drafter: runs of every length up to the longest are accepted."""
     case = {"model": "qwen3_moe", "sampling": "seeded"}
     knows = oracle(case, reference)
     knows._right = 0.85
@@ -292,7 +293,7 @@ def test_every_length_of_an_accepted_run(drafts: int, depth: int, reference: Ref
         check_same(answers[prompt + 1], reference.answer("qwen3_moe", "seeded", prompt, 0), str(prompt))
     assert all(stats.drafts[place] > stats.drafts_accepted[place] > 0 for place in range(drafts))
     assert sum(answer.accepted for answer in answers.values()) <= sum(stats.drafts_accepted)
-    steps = sum(stats.drafts_accepted) + BATCH * OUTPUT  # far fewer than a token a row and step
+    steps = sum(stats.drafts_accepted) + BATCH * OUTPUT  # far fewer than one token for each row and step
     assert stats.steps < steps
 
 

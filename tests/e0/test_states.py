@@ -1,6 +1,6 @@
-"""E0 of recurrent models with prefix hits: who goes on from a snapshot gets the tokens it would get alone.
+"""Exact tokens of recurrent models with prefix hits: a start from a snapshot changes no token.
 
-The reference of every sequence is that sequence alone, without a cache.
+The reference of every sequence is a run alone, without a cache.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def engine_of(
 
 
 def know(runner: Recorder, answers: dict[int, list[int]]) -> None:
-    """Makes the oracle right about most drafts of each request."""
+    """Make the oracle correct about most drafts of each request."""
     if isinstance(runner.drafter, Oracle):
         runner.drafter._answer = lambda op: answers.get(op.seed - 1000, [])
 
 
 def count(runner: Recorder) -> tuple[int, int, int]:
-    """(states saved, of them such as were not the last, loaded)."""
+    """Return (saved states, saved states other than the last state, loaded states)."""
     ops = [op for plan in runner.plans for op in plan.ops]
     saved = [op for op in ops if isinstance(op, SaveState)]
     return len(saved), sum(op.back > 0 for op in saved), sum(isinstance(op, LoadState) for op in ops)
@@ -96,7 +96,7 @@ def test_turns_of_chats_go_on_from_snapshots(depth: int, chunk: int, drafts: int
                 assert answer.tokens == alone.tokens(n, prompt), f"turn {turn} of {n}"
                 if turn:
                     assert answer.num_cached >= (len(first[n]) - 1) // 8 * 8
-                if turn == 2 and not (drafts and depth == 2):  # there lengths are not known when planning
+                if turn == 2 and not (drafts and depth == 2):  # lengths are then unknown at planning
                     assert answer.num_cached >= (len(first[n]) + 10) // 8 * 8
     finally:
         engine.close()

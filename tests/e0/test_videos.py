@@ -1,4 +1,4 @@
-"""E0 with videos: groups of frames are images to all but the prompt; the reference has whole videos."""
+"""Exact tokens with videos: frame groups are images except in the prompt; the reference has whole videos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ["qwen3-vl", "qwen3-5-vision", "qwen3-5-moe-vision"]
 
 
 class Videos(Images):
-    """Prompts with videos, several of them and images beside them."""
+    """Prompts with videos, some with several videos and images."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -56,7 +56,7 @@ def test_tokens_are_the_reference_s(name: str, videos: Videos) -> None:
 @mostly_slow(("depth", "chunk", "tight"), [(1, 1, True), (2, 5, False), (2, 7, True)], [(2, 7, True)])
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_and_hits(name: str, depth: int, chunk: int, tight: bool, videos: Videos) -> None:
-    """In two rounds: in the second one prefixes are cached, and embeddings."""
+    """In two rounds; the second round has cached prefixes and embeddings."""
     media = videos.tight(name) if tight else MediaSection()
     engine, _ = make_engine(videos.models.folder(name), depth=depth, chunk=chunk, media=media)
     for first in (0, 100):
@@ -70,7 +70,7 @@ def test_chunks_and_hits(name: str, depth: int, chunk: int, tight: bool, videos:
 
 
 def test_a_video_that_begins_alike_shares_what_is_alike(videos: Videos) -> None:
-    """Groups are known by their own frames: of a longer video only the new ones are encoded."""
+    """Frame groups are found by their frames: a longer video encodes only the new groups."""
     name = "qwen3-vl"
     longer = videos.models.seen(name, [5, Clip(6, 2, 3), 4], 1)
     (short, *_) = videos.prompts(name)

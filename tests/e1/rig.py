@@ -1,4 +1,4 @@
-"""What E1 is tested with: models, engines, and the logits of every sampled position, by bits."""
+"""Models and engines for tests of bitwise invariance, and the logits of every sampled position."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_checkpoint(root: Path, shape: str) -> Path:
-    """A random checkpoint; qk norms and biases are random too."""
+    """Write a random checkpoint. qk norms and biases are random too."""
     import transformers
 
     family, settings = SHAPES[shape]
@@ -201,11 +201,11 @@ def model_of(
 
 
 Bits = dict[tuple[int, int], list[torch.Tensor]]
-"""(seed, position) of each sampled token -> the logits it was drawn from, once for each time."""
+"""(seed, position) of each sampled token -> the logits of each time the position was sampled."""
 
 
 class Witness(Runner):
-    """A runner that keeps the logits of every sampled row, and what was in flight."""
+    """A runner that records the logits of every sampled row, and the steps in flight."""
 
     def watch(self) -> None:
         self.bits: Bits = {}
@@ -230,7 +230,7 @@ class Witness(Runner):
                 self.seeds[op.slot] = op.seed
         copy = super()._sample(handle, masks)
         rows, decode = batch().sample_rows, handle.plan.decode
-        # Behind the last accepted draft come logits of a sequence that never was.
+        # Logits behind the last accepted draft belong to a rejected continuation.
         accepted = np.zeros(decode.rows, np.int64) if copy.accepted is None else copy.accepted.numpy()
         true = [np.ones(int(handle.plan.prefill.sample.sum()), bool)]
         true += [np.arange(count) <= right for count, right in zip(decode.count, accepted, strict=True)]
@@ -247,7 +247,7 @@ class Witness(Runner):
 
 
 def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[TokenEvent]:
-    """Before every seventh step, sends a running sequence back to the queue, also out of steps in flight."""
+    """Send a running sequence back to the queue before every seventh step, with steps in flight."""
     state = engine.scheduler._state
     running = [sequence for sequence in state.running if not sequence.protected]
     if running and number % every == every - 1:
@@ -258,7 +258,7 @@ def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[T
 
 
 def requests_of_lengths(count: int) -> list[Submit]:
-    """Prompts and answers of different lengths, every other one sampled."""
+    """Return requests of different lengths; every second request is sampled."""
     return [
         submit(
             i + 1,

@@ -1,4 +1,4 @@
-"""Invariant attention backends: a query's bits are its own in every chunk, batch and block size."""
+"""Invariant attention backends: a query has equal bits in every chunk, batch and block size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = {"grouped": (8, 2, 16), "multi": (3, 3, 48), "one": (20, 1, 64), "wide":
 
 
 class Sequence:
-    """Queries, keys and values of one sequence, the same whoever computes them: [LENGTH, heads, dim]."""
+    """Queries, keys and values of one sequence: [LENGTH, heads, dim]. Equal for every computation."""
 
     def __init__(self, seed: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
@@ -35,7 +35,7 @@ Row = tuple[Sequence, int, int]
 
 
 def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) -> list[Tensor]:
-    """Output of each row, out of a cache that holds NaN wherever nobody may look."""
+    """Return the output of each row. The cache has NaN at every entry that must not be read."""
     one = rows[0][0]
     kv_heads, dim, dtype = one.k.shape[1], one.k.shape[2], one.q.dtype
     spec = CacheSpec(

@@ -1,7 +1,7 @@
-"""The functions that E1 builds on: of each, torch computes every element (or row) alike, wherever it stands.
+"""torch functions behind bitwise invariance: every element (or row) is computed alike at any place.
 
-Torch runs a vector loop and a scalar one for what is left, in each thread's share: they must agree. silu,
-gelu, sigmoid, pow and exp2 do not, which is why the invariant forms are written in those tested here.
+Torch runs a vector loop and a scalar loop for the rest, in each thread's share. Both loops must agree. silu,
+gelu, sigmoid, pow and exp2 do not agree, so the invariant forms use the functions tested here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As many as the test's parameter ``threads`` says."""
+    """Set the number of threads to the parameter ``threads`` of the test."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.node.callspec.params["threads"] if hasattr(request.node, "callspec") else 1)
     yield
@@ -89,7 +89,7 @@ def test_noise_of_sampling(threads: int) -> None:
 
 
 def check_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Every row of ``function(x)`` is what that row alone gives, at other places and alignments too."""
+    """Check that every row of ``function(x)`` equals the row alone, also at other places and alignments."""
     whole = function(x)
     for count in (1, 2, 5, 16, 33):
         for begin in (*range(0, len(x) - count, 67), len(x) - count):
@@ -125,7 +125,7 @@ def test_angles(kind: Any, dtype: torch.dtype, threads: int) -> None:
 
 
 def implementations(op: str, dtype: torch.dtype) -> list[registry.Implementation]:
-    """Every form of ``op`` that says it is invariant and can run here."""
+    """Return every form of ``op`` that claims invariance and can run here."""
     return [
         made
         for made in registry._OPS[op]
@@ -174,7 +174,7 @@ def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
 
 @sampled({"columns": [100, 2048], "dtype": ALL, "threads": THREADS})
 def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
-    """Also of gates that are columns of a wider tensor."""
+    """The gates may be columns of a wider tensor."""
     x = noise(170, 2 * columns + 3, dtype=dtype)
     right = x[:, :columns].double() * x[:, columns : 2 * columns].double().sigmoid()
     for made in implementations("sigmoid_gate", dtype):
@@ -229,7 +229,7 @@ def test_rotation_and_head_norms(dim: int, dtype: torch.dtype, threads: int) -> 
 
 
 def test_what_is_built() -> None:
-    """Where the C++ operations are there, these tests covered them."""
+    """Checks that the tests above covered the C++ operations, where available."""
     if not cpu.load():
         pytest.skip("the C++ operations are not built")
     assert "cpu" in {made.name for made in implementations("linear", torch.bfloat16)}

@@ -1,8 +1,8 @@
-"""E1: the logits of every sampled position are bitwise equal, whatever is computed beside a sequence.
+"""Bitwise invariance: the logits of every sampled position have equal bits, whatever else runs.
 
-The reference of every sequence is that sequence alone: its whole prompt in one step, one step in flight, no
-cache, one thread. The default run has every value of each feature, with ``-m slow`` every pair, with
-``-m grid`` every combination.
+The reference of every sequence is a run alone: the whole prompt in one step, one step in flight, no cache,
+one thread. The default run has every value of each feature, ``-m slow`` every pair, ``-m grid`` every
+combination.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.types.sampling import TokenParams
 
 OUTPUT = 12
 CHECKED = 6
-"""Sequences of a batch that are compared; the others are company."""
+"""Number of compared sequences of a batch; the others only run beside."""
 SAMPLING = {
     "greedy": TokenParams(temperature=0.0, max_tokens=OUTPUT),
     "seeded": TokenParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=OUTPUT),
@@ -98,7 +98,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def plan_submits(case: dict[str, Any]) -> list[list[Submit]]:
-    """What to hand over before each step: arrivals are spread out, in a random order."""
+    """Return the sequences to submit before each step: arrivals are spread out, in a random order."""
     rng = random.Random(name(case))
     order = rng.sample(range(case["batch"]), case["batch"])
     arrivals: list[list[Submit]] = [[]]
@@ -136,7 +136,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             engine.close()
     compared = compare(case, reference, runner.bits)
     assert compared >= min(CHECKED, case["batch"]) * OUTPUT
-    # The features engaged.
+    # The features were active.
     assert (stats.preemptions > 0) == case["preempt"]
     assert runner.deepest == case["depth"]
     if case["form"] == "cpp":
@@ -153,7 +153,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
 
 
 def compare(case: dict[str, Any], reference: Reference, bits: dict[Any, list[torch.Tensor]]) -> int:
-    """How many rows of logits were compared; every one was equal."""
+    """Return the number of compared rows of logits. Fail if a row differs."""
     compared = 0
     for prompt in range(min(CHECKED, case["batch"])):
         for position, expected in reference.logits(case, prompt).items():

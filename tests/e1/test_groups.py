@@ -1,5 +1,7 @@
-"""E1 over groups: in float32, logprobs are bitwise those of one engine when one group prefills and another
-one decodes. What is moved is bytes, so it holds where an engine promises E1: see docs/determinism.md.
+"""Bitwise invariance over groups: in float32, logprobs of two groups have the bits of one engine.
+
+One group prefills and another decodes. Transfers move bytes, so the bits are equal where an engine has
+bitwise invariance: see docs/determinism.md.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ SUBMITS = [
     for i in range(7)
 ]
 Bits = dict[int, list[tuple[int, bytes]]]
-"""Of each sequence: its tokens, and the logprobs of the likeliest there."""
+"""Sequence -> its tokens, and the logprobs of the most likely tokens."""
 
 
 def settings(folder: Path, shape: str) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def settings(folder: Path, shape: str) -> dict[str, Any]:
 
 
 def bits(engine: EngineCore | FleetEngine, asked: list[Submit]) -> Bits:
-    """All of ``asked`` together."""
+    """Run all of ``asked`` together and return the tokens and logprobs."""
     made: Bits = {one.sequence: [] for one in asked}
     for one in asked:
         assert not engine.submit(one)
@@ -77,7 +79,7 @@ def bits(engine: EngineCore | FleetEngine, asked: list[Submit]) -> Bits:
 @mostly_slow("shape", SHAPES, ["llama", "qwen3_next", "deepseek_v3"])
 @pytest.mark.usefixtures("extension")
 def test_logprobs_have_the_bits_of_one_engine(tmp_path: Path, shape: str) -> None:
-    """Alone in one engine; together, in chunks, in blocks of other sizes, over two groups."""
+    """The reference runs alone in one engine. The groups run batches in chunks, with other block sizes."""
     if not linear.available():
         pytest.skip("the C++ products are for CPUs with AVX2 or AVX-512")
     folder = make_checkpoint(tmp_path, shape)

@@ -1,8 +1,8 @@
-"""E1 over layouts: at fixed parallel sizes, logits are bitwise equal whatever is computed beside a sequence.
+"""Bitwise invariance over layouts: at fixed parallel sizes, logits have equal bits, whatever else runs.
 
-The reference of every sequence is that sequence alone on the same ranks: its whole prompt in one step, no
-micro-batches, no cache. What is compared with it: batches in chunks, with preemption, prefix hits, two steps
-in flight and steps in micro-batches.
+The reference of every sequence is a run alone on the same ranks: the whole prompt in one step, no
+micro-batches, no cache. The compared runs have batches in chunks, preemption, prefix hits, two steps in
+flight and micro-batches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CASES = [
 
 
 class LeadingWitness(Leads, Witness):
-    """A head's runner."""
+    """The runner of an engine."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def of(number: int) -> Submit:
 
 
 def logits(replicas: list[Replica]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """(seed, position) -> the logits that were sampled there, of all replicas."""
+    """Return (seed, position) -> the sampled logits, of all replicas."""
     found: dict[tuple[int, int], list[torch.Tensor]] = {}
     for replica in replicas:
         for key, rows in replica.runner.bits.items():
@@ -104,7 +104,7 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     [("dp2ep2", "qwen3_moe")],
 )
 def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str, model: str) -> None:
-    """What runs alone is launched op by op, what runs in company is replayed."""
+    """The reference runs eager steps, the batch runs replayed steps."""
     replicas = _check(folder(model), LAYOUTS[layout], "off", "cpp", replay=True)
     for replica in replicas:
         graphs = replica.runner.graphs

@@ -1,7 +1,7 @@
-"""E1 with speculation: logits of verified positions are bitwise those of one token at a time.
+"""Bitwise invariance with speculation: logits of verified positions equal those of single tokens.
 
-The C++ operations by default for a dense model, under --deterministic for latent attention; and the torch
-fall-back. Verify steps and drafting are captured and replayed, or launched op by op.
+The C++ operations run by default for a dense model, under --deterministic for latent attention; the torch
+fallback runs too. Verify steps and drafting are captured and replayed, or launched eagerly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLING = {
 _LATENT = {"kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
 
 Known = dict[int, tuple[list[int], dict[int, torch.Tensor]]]
-"""Prompt -> (its tokens, the logits of each sampled position)."""
+"""Prompt -> (tokens, logits of each sampled position)."""
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""What --deterministic chooses, refuses and says."""
+"""The choices, refusals and messages of --deterministic."""
 
 from __future__ import annotations
 

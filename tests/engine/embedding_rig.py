@@ -1,5 +1,7 @@
-"""Two heads and their ranks in one process, between which embeddings of images move: real heads' rooms,
-frames, ranks' transfers and sockets. The schedulers are played: they hold blocks, and note what they hear.
+"""Two engines and their ranks in one process, with transfers of image embeddings between the engines.
+
+The transfer classes, frames, rank transfers and sockets are real. The schedulers are fakes, which hold blocks
+and record the events they receive.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from weft.types.rooms import GroupDims, Peer, RoomKey, RoomTicket
 
 LEVELS, WIDTH, BLOCKS = 3, 8, 64
 ROW = LEVELS * WIDTH * 4
-"""Bytes of a row, in float32."""
+"""Bytes of one row, in float32."""
 SECRET = b"sixteen bytes at least"
 SECONDS = deadline(30.0)
 PATIENCE = Patience(retry=0.2, bind=30.0, fence=3.0, stop=0.5)
@@ -51,12 +53,12 @@ BROKEN = Unavailable("planted").info()
 
 
 class Rank:
-    """A rank's pool of embeddings, transport and thread."""
+    """The embedding pool, the transport and the thread of one rank."""
 
     def __init__(
         self, kind: str, folder: Path, number: int, dims: GroupDims, incarnation: int, small: bool = False
     ) -> None:
-        """``small``: writes and windows of some rows."""
+        """Start a rank. With ``small`` each write and each window has room for a few rows only."""
         (tensor,) = dims.kinds[0].tensors
         shape = [size for _, size in tensor.dims]
         self.memory = SharedMemory(int(np.prod(shape)) * 4)
@@ -92,7 +94,7 @@ class Rank:
         self.rooms = WorkerRooms(number, "embeddings")
 
     def rows(self, blocks: list[int], count: int) -> np.ndarray:
-        """[levels, count, width]."""
+        """Return the first ``count`` rows in ``blocks``: [levels, count, width]."""
         rows: np.ndarray = self.pool[:, blocks].flatten(1, 2)[:, :count].numpy()
         return rows
 
@@ -103,7 +105,7 @@ class Rank:
 
 
 class Group:
-    """``RoomRanks``: the head's own rank, and others that hear of frames."""
+    """``RoomRanks``: the engine's own rank, and further ranks that receive frames."""
 
     def __init__(
         self, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
@@ -123,7 +125,7 @@ class Group:
         self.deaf: set[int] = set()
         """Ranks whose process has ended."""
         self.late: list[tuple[int, f.RoomToRank]] | None = None
-        """Frames that are kept back, if not None."""
+        """Frames that are held back; None to deliver frames at once."""
         self.dims, self.ranks = self.rooms.dims, self.rooms.ranks
 
     @property
@@ -146,7 +148,7 @@ class Group:
             self.members[number].rooms.take(frame, self.members[number].transfer)
 
     def deliver(self) -> None:
-        """Frames that were kept back."""
+        """Deliver the frames that were held back."""
         late, self.late = self.late or [], None
         for number, frame in late:
             self._frame(number, f.encode(frame))
@@ -158,23 +160,23 @@ class Group:
         return self.rooms.take()
 
     def kill(self, number: int) -> None:
-        """The process of a rank that is not the head's ends."""
+        """End the process of a rank other than the engine's own rank."""
         self.deaf.add(number)
         self.members[number].transfer.close()
         self.rooms.ended(number)
 
 
 class Scheduler:
-    """What the rooms of embeddings speak to, of either end."""
+    """The scheduler of either end, as the embedding transfers see a scheduler."""
 
     def __init__(self) -> None:
         self.embeddings = self
         self.requests: deque[r.RoomRequest] = deque()
         self.told: list[r.RoomEvent] = []
         self.blocks: dict[RoomKey, list[int]] = {}
-        """Of rooms whose memory is in use."""
+        """Transfer -> blocks in use."""
         self.held: dict[RoomKey, int] = {}
-        """Rooms that the receiver needs nothing of: rows that it has."""
+        """Transfers whose rows the receiver already has -> number of rows."""
         self.postpone: set[RoomKey] = set()
 
     def kinds(self, key: RoomKey) -> list[str]:
@@ -190,7 +192,7 @@ class Scheduler:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]:
-        """Of a sender, which has none of an image that is not encoded yet."""
+        """Return the blocks of a sender before the image is encoded: none."""
         return ()
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]:
@@ -209,7 +211,7 @@ class Scheduler:
 
 
 class Head:
-    """One end."""
+    """One end of the transfers."""
 
     def __init__(
         self, sends: bool, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
@@ -234,7 +236,7 @@ class Head:
 
 
 class Pair:
-    """A group that encodes, and one that takes embeddings."""
+    """An encode group and a group that receives embeddings."""
 
     def __init__(
         self,
@@ -252,19 +254,19 @@ class Pair:
         self.shards = shards
         self.rng = np.random.default_rng(seed)
         self.images: dict[RoomKey, tuple[np.ndarray, list[int], list[int]]] = {}
-        """Of each room the embedding [levels, rows, width], and its blocks at both ends."""
+        """Transfer -> (embedding [levels, rows, width], blocks of the sender, blocks of the receiver)."""
 
     @property
     def heads(self) -> tuple[Head, Head]:
         return self.sender, self.receiver
 
     def free(self, head: Head) -> list[int]:
-        """Blocks that no room may touch."""
+        """Return the blocks of ``head`` that no transfer may touch."""
         taken = {block for blocks in head.scheduler.blocks.values() for block in blocks}
         return [block for block in range(1, BLOCKS + 1) if block not in taken]
 
     def image(self, rows: int, room: int | None = None, attempt: int = 0) -> RoomKey:
-        """A room that neither end knows yet; its embedding is not computed."""
+        """Choose an embedding and a transfer key. Neither end knows the transfer yet; nothing is computed."""
         room = len(self.images) if room is None else room
         key = RoomKey(room, attempt, self.sender.peer.incarnation)
         value = self.rng.standard_normal((LEVELS, rows, WIDTH)).astype(np.float32)
@@ -285,7 +287,7 @@ class Pair:
             self.receiver.rooms.open(RoomTicket(key, False, self.sender.peer, seconds))
 
     def compute(self, key: RoomKey, finish: bool = True) -> None:
-        """The embedding is made, and may leave."""
+        """Write the embedding at all ranks of the sender. With ``finish`` also release it for sending."""
         value, blocks, _ = self.images[key]
         rows = value.shape[1]
         for rank in self.sender.group.members:
@@ -298,11 +300,11 @@ class Pair:
             self.sender.scheduler.requests.append(r.FinishRoom(key))
 
     def spoil(self, key: RoomKey, rank: int) -> None:
-        """Rank ``rank`` of the sender cannot make the embedding."""
+        """Fail the embedding at rank ``rank`` of the sender."""
         self.sender.group.members[rank].transfer.fail(key, BROKEN)
 
     def until(self, reached: Callable[[], bool], seconds: float = SECONDS) -> None:
-        """Turns of both, asleep between them."""
+        """Run both ends until ``reached()`` is true, asleep between iterations. Fail after ``seconds``."""
         poller = zmq.Poller()
         for head in self.heads:
             for socket in [*head.rooms.sockets]:
@@ -315,7 +317,7 @@ class Pair:
             poller.poll(5)
 
     def told(self, key: RoomKey, what: str) -> bool:
-        """Whether both ends were."""
+        """Return True if both ends received the event ``what`` for the transfer."""
         return all(what in head.scheduler.kinds(key) for head in self.heads)
 
     def land(self, *keys: RoomKey) -> None:
@@ -325,8 +327,10 @@ class Pair:
         self.until(lambda: all(self.told(key, "RoomFreed") for key in keys))
 
     def check(self, key: RoomKey, fresh: bool = True) -> None:
-        """Every rank of the receiver has its rows, as they are, and, in blocks that are ``fresh``, no other
-        was written."""
+        """Check that every rank of the receiver has the correct rows of the image.
+
+        With ``fresh`` blocks, also check that no other row was written.
+        """
         value, _, blocks = self.images[key]
         rows = value.shape[1]
         ranks = self.receiver.group.members

@@ -1,5 +1,7 @@
-"""Engines in this process: some that only encode images, one that computes prompts, perhaps one that decodes.
-The part of a front is played by hand."""
+"""Engines in this process: encoders, one engine that computes prompts, optionally one that decodes.
+
+The rig plays the API server.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,24 @@ ROOM_S = 60.0
 
 @dataclass
 class Heard:
-    """What a front heard of one sequence."""
+    """The output of one sequence, as an API server collects it."""
 
     submit: m.Submit
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
-    """Logprobs, of each token that came with some."""
+    """Logprobs of each token that came with logprobs."""
     finish: str | None = None
     error: ErrorInfo | None = None
     cached: int = 0
     parts: dict[EngineCore, str] = field(default_factory=dict)
-    """Engines with a part in this attempt, and how that ended; "" while it has not."""
+    """Engine -> how the part of the engine in this attempt ended; "" until then."""
     why: list[str] = field(default_factory=list)
-    """Codes of the errors that ended earlier attempts."""
+    """Error codes that ended earlier attempts."""
 
 
 class EncodeFleet:
-    """Closed by ``close``."""
+    """The engines of one test. Call ``close`` at the end."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class EncodeFleet:
         *,
         made: Sequence[EngineCore] | None = None,
     ) -> None:
-        """``made``: engines of ``encoders`` that exist already."""
+        """Start the engines. ``made``: existing engines to use instead of ``encoders``."""
         self.encoders = list(made or [EngineCore(config, progress=False) for config in encoders])
         self.compute = EngineCore(compute, progress=False)
         self.decode = None if decode is None else EngineCore(decode, progress=False)
@@ -69,12 +71,12 @@ class EncodeFleet:
     # ---- the front
 
     def submit(self, one: m.Submit) -> None:
-        """With pixels."""
+        """Submit a sequence, with pixels, to the engines."""
         self.heard[one.sequence] = Heard(one)
         self._send(self.heard[one.sequence])
 
     def encoder_of(self, item: MediaItem, attempt: int) -> EngineCore:
-        """Chosen anew for each attempt."""
+        """Return the encoder of an image. Each attempt uses another encoder."""
         return self.encoders[(item.key[0] + attempt) % len(self.encoders)]
 
     def _send(self, heard: Heard) -> None:
@@ -84,7 +86,7 @@ class EncodeFleet:
         far: dict[EngineCore, list[MediaItem]] = {}
         items = []
         for item in one.media:
-            if attempt == 0 and one.choice:  # its leader has the rooms
+            if attempt == 0 and one.choice:  # the first sample has the transfers
                 items.append(msgspec.structs.replace(item, pixels=b""))
                 continue
             encoder = self.encoder_of(item, attempt)
@@ -135,7 +137,7 @@ class EncodeFleet:
             heard = self.heard[event.sequence]
             if core not in heard.parts or heard.parts[core]:
                 continue
-            if heard.attempt != attempts[event.sequence]:  # another event has begun the next one meanwhile
+            if heard.attempt != attempts[event.sequence]:  # another event has begun the next attempt
                 continue
             first = event.position if event.position >= 0 else len(heard.tokens)
             for number, token in enumerate(event.token_ids, first):
@@ -173,11 +175,11 @@ class EncodeFleet:
     # ---- loops
 
     def turn(self) -> bool:
-        """One turn of each loop. Whether there was anything to compute."""
+        """Run one iteration of each engine's loop. Return True if any engine computed."""
         return turn(self.cores, self.take)
 
     def run(self) -> None:
-        """Until all sequences have ended, and all rooms."""
+        """Run until all sequences and all transfers have ended."""
         until = time.monotonic() + SECONDS
         while not self.idle:
             assert time.monotonic() < until, (self.unfinished, [core.stats() for core in self.cores])
@@ -196,12 +198,12 @@ class EncodeFleet:
         return all(of.stats(None).rooms == 0 for of in rooms)
 
     def answers(self) -> dict[int, list[int]]:
-        """Tokens of each sequence, none of which failed."""
+        """Return the tokens of each sequence. Fail if any sequence failed."""
         assert all(heard.error is None for heard in self.heard.values()), self.heard
         return {number: heard.tokens for number, heard in self.heard.items()}
 
     def check_given_back(self) -> None:
-        """Nothing is left of any sequence or room."""
+        """Check that no sequence and no transfer is left in any engine."""
         for core in self.cores:
             stats = core.stats()
             assert (stats.running, stats.waiting) == (0, 0)
@@ -213,7 +215,7 @@ class EncodeFleet:
                 assert rooms is None or not rooms.moving
 
     def stats(self, core: EngineCore) -> m.TransferStats:
-        """Of its transfers of embeddings."""
+        """Return the statistics of the embedding transfers of ``core``."""
         found: Any = core.stats().embedding_transfers
         assert found is not None
         result: m.TransferStats = found

@@ -1,5 +1,7 @@
-"""A head and workers in one process: the real scheduler, executor and workers on the loopback channel and a
-virtual clock. Instead of a model every rank has a fake runner, and beside it the real slot table.
+"""An engine and workers in one process, on the loopback channel and a virtual clock.
+
+The scheduler, the executor and the workers are real. Each rank has a fake runner instead of a model, and a
+real slot table beside the fake runner.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ TIMEOUT = 10.0
 
 
 class TableRunner:
-    """Keeps tables and samples a function of the history; no model."""
+    """Keeps the slot tables and samples a function of the history, without a model."""
 
     graphs = None
     drafter = None
@@ -46,7 +48,7 @@ class TableRunner:
     embeddings: RankRooms | None = None
 
     def __init__(self, kv: KVConfig, commits: dict[int, int], fake: FakeRunner | None = None) -> None:
-        """``commits``: step -> the last step that was committed when it was planned."""
+        """Make a runner. ``commits``: step -> last committed step when the step was planned."""
         self.kv = kv
         self.commits = commits
         self.fake = fake or FakeRunner(kv)
@@ -54,7 +56,7 @@ class TableRunner:
         self.closed = False
         self.resets = 0
         self.masks: dict[int, TokenMasks | None] = {}
-        """What each step was sampled with."""
+        """Step -> masks of the step."""
 
     def forward(self, plan: StepPlan) -> StepHandle:
         handle = StepHandle(plan=plan, launched=0.0, forwarded=Future())
@@ -95,7 +97,7 @@ class TableRunner:
         self.closed = True
 
     def table(self) -> dict[int, tuple[Any, ...]]:
-        """Everything that is kept of each live slot."""
+        """Return the complete state of each live slot."""
         made: dict[int, tuple[Any, ...]] = {}
         for slot, occupant in sorted(self.fake.in_slot.items()):
             entries = self.state._entries[:, slot].tolist()
@@ -108,7 +110,7 @@ class TableRunner:
 
 
 class Inline(Executor):
-    """Carries out at once what it is given."""
+    """Runs each task at once."""
 
     def submit(self, work: Any, /, *args: Any, **more: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -117,7 +119,7 @@ class Inline(Executor):
 
 
 class Ranks:
-    """The group: ``workers`` ranks beside the head."""
+    """The group: the engine's rank and ``workers`` further ranks."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class Ranks:
         faults: tuple[LinkFault, ...] = (),
         rooms: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """``rooms``: blocks of each pool that a rank has room for, where that is not what ``kv`` says."""
+        """Start the ranks. ``rooms``: rank -> number of blocks of each pool, where different from ``kv``."""
         self.kv = kv
         self.rooms = rooms or {}
         self.clock = VirtualClock()
@@ -138,12 +140,12 @@ class Ranks:
         self.incarnations = dict.fromkeys(range(1, workers + 1), 0)
         self.heads = 0
         self.books: Any = None
-        """Of processes of ranks, where somebody keeps them."""
+        """The supervisor of rank processes, if the test has one."""
         for rank in self.incarnations:
             self.start(rank)
 
     def up(self) -> None:
-        """A head, until its first epoch runs."""
+        """Start an engine and run until the first epoch is formed."""
         self.heads += 1
         membership = Membership(
             0,
@@ -173,7 +175,7 @@ class Ranks:
         return self.head.membership.epoch
 
     def behead(self) -> None:
-        """The head is gone, and another one in its place, as empty as any: the workers say hello to it."""
+        """Replace the engine by an empty one. The workers register with the new engine."""
         self.net = Loopback(self.clock)
         self.runners[0] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
         for rank, worker in self.workers.items():
@@ -181,7 +183,7 @@ class Ranks:
             self.start(rank, worker=worker)
 
     def peer(self, rank: int) -> bytes:
-        """The rank's incarnation that runs."""
+        """Return the address of the rank's current incarnation."""
         return b"%d.%d" % (rank, self.incarnations[rank])
 
     def start(
@@ -191,7 +193,8 @@ class Ranks:
         version: int = f.VERSION,
         worker: Worker | None = None,
     ) -> None:
-        """A new process of ``rank``, or ``worker`` without a head: it says hello and, once welcome, works."""
+        """Start a process of ``rank``, or use ``worker`` without an engine. The process registers and then
+        works."""
         channel = self.net.rank(self.peer(rank))
         hello = f.RankHello(
             version=version,
@@ -238,23 +241,23 @@ class Ranks:
         self.net.drive(self.peer(rank), turn)
 
     def restart(self, rank: int) -> None:
-        """Kills the rank's process and starts another, as empty as any."""
+        """Kill the process of the rank and start an empty process."""
         self.kill(rank)
         self.runners[rank] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
         self.incarnations[rank] += 1
         self.start(rank)
 
     def kill(self, rank: int) -> None:
-        """The rank's process ends; nobody is told."""
+        """End the process of the rank without a notification."""
         self.net.cut(self.peer(rank))
 
     def settle(self) -> None:
-        """Lets every rank take in what was sent to it."""
+        """Let every rank process all received messages."""
         while self.net.turn():
             pass
 
     def check_equal(self) -> None:
-        """No table has diverged."""
+        """Check that the tables of all ranks are equal."""
         self.settle()
         expected = self.runners[0].table()
         for rank in self.incarnations:
@@ -262,7 +265,7 @@ class Ranks:
 
 
 class GroupRig(Rig):
-    """``Rig`` whose plans a group carries out."""
+    """A ``Rig`` whose plans are executed by a group."""
 
     def join(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -302,7 +305,7 @@ class GroupRig(Rig):
         self.mask()
 
     def recover(self, lost: GroupLost | None = None) -> None:
-        """As an engine would: whoever is lost is started anew, the rest keep what they have."""
+        """Recover as an engine does: restart the lost rank and keep the other ranks with their memory."""
         ranks = self.ranks
         if lost is not None and lost.rank:
             ranks.restart(lost.rank)
@@ -315,7 +318,7 @@ class GroupRig(Rig):
         self.resume()
 
     def resume(self) -> None:
-        """The group runs again, perhaps under another head."""
+        """Continue after a new epoch was formed, perhaps under another engine."""
         ranks = self.ranks
         self.in_flight.clear()
         self.handles.clear()

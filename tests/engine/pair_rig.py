@@ -1,5 +1,7 @@
-"""Two engines in this process, one of which prefills and the other decodes, joined as two heads are. The part
-of a front is played by hand."""
+"""A prefill engine and a decode engine in this process, connected like two engine processes.
+
+The rig plays the API server.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ ROOM_S = 60.0
 
 @dataclass
 class Answer:
-    """What a front heard of one sequence, from both ends."""
+    """The output of one sequence, from both engines."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    """By position."""
+    """Position -> token."""
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     finish: list[str] = field(default_factory=list)
-    """Of the end that prefills, then of the one that decodes."""
+    """Finish reasons: of the prefill engine, then of the decode engine."""
     cached: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -42,7 +44,8 @@ class Answer:
 
 
 def turn(cores: Iterable[EngineCore], take: Callable[[EngineCore, list[m.TokenEvent]], None]) -> bool:
-    """One turn of each loop, what it tells given to ``take``. Whether there was anything to compute."""
+    """Run one iteration of each engine's loop and pass the events to ``take``. Return True if any engine
+    computed."""
     worked = False
     for core in cores:
         core.check()
@@ -59,7 +62,7 @@ def submit(sequence: int, prompt: list[int], params: TokenParams, **more: Any) -
 
 
 class EnginePair:
-    """Closed by ``close``."""
+    """The two engines of one test. Call ``close`` at the end."""
 
     def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
         self.prefill = EngineCore(prefill, progress=False)
@@ -81,7 +84,7 @@ class EnginePair:
         return RoomTicket(key, sends, self.peer(other), ROOM_S)
 
     def submit(self, one: m.Submit) -> None:
-        """To both."""
+        """Submit a sequence to both engines."""
         self.answers[one.sequence] = Answer()
         for core, sends in ((self.decode, False), (self.prefill, True)):
             room = self.ticket(one.sequence, one.attempt, sends)
@@ -103,14 +106,14 @@ class EnginePair:
                 answer.finish.append(event.finish)
                 answer.cached["prefill" if core is self.prefill else "decode"] = event.num_cached
                 if event.finish not in ("moved", "evicted") and core is self.prefill:
-                    self.take(self.decode, self.decode.finish(event.sequence))  # as a front would
+                    self.take(self.decode, self.decode.finish(event.sequence))  # like an API server
 
     def turn(self) -> bool:
-        """One turn of each loop. Whether there was anything to compute."""
+        """Run one iteration of each loop. Return True if any engine computed."""
         return turn(self.cores, self.take)
 
     def run(self) -> None:
-        """Until all sequences have ended, and all rooms."""
+        """Run until all sequences and all transfers have ended."""
         until = time.monotonic() + SECONDS
         while not self.idle:
             assert time.monotonic() < until, (self.answers, [core.stats() for core in self.cores])
@@ -125,7 +128,7 @@ class EnginePair:
         return all(one is not None and one.rooms == 0 and one.blocks_on_hold == 0 for one in stats)
 
     def check_given_back(self) -> None:
-        """Every block is free again (or cached), and nothing is remembered."""
+        """Check that every block is free or cached, and that no transfer state is left."""
         for core in self.cores:
             stats = core.stats()
             assert stats.free_blocks == self.free[core]
@@ -147,7 +150,7 @@ def pair_of(root: Path, family: str, blocks: tuple[int, int] = (8, 8), **more: A
 
 
 def unified(config: EngineConfig, submits: list[m.Submit]) -> dict[int, list[int]]:
-    """What an engine makes that does everything itself."""
+    """Return the tokens of one engine that computes prompts and outputs. Sequence number -> tokens."""
     core = EngineCore(config, progress=False)
     made: dict[int, list[int]] = {one.sequence: [] for one in submits}
     try:

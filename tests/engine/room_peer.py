@@ -1,6 +1,6 @@
-"""A head at the other end of rooms, as a process of its own: ``python -m tests.engine.room_peer ADDRESS``.
+"""The other engine of a transfer, as a separate process: ``python -m tests.engine.room_peer ADDRESS``.
 
-It prints its address and incarnation, and answers each offer with ``Later``.
+The process prints its address and incarnation, and answers each offer with ``Later``.
 """
 
 from __future__ import annotations

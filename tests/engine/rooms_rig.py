@@ -1,5 +1,6 @@
-"""Two heads with rooms on virtual time: the real ``HeadRooms``, and a network, ranks and schedulers that are
-faked. The schedulers watch their blocks: one that is used while a transfer may touch it is a ``Violation``.
+"""Two engines with transfers on virtual time: real ``HeadRooms``, fake network, ranks and schedulers.
+
+The schedulers watch their blocks. Reuse of a block while a transfer may touch the block is a ``Violation``.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ ERROR = Unavailable("planted").info()
 
 
 class Violation(AssertionError):
-    """A block was used twice."""
+    """A block was used twice at the same time."""
 
 
 class Net:
-    """Carries messages between heads: late, twice, or not at all."""
+    """A network between engines that delays, duplicates and drops messages."""
 
     def __init__(self, clock: VirtualClock, rng: random.Random, loss: float = 0.0) -> None:
         self.clock, self.rng, self.loss = clock, rng, loss
@@ -53,7 +54,7 @@ class Net:
 
 
 class FakeChannel:
-    """A ``RoomChannel``."""
+    """A ``RoomChannel`` over the fake network."""
 
     sockets: Sequence[Any] = ()
     bad = 0
@@ -83,7 +84,7 @@ class FakeChannel:
 
 
 class FakeRanks:
-    """Of a group: they move nothing, and say what they are told to say."""
+    """The ranks of a group. The ranks move nothing and report what the test sets."""
 
     dims = GROUP.dims
     ranks = range(RANKS)
@@ -94,7 +95,7 @@ class FakeRanks:
         self.frames: list[f.RoomToRank] = []
         self.said: deque[RankWord] = deque()
         self.busy: set[RoomKey] = set()
-        """Rooms that ranks move."""
+        """Transfers that ranks move."""
         self.deaf: set[int] = set()
         """Ranks that do not answer ``Stop``."""
 
@@ -121,7 +122,7 @@ class FakeRanks:
 
 
 class FakeScheduler:
-    """Blocks of one group, by room."""
+    """The blocks of one group, by transfer."""
 
     def __init__(self, refuse: str = "") -> None:
         self.free = list(range(1, BLOCKS))
@@ -129,7 +130,7 @@ class FakeScheduler:
         self.requests: deque[r.RoomRequest] = deque()
         self.told: list[r.RoomEvent] = []
         self.later: dict[RoomKey, None] = {}
-        """Those that were put off."""
+        """Postponed transfers."""
         self.refuse = refuse
 
     def kinds(self, key: RoomKey) -> list[str]:
@@ -160,7 +161,7 @@ class FakeScheduler:
                 if self.refuse:
                     self.requests.append(r.RefuseRoom(key, ERROR))
                 elif key in self.held:
-                    pass  # it was answered meanwhile
+                    pass  # already answered
                 elif len(self.free) < 3:
                     self.later[key] = None
                     self.requests.append(r.PostponeRoom(key, 0.5))
@@ -175,7 +176,7 @@ class FakeScheduler:
 
 
 class FakePeers(PeerWatch):
-    """Ends of processes are told by the test."""
+    """A watch without processes: the test reports ends of processes."""
 
     def heard(self, peer: Peer, process: Process) -> None:
         self._known.setdefault(peer, process)
@@ -185,7 +186,7 @@ class FakePeers(PeerWatch):
 
 
 class Side:
-    """One head."""
+    """One engine."""
 
     def __init__(self, pair: Pair, role: Any, transport: str) -> None:
         self.pair = pair
@@ -217,7 +218,7 @@ class Side:
 
 
 class Pair:
-    """A group that prefills, and one that decodes."""
+    """A prefill group and a decode group."""
 
     def __init__(self, seed: int = 0, loss: float = 0.0, transport: str = "shm") -> None:
         self.rng = random.Random(seed)
@@ -249,7 +250,7 @@ class Pair:
             self.clock.advance_to(self.clock.now() + step)
 
     def bound(self, room: int = 1) -> RoomKey:
-        """A room that is bound and moves."""
+        """Open a transfer, admit its sequence and run until the transfer is active. Return the key."""
         key = self.open(room)
         self.admit(key)
         self.run(0.3)

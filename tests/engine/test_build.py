@@ -1,4 +1,5 @@
-"""From a configuration to a runner: what is refused before weights are read, how GPU memory is divided."""
+"""From a configuration to a runner: configurations that are refused before loading, division of GPU
+memory."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_pools_take_what_weights_activations_and_others_leave(config: EngineConf
 
 
 def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineConfig) -> None:
-    """Two on one GPU: one measures when the other has not loaded yet, one when all is taken but its own."""
+    """Two ranks on one GPU: one measures before the other has loaded, one after all other memory is taken."""
     parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=2, collectives="gloo")
     two = msgspec.structs.replace(config, parallel=parallel, gpus=("0",))
     first = fit_pools(two, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
@@ -60,7 +61,10 @@ def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineCon
 def test_where_ranks_meet_over_nccl_graphs_wait_for_the_group(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager where they do not. Only the capture itself is left out: there is no GPU to capture on."""
+    """Over NCCL, graphs are captured lazily. Ranks without NCCL run eager steps, without graphs.
+
+    The test replaces the capture itself, for lack of a GPU.
+    """
     model = build_runner(config, progress=False)._model
     model.device = torch.device("cuda")
     monkeypatch.setattr("weft.engine.build.CudaCapture", lambda device: lambda run: run)

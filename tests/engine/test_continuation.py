@@ -1,6 +1,4 @@
-"""A decode group is lost, or gives a sequence back, at each token of an answer: its client's text is that of
-the run that nothing disturbed (E33).
-"""
+"""A decode group is lost, or returns a sequence, at each token. The client gets the undisturbed text."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ FAMILIES = [
 
 
 class Client:
-    """What a client gets, piece by piece."""
+    """The output of one client, piece by piece."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm = llm
@@ -49,7 +47,10 @@ class Client:
         monkeypatch.setattr(Choice, "on_event", hear)
 
     def ask(self, stop: list[str], disturb: Callable[[], bool] | None = None) -> tuple[Any, ...]:
-        """(text, tokens, why it ended, logprobs). ``disturb``: called before each turn until it did."""
+        """Run a request. Return (text, tokens, finish reason, logprobs).
+
+        ``disturb`` is called before each iteration until it returns True.
+        """
         self.pieces, self.tokens = [], 0
         turn, done = self.engine.turn, disturb is None
 
@@ -74,7 +75,7 @@ class Client:
         return choice.text, choice.token_ids, choice.finish_reason, rows
 
     def evict(self) -> bool:
-        """The decode group gives back what runs there. False if nothing does."""
+        """Make the decode group return its running sequences. Return False if no sequence runs."""
         (core,) = self.engine.cores("decode")
         state = core.scheduler._state
         for one in [one for one in state.running if not one.protected]:
@@ -103,13 +104,13 @@ def client(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: Client, how: str) -> None:
     free = client.ask([])[0]
     assert len(free) > 12
-    # The first one begins in many places and is never there; the second one ends the answer.
+    # The first stop string begins in many places but never completes. The second one ends the answer.
     stop = [f"{free[len(free) // 3 :][:3]}\x01", free[-6:-3]]
     expected = client.ask(stop)
     assert expected[2] == "stop"
     held = _most_held(client.pieces)
     disturb = client.evict if how == "evict" else client.lose
-    first = 1 if how == "evict" else 0  # before its first token nothing runs there
+    first = 1 if how == "evict" else 0  # no sequence runs at the decode group before the first token
     failovers = client.engine.fleet.failovers
     for index in range(first, len(expected[1])):
         found = client.ask(stop, lambda index=index: client.tokens >= index and disturb())
@@ -133,7 +134,7 @@ def _alike(found: tuple[Any, ...], expected: tuple[Any, ...]) -> bool:
 
 
 def _most_held(pieces: list[str]) -> int:
-    """Tokens in a row for which a client got no text."""
+    """Return the longest run of tokens without text for the client."""
     most = run = 0
     for piece in pieces:
         run = 0 if piece else run + 1

@@ -1,4 +1,4 @@
-"""The step loop on a real model: isolation of bad rows, stress over recycled buffers, aborts, traces."""
+"""The step loop on a real model: isolation of bad rows, recycled buffers, aborts, traces."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def alone(folder: Path, ids: list[int], params: TokenParams, request: int) -> li
 @pytest.mark.requirement("F43")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_row_that_is_not_finite_fails_its_own_request(folder: Path, depth: int) -> None:
-    """Token 0's embedding is NaN: whoever has it in the prompt fails, the others do not notice."""
+    """The embedding of token 0 is NaN. Sequences with token 0 in the prompt fail, the others are
+    unaffected."""
     model = make_checkpoint_with_bad_token(folder)
     engine, _ = make_engine(folder, depth=depth, model=model)
     rng = random.Random(1)
     good = [prompt(rng) for _ in range(6)]
-    params = greedy(12, bad=((0,),))  # else a healthy row may sample the bad token itself
+    params = greedy(12, bad=((0,),))  # otherwise a healthy row may sample the bad token
     submits = [submit(i + 1, ids, params, request=i) for i, ids in enumerate(good)]
     submits.insert(3, submit(99, [4, 0, 5], greedy(12), request=99))
     answers = run(engine, [submits])
@@ -76,7 +77,7 @@ def make_checkpoint_with_bad_token(folder: Path) -> torch.nn.Module:
 
 @pytest.mark.requirement("B17")
 def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
-    """Two steps always in flight, buffers spoiled as soon as they are given back, rows coming and going."""
+    """Two steps are always in flight, returned buffers are overwritten at once, and rows come and go."""
     engine, runner = make_engine(folder, depth=2, chunk=5, max_num_seqs=6)
     rng = random.Random(2)
     asked = {i + 1: prompt(rng) for i in range(30)}
@@ -92,7 +93,7 @@ def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
 @mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("shape", ["mistral", "qwen2_windowed"])
 def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str, depth: int) -> None:
-    """Blocks leave windows, are taken by others, found again by prefixes; nobody reads a stranger's."""
+    """Blocks leave windows, are reused, and are found by prefix. No sequence reads a foreign block."""
     own = make_checkpoint(tmp_path, shape)
     engine, _ = make_engine(own, blocks=30, window_blocks=6, chunk=7, depth=depth, max_num_seqs=4)
     rng = random.Random(7)
@@ -114,7 +115,8 @@ def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str,
 def test_soak_of_cancels_and_stops_on_a_small_pool(
     folder: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """200 requests on blocks for 1.5 sequences: one terminal answer each, nothing held, few preemptions."""
+    """200 requests share blocks for 1.5 sequences: one terminal event each, no leaked block, few
+    preemptions."""
     engine, _ = make_engine(folder, blocks=MAX_LEN * 3 // 2 // 8, depth=depth, chunk=16)
     seen: dict[int, Sequence] = {}
     add = engine.scheduler.add
@@ -176,7 +178,7 @@ def test_a_refused_submit_changes_nothing(folder: Path) -> None:
 
 
 def test_emitted_ids_continue_a_stream(folder: Path) -> None:
-    """What a front sends after a head died: prompt and emitted ids. The rest is what it would have been."""
+    """After an engine died, the API server sends prompt and emitted ids. The remaining tokens are equal."""
     rng = random.Random(4)
     ids = prompt(rng)
     params = TokenParams(temperature=1.0, frequency_penalty=0.5, max_tokens=20)
@@ -216,7 +218,7 @@ def test_a_step_gap_stops_the_group(folder: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_interrupted_wait_loses_nothing(folder: Path, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a step is waited for: it is read again, and the stream is what it would have been."""
+    """Ctrl-C during a wait for a step: the step is read again, and the stream has the same tokens."""
     engine, runner = make_engine(folder, depth=depth)
     read, calls = runner.read, []
 
@@ -241,7 +243,7 @@ def test_an_interrupted_wait_loses_nothing(folder: Path, depth: int, monkeypatch
 
 
 def test_an_interrupted_launch_ends_the_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inline work that an interrupt cut in half can't be resumed; nobody waits for it for ever."""
+    """An interrupted launch cannot be resumed. The group ends, and no caller waits forever."""
     engine, runner = make_engine(folder, depth=1)
 
     def interrupted(*_: object) -> None:
@@ -281,13 +283,13 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     answers = run(engine, [[one] for one in asked])
     engine.close()
     assert all(len(answer.tokens) == 40 for answer in answers.values())
-    # A record may be captured on the way up more than once.
+    # A record may be captured several times on the way to the root logger.
     warned = {id(r): r.name for r in caplog.records if "trace ends" in r.message}
     assert list(warned.values()) == ["weft.runner.trace"]
 
 
 def test_models_are_shared_between_engines(folder: Path) -> None:
-    """The model holds no state between steps: two engines over it interleave freely."""
+    """The model holds no state between steps: two engines on one model interleave freely."""
     assert model_of(folder) is model_of(folder)
     engines = [make_engine(folder)[0] for _ in range(2)]
     rng = random.Random(6)
@@ -304,7 +306,7 @@ def test_models_are_shared_between_engines(folder: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_plan_of_ops_alone_runs_between_others(folder: Path, depth: int) -> None:
-    """It is validated, carried out and committed, with rows in flight and without."""
+    """The plan is validated, executed and committed, with and without rows in flight."""
     engine, runner = make_engine(folder, depth=depth)
     ids, params = [1, 2, 3, 4], greedy(8)
 
@@ -327,7 +329,7 @@ def test_a_plan_of_ops_alone_runs_between_others(folder: Path, depth: int) -> No
 
 
 def test_what_runs_is_what_is_in_flight(folder: Path) -> None:
-    """One object from seal to commit, whatever the parts said about it."""
+    """The plan is the same object from freeze to commit, with all plan rewrites active."""
     engine, runner = make_engine(folder, depth=2)
     engine.balance, engine.overlap = Balance(2), OverlapPolicy("all")
     engine.submit(submit(1, list(range(1, 40)), greedy(6), request=1))

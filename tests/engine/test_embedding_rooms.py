@@ -1,4 +1,4 @@
-"""Embeddings of images from heads and ranks that encode to those that take them, over real transports."""
+"""Transfers of image embeddings from encode groups to other groups, over real transports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.types import rooms as r
 from weft.types.rooms import GroupDims, RoomTicket
 
 IMAGES = [256, 1, 77, 64, 300, 2, 199, 640]
-"""Rows of eight images; those of one or two rows have ranks without a share."""
+"""Rows of eight images. Images of one or two rows leave some ranks without a shard."""
 ERROR = Unavailable("its client left").info()
 KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
 KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
@@ -109,7 +109,7 @@ def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
 @pytest.mark.requirement("D9")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
-    """Through a window of 25 rows: as one room with one end, beside others, which take turns with it."""
+    """Large images pass through a window of 25 rows, in turns with other transfers, and end once."""
     pair = make(kind, (1, 2), False, True)
     keys = [pair.image(rows) for rows in (640, 30, 200)]
     for key in keys:
@@ -121,13 +121,13 @@ def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, m
         assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
     (rank,) = pair.sender.group.members
     assert rank.writes >= 2 * sum((640, 30, 200)) // 10
-    pair.until(lambda: rank.transfer.pushes.under_way == 0)  # answers may come behind what they let land
+    pair.until(lambda: rank.transfer.pushes.under_way == 0)  # late answers may follow
 
 
 @pytest.mark.requirement("D10")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: str, make: Make) -> None:
-    """The head's own rank knows at once, the other one hears of it by a frame that is late."""
+    """The engine's own rank knows the transfer at once. The other rank gets a late frame."""
     pair = make(kind, (1, 2), True)
     keys = [pair.image(rows) for rows in (100, 1, 64)]
     pair.receiver.group.late = []
@@ -149,7 +149,7 @@ def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: st
 
 @pytest.mark.requirement("D29")
 def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> None:
-    """One stands still in the middle of a copy; the other one has all it needs meanwhile."""
+    """One rank stops in the middle of a copy. The other rank completes its part."""
     pair = make("shm", (1, 2), True)
     key = pair.image(300)
     slow, quick = pair.receiver.group.members
@@ -176,7 +176,7 @@ def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> N
 def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_is_written(
     make: Make,
 ) -> None:
-    """What the sender's ranks were told is not what the receiver's expect."""
+    """The settings of the sender's ranks contradict the settings of the receiver's ranks."""
     pair = make("shm", (1, 2), True)
     key = pair.image(100)
     send = pair.sender.group.send
@@ -198,7 +198,7 @@ def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_
 @pytest.mark.requirement("D10", "D12")
 @mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
-    """The receiver's Submit comes late, and then it has no room for a while."""
+    """The receiver's Submit comes late, and the receiver then has no space for a while."""
     pair = make(kind, (2, 2), True)
     keys = [pair.image(rows) for rows in (100, 5, 64)]
     for key in keys:
@@ -228,13 +228,14 @@ def test_what_nobody_comes_for_ends_at_its_deadline(make: Make) -> None:
     assert "took too long" in pair.sender.scheduler.error(key)
     assert key not in pair.sender.scheduler.blocks
     assert pair.sent_bytes == 0
-    pair.open(key, sender=False)  # its receiver is told when it comes
+    pair.open(key, sender=False)  # the receiver is notified when its Submit comes
     pair.until(lambda: "RoomFreed" in pair.receiver.scheduler.kinds(key))
 
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_what_the_receiver_has_is_not_sent(shards: bool, make: Make) -> None:
-    """It says so with ``start``, and needs no blocks for it; the sender need not have made it, either."""
+    """The receiver reports the rows with ``start`` and needs no blocks. The sender may not even have
+    encoded."""
     pair = make("shm", (2, 2), shards)
     key, other = pair.image(100), pair.image(90)
     for head in pair.heads:
@@ -265,7 +266,7 @@ def test_a_room_that_is_given_up_is_fenced_and_its_blocks_serve_the_next(end: st
         assert one.scheduler.error(key) == ERROR.message
         assert one.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
         assert key not in one.scheduler.blocks
-    pair.compute(key, finish=False)  # the step was under way: nothing of it leaves
+    pair.compute(key, finish=False)  # the step was in flight: nothing is sent
     pair.compute(other)
     pair.land(other)
     assert pair.sent_bytes == 30 * ROW
@@ -280,7 +281,8 @@ def test_a_room_that_is_given_up_is_fenced_and_its_blocks_serve_the_next(end: st
 @pytest.mark.parametrize("bound", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, rank: int, make: Make) -> None:
-    """Whether or not its receiver has come by then. The others ship, and the ranks go on."""
+    """The item fails before or after the receiver has come. The other items are sent, and the ranks
+    continue."""
     pair = make("shm", (2, 2), True)
     key, other = pair.image(64), pair.image(130)
     pair.open(other)
@@ -356,7 +358,7 @@ def test_a_group_that_loses_ranks_gives_all_rooms_up_and_stops_them(end: str, ma
 @pytest.mark.requirement("D29")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None:
-    """The head says otherwise: they have other settings than it. No byte is written."""
+    """The ranks have other settings than their engine. No byte is written."""
     pair = make("shm", (1, 2), False)
     key = pair.image(100)
     send = pair.receiver.group.send
@@ -380,7 +382,7 @@ def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None
 
 @pytest.mark.requirement("D23")
 def test_a_room_of_another_start_of_the_encoder_ends_at_once(make: Make) -> None:
-    """It was restarted at the same address: what was minted for the one before it has no part in it."""
+    """The encoder was restarted at the same address: transfers of the earlier incarnation end at once."""
     pair = make()
     key = pair.image(64)
     stale = key._replace(incarnation=key.incarnation - 1)
@@ -406,14 +408,16 @@ def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
 def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
     kind: str, seed: int, make: Make
 ) -> None:
-    """Computed early and late, put off, given up at either end, failed by a rank; in a pool that is so small
-    that blocks of rooms that ended serve the next ones at once."""
+    """Random computation times, postponements, cancellations at either end and rank failures.
+
+    The pool is so small that blocks of ended transfers are reused at once.
+    """
     draw = random.Random(seed)
     pair = make(kind, draw.choice([(1, 2), (2, 2), (2, 4)]), draw.random() < 0.7, True)
     live: set[r.RoomKey] = set()
     uncomputed: set[r.RoomKey] = set()
     given_up: dict[r.RoomKey, float] = {}
-    """When, if it has not ended by then."""
+    """Transfer -> time to cancel the transfer, unless ended by then."""
     checked = 0
     until = time.monotonic() + SECONDS
     while len(pair.images) < 60 or live:
@@ -434,7 +438,7 @@ def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
                 uncomputed.discard(key)
                 if draw.random() < 0.1:
                     pair.spoil(key, draw.randrange(pair.sender.group.dims.ranks))
-                elif key in pair.sender.scheduler.blocks:  # else it has ended: nobody would encode it
+                elif key in pair.sender.scheduler.blocks:  # otherwise already ended
                     pair.compute(key)
         for key in list(live):
             if given_up.get(key, until) < time.monotonic():

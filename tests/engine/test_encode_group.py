@@ -1,4 +1,4 @@
-"""Groups that encode and a group that computes, in one process: the tokens of an engine that does both."""
+"""Encode groups and a computing group in one process: the tokens equal those of one engine that does both."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def taker(folder: Path, **more: Any) -> Any:
 
 
 def many(models: SeeingModels, name: str, first: int = 0, n: int = 1) -> list[m.Submit]:
-    """Prompts with 1, 3 and 8 images; of the last one ``n`` choices."""
+    """Return prompts with 1, 3 and 8 images; the last prompt has ``n`` choices."""
     made = []
     for number, parts in enumerate(MANY):
         seen = models.seen(name, parts, number)
@@ -94,7 +94,7 @@ def check(fleet: EncodeFleet, submits: list[m.Submit], expected: dict[int, list[
 def test_tokens_are_those_of_one_engine(
     name: str, encoders: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
-    """D24: 1, 3 and 8 images, n > 1, in chunks; and again, from both caches."""
+    """1, 3 and 8 images, n > 1, chunked prompts; then the same requests again, from both caches."""
     folder = models.folder(name)
     submits = many(models, name, n=3)
     expected = unified(config_of(folder), submits)
@@ -126,7 +126,7 @@ def test_with_speculation(
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-vision"])
 def test_three_groups(name: str, models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
-    """E, P and D."""
+    """Separate groups for encode, prefill and decode."""
     folder = models.folder(name)
     submits = many(models, name, n=2)
     expected = unified(config_of(folder), submits)
@@ -163,7 +163,7 @@ def test_prefixes_that_are_cached_need_no_embedding(
 def test_small_pools_at_both_ends(
     host: str | None, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
-    """Pools that hold a few images, and many requests: none fails, and none waits for ever."""
+    """Pools hold a few images, with many requests: no request fails, and no request waits forever."""
     name = "qwen3-vl"
     folder = models.folder(name)
     parts = [models.seen(name, MANY[number % 2], number) for number in range(12)]
@@ -186,7 +186,7 @@ def test_small_pools_at_both_ends(
 def test_the_same_bits_with_deterministic(
     name: str, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
-    """In float32, encoded elsewhere beside others or here alone: equal logprobs."""
+    """Logprobs in float32 are equal for images encoded elsewhere beside others, or locally and alone."""
     folder = models.folder(name)
     exact: dict[str, Any] = {"dtype": "float32", "deterministic": True}
     submits = [
@@ -247,7 +247,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
 def test_a_head_answers_while_it_encodes(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2: arrivals, ends and statistics go on beside a long call of the tower; nothing spins meanwhile."""
+    """New sequences, aborts and statistics continue during a long call of the tower, without busy waiting."""
     name = "qwen3-vl"
     folder = models.folder(name)
     fleet = fleets([encoder(folder)], taker(folder))
@@ -290,7 +290,8 @@ def test_a_head_answers_while_it_encodes(
 def test_an_encoder_that_ends_is_replaced_by_another(
     models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
-    """Rooms of a head that closes fail at once; the next attempt finds another encoder, and the same text."""
+    """Transfers of a closing engine fail at once. The next attempt uses another encoder and gives the same
+    text."""
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = many(models, name)
@@ -345,8 +346,10 @@ def test_what_heads_say_of_themselves(models: SeeingModels, fleets: Callable[...
 def test_groups_of_several_ranks(
     sends: int, takes: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
-    """Worker ranks encode everything, too, and serve the receiver's ranks between them; the receiver's take
-    shares of the rows."""
+    """All ranks of the encode group encode, and divide the receiver's ranks between them.
+
+    Each rank of the receiver gets its shard of the rows.
+    """
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = many(models, name, n=2)
@@ -376,8 +379,7 @@ def test_ranks_that_encode_the_same_are_told_once(
 def test_an_encoder_that_loses_a_rank_goes_on(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sequences are given back as those of a lost group; when it is whole again it encodes everything
-    anew."""
+    """Sequences are returned to the router, as for any lost group. The new group encodes everything again."""
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = many(models, name)
@@ -401,7 +403,7 @@ def test_an_encoder_that_loses_a_rank_goes_on(
 def test_an_encoder_that_loses_a_rank_while_it_encodes(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loop asks how long it may sleep also when the step that it waited for is lost."""
+    """The loop also computes its sleep time when the awaited step is lost."""
     name = "qwen3-vl"
     folder = models.folder(name)
     submits = asked(models, name)[:1]
@@ -438,7 +440,7 @@ def test_an_encoder_that_loses_a_rank_while_it_encodes(
 def test_heartbeats_leave_while_it_encodes(
     models: SeeingModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2: a head's loop over real sockets, which sleeps meanwhile."""
+    """An engine's loop over real sockets, which sleeps during the call of the tower."""
     head = EngineCore(encoder(models.folder("qwen3-vl")), progress=False)
     tower = head.runner.runner._tower  # type: ignore[attr-defined]
     go, begun = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Groups of real processes on GPUs: what they answer is what one rank answers."""
+"""Groups of real processes on GPUs give the answers of one rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model, whose decode steps can be captured."""
+    """Return a dense model, whose decode steps can be captured."""
     return make_checkpoint(tmp_path_factory.mktemp("ranks"), "llama")
 
 
@@ -62,7 +62,7 @@ def submits() -> list[Submit]:
 
 
 def compare(alone: Run, group: Run, dtype: str) -> None:
-    """In float64 every token; in float32 rounding may decide some, and what follows them."""
+    """Compare all tokens in float64. In float32 rounding may decide some tokens and their successors."""
     assert isinstance(group.runner, GroupExecutor)
     if dtype == "float64":
         assert group.tokens == alone.tokens
@@ -72,7 +72,7 @@ def compare(alone: Run, group: Run, dtype: str) -> None:
 
 
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of however many there are, ranks see the first."""
+    """Limit the ranks to the first GPU."""
     first = devices.gpus()[:1]
     monkeypatch.setattr(devices, "gpus", lambda: first)
 
@@ -106,7 +106,7 @@ def test_a_group_on_one_gpu_survives_its_ranks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ranks_on_one_gpu_share_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is said of sizes: each rank measures, both get the least, and both fit."""
+    """No sizes are configured: each rank measures, all ranks use the minimum, and both fit."""
     one_gpu(monkeypatch)
     total = torch.cuda.mem_get_info()[1]
     shared = {"tensor_parallel_size": 2, "collectives": "gloo", "gpu_memory_utilization": 0.3}
@@ -125,7 +125,7 @@ def test_ranks_on_one_gpu_share_its_memory(folder: Path, monkeypatch: pytest.Mon
 def test_a_group_that_prefills_and_one_that_decodes_share_a_gpu(
     tmp_path: Path, family: str, depth: int
 ) -> None:
-    """Caches go from device to device through host memory: the tokens of one engine that does both."""
+    """Caches are transferred from device to device through host memory, with equal tokens."""
     shared = {"device": "cuda", "kv_cache_memory": "64M", "steps_in_flight": depth}
     asked = [
         pair_rig.submit(n, [3 + (7 * n + 5 * i) % 90 for i in range(5 + 23 * n)], GREEDY) for n in range(6)
@@ -158,7 +158,7 @@ def test_two_gpus_over_nccl_answer_as_one(
         keys.append(key)
         return run(self, key, *given)
 
-    monkeypatch.setattr(DecodeGraphs, "run", noted)  # of the head
+    monkeypatch.setattr(DecodeGraphs, "run", noted)  # of the engine's rank
     group = Run(config_of(folder, **more, tensor_parallel_size=2), submits(), late=1)
     compare(alone, group, dtype)
     captured = group.runner.graphs
@@ -179,9 +179,9 @@ def test_deterministic_sums_are_in_order(folder: Path) -> None:
 @needs_two
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_group_over_nccl_survives_its_ranks(tmp_path: Path, graphs: bool) -> None:
-    """A rank that was killed, one that was stopped, and one that failed, each in the middle of something.
+    """One rank is killed, one is stopped and one fails, each in the middle of work.
 
-    Answers must not depend on what runs beside them: float64, which is not captured, or deterministic.
+    Answers must not depend on the batch: float64, which is not captured, or deterministic float32.
     """
     exact = {"dtype": "float32", "deterministic": True} if graphs else {"dtype": "float64"}
     config = bundled(**settings(**exact, tensor_parallel_size=2, rank_timeout=20.0))

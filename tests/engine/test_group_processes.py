@@ -1,8 +1,7 @@
-"""Groups as real processes, of any number, layout and settings: the tokens of one engine that computes one
-sequence at a time, in float64 (E24).
+"""Groups as real processes, in any number, layout and settings: tokens equal those of a single engine.
 
-The heads, links and fleet are those of a server (``Replicas``); counters prove that caches went over and
-that what was asked for took part.
+The single engine computes one sequence at a time, in float64. Engines, links and fleet are those of a server
+(``Replicas``). Counters prove that caches were transferred and that each requested feature was active.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from weft.types.sampling import TokenParams
 
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
-#: Name -> settings of each group that prefills, and of each one that decodes.
+#: Name -> settings of each prefill group, and of each decode group.
 LAYOUTS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
     "1p1d": ([{}], [{}]),
     "1p2d": ([{}], [{}, {}]),
@@ -68,7 +67,7 @@ PARAMS = [
 
 
 def possible(case: dict[str, Any]) -> dict[str, Any]:
-    """``case`` with what its family has."""
+    """Return ``case``, restricted to the features of its family."""
     family, draft = case["family"], case["draft"]
     draft = "ngram" if draft == "mtp" and family != "deepseek_v3" else draft
     return {**case, "draft": draft, "kv": "auto" if family == "deepseek_v4" else case["kv"]}
@@ -113,7 +112,7 @@ def groups(root: Path, case: dict[str, Any]) -> list[EngineConfig]:
 
 
 def submits(case: dict[str, Any]) -> list[Submit]:
-    """Sequences of all prompts; every second prompt is sampled, with ``n`` choices."""
+    """Return the sequences of all prompts. Every second prompt is sampled, with ``n`` choices."""
     made = []
     for number, prompt in enumerate(PROMPTS):
         for choice in range(case["n"] if number % 2 else 1):
@@ -150,7 +149,7 @@ def alone(root: Path, case: dict[str, Any], asked: list[Submit]) -> dict[int, li
     core = EngineCore(resolve(from_keywords({**config, "block_size": 8})), progress=False)
     try:
         found: dict[int, list[int]] = {}
-        for number, one in enumerate(asked):  # choices of one prompt, too, one after the other
+        for number, one in enumerate(asked):  # also choices of one prompt run one after the other
             found |= generate(core, [msgspec.structs.replace(one, request=10_000 + number)])
     finally:
         core.close()
@@ -158,7 +157,8 @@ def alone(root: Path, case: dict[str, Any], asked: list[Submit]) -> dict[int, li
 
 
 def check(case: dict[str, Any], stats: dict[str, tuple[Role, HeadStats]], sequences: int) -> None:
-    """Every cache went over, every group and replica took part, and so did what the case is there for."""
+    """Check that every cache was transferred, and that every group, replica and requested feature was
+    active."""
     done = dict.fromkeys(("prefill", "decode"), 0)
     for instance, (role, one) in stats.items():
         moved = one.transfers
@@ -167,12 +167,12 @@ def check(case: dict[str, Any], stats: dict[str, tuple[Role, HeadStats]], sequen
         assert moved.sent_bytes + moved.received_bytes > 0, instance
         assert moved.failed == 0, instance
         done[role] += moved.done
-    # Who gives up a slot for a larger share's is evicted, and sent once more.
+    # A sequence that gives up a slot for a fair share is returned to the router, and submitted once more.
     sent = sequences + sum(one.transfers.evictions for _, one in stats.values() if one.transfers is not None)
     assert done == {"prefill": sent, "decode": sent}
     decoding = [one for role, one in stats.values() if role == "decode"]
     if case["draft"] != "none":
         assert sum(sum(one.drafts) for one in decoding) > 0
-    # A prompt of fewer positions than lie between two snapshots leaves none but for its own other choices.
+    # A prompt shorter than the distance between two snapshots has hits only for its own other choices.
     if case["prefix"] and (case["family"] != "qwen3_next" or case["n"] > 1):
         assert sum(one.prefix_hits for role, one in stats.values() if role == "prefill") > 0

@@ -1,4 +1,4 @@
-"""Random loads over a head and three workers: tables never diverge, and what is planted is caught."""
+"""Random loads over an engine and three workers: tables never diverge, and planted faults are detected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_rig(rng: random.Random, depth: int) -> GroupRig:
 
 
 class Load:
-    """Random requests for a rig, and the turns of its engine."""
+    """Random requests for a rig, and iterations of the rig's engine."""
 
     def __init__(self, rng: random.Random, rig: GroupRig) -> None:
         self.rng, self.rig = rng, rig
@@ -78,7 +78,7 @@ def test_random_steps_and_no_table_diverges(least: int) -> None:
 
 
 def swap_rows(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """Two rows trade places."""
+    """Swap two rows. Return None if the plan has too few rows."""
     for name in ("decode", "prefill"):
         segment: Segment = getattr(plan, name)
         if segment.rows < 2:
@@ -92,7 +92,7 @@ def swap_rows(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def swap_slots(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """Two rows trade slot and generation, and keep everything else."""
+    """Swap slot and generation of two decode rows, and keep all other columns."""
     rows = plan.decode
     for one in range(1, rows.rows):
         order = np.arange(rows.rows)
@@ -104,7 +104,7 @@ def swap_slots(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def stale_slot(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A sequence that has left stays."""
+    """Remove the FreeSlot of a sequence that has left."""
     frees = [op for op in plan.ops if isinstance(op, FreeSlot)]
     if not frees:
         return None
@@ -113,7 +113,7 @@ def stale_slot(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def stale_generation(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A row is meant for the sequence before."""
+    """Give a row the generation of the slot's previous sequence."""
     rows = plan.decode
     if not rows.rows:
         return None
@@ -123,7 +123,7 @@ def stale_generation(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def other_block(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A block of the cache is another one."""
+    """Replace a block of the cache by another block."""
     for number, op in enumerate(plan.ops):
         if isinstance(op, AppendBlocks | AppendEach):
             blocks = op.blocks.copy()
@@ -134,7 +134,7 @@ def other_block(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def lost_op(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """An op is missing."""
+    """Remove one slot update."""
     if not plan.ops:
         return None
     gone = rng.randrange(len(plan.ops))
@@ -142,7 +142,7 @@ def lost_op(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def outside(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A row names a slot that no table has."""
+    """Let a row name a slot outside all tables."""
     rows = plan.decode
     if not rows.rows:
         return None
@@ -152,7 +152,7 @@ def outside(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def longer_row(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A row computes another number of tokens."""
+    """Change the number of tokens of a prefill row."""
     rows = plan.prefill
     if not rows.rows:
         return None
@@ -160,7 +160,7 @@ def longer_row(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 class Plant:
-    """Spoils one StepFrame to a rank, the first that it can from its turn on."""
+    """Changes one StepFrame to one rank, the first possible frame from a given step on."""
 
     def __init__(
         self, spoil: Callable[[StepPlan, random.Random], StepPlan | None] | None, after: int
@@ -184,7 +184,7 @@ class Plant:
 
 
 def turn(rig: GroupRig, load: Load | None) -> GroupLost | None:
-    """A turn of the engine, with new work if there is a ``load``."""
+    """Run one engine iteration, with new work if ``load`` is given. Return the loss of the group, or None."""
     try:
         load.turn() if load is not None else rig.step()
         if not rig.scheduler.has_work():

@@ -1,4 +1,4 @@
-"""Rooms and the ranks of a group: frames in order with steps, words that come back, and who has ended."""
+"""Transfers and the ranks of a group: frames in order with steps, reports, and ended ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCKS = (blocks_of([1, 2, 3]),)
 
 
 class FakeTransfer:
-    """A rank's transfers, which note what they are told, among the steps of their rank."""
+    """The transfers of a rank. Records all calls, in order with the steps of the rank."""
 
     dims = GROUP.dims
     failure: Exception | None = None
@@ -65,7 +65,7 @@ class FakeTransfer:
 
 
 class Books:
-    """Of processes of ranks, which start and end at once."""
+    """A supervisor of rank processes, which start and end at once."""
 
     outlive = False
 
@@ -95,7 +95,7 @@ def endpoint(rank: int) -> Endpoint:
 
 
 def equip(ranks: Ranks) -> dict[int, FakeTransfer]:
-    """Gives every rank transfers."""
+    """Give every rank a fake transfer object."""
     made = {}
     for rank, runner in ranks.runners.items():
         made[rank] = transfer = FakeTransfer(rank)
@@ -105,7 +105,7 @@ def equip(ranks: Ranks) -> dict[int, FakeTransfer]:
 
 
 def equip_embeddings(ranks: Ranks) -> dict[int, FakeTransfer]:
-    """Gives every rank transfers of embeddings."""
+    """Give every rank a fake transfer object for embeddings."""
     made = {}
     for rank, runner in ranks.runners.items():
         made[rank] = transfer = FakeTransfer(rank)
@@ -144,7 +144,7 @@ def push() -> f.PushRoom:
 def test_a_group_without_a_role_has_nothing_of_it(rig: GroupRig) -> None:
     rig.ranks.up()
     assert rig.ranks.head.rooms is None
-    rig.ranks.workers[1]._send(f.RoomStopped(rank=1, key=KEY))  # who says so is not believed
+    rig.ranks.workers[1]._send(f.RoomStopped(rank=1, key=KEY))  # a report from an unknown rank is ignored
     rig.ranks.head.check()
 
 
@@ -208,7 +208,7 @@ def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> Non
     assert set(head.rooms.take()) == {ev.RankStopped(kv, rank) for rank in range(3)}
     assert set(head.embeddings.take()) == {ev.RankStopped(image, rank) for rank in range(3)}
     for made in both[1].values():
-        made.reports.tell(ev.RankReport(image, 0, Outcome.done))  # it was stopped: who says so is not heard
+        made.reports.tell(ev.RankReport(image, 0, Outcome.done))  # ignored after the stop
     rig.ranks.settle()
     head.check()
     assert [word.rank for word in head.embeddings.take()] == [0]
@@ -247,7 +247,7 @@ def test_a_rank_that_joins_another_head_stops_the_rooms_of_both(rig: GroupRig) -
 
 
 def test_a_rank_whose_transfers_of_embeddings_have_failed_is_given_up(rig: GroupRig) -> None:
-    """Another process can take its place."""
+    """Another process can replace the rank."""
     equip(rig.ranks)
     embeddings = equip_embeddings(rig.ranks)
     rig.ranks.up()
@@ -264,7 +264,7 @@ def test_of_several_replicas_ranks_are_numbered_from_their_head_on() -> None:
     assert [rank for rank, _ in sent] == [5, 6]
     rooms.heard(f.RoomStopped(rank=6, key=KEY))
     rooms.ended(5)
-    rooms.ended(4)  # the head's own: it would not say so
+    rooms.ended(4)  # the engine's own rank has no process to report
     assert set(rooms.take()) == {ev.RankStopped(KEY, 0), ev.RankStopped(KEY, 2), ev.RankGone(1)}
 
 
@@ -291,8 +291,8 @@ def test_a_rank_that_was_replaced_has_ended_and_the_next_one_has_an_endpoint_of_
     ranks.head._feed(t.Gone(2, "planted"))
     lost = ranks.head.membership.lost
     assert lost is not None
-    ranks.head.recover(lost)  # kills what is left of it, and starts another
-    for _ in range(4):  # rooms fail meanwhile: who is being started has no part in them
+    ranks.head.recover(lost)  # kills the rest of the rank and starts another process
+    for _ in range(4):  # transfers fail meanwhile: the starting rank takes no part
         rooms.send(f.StopRoom(key=KEY))
     ranks.runners[2].endpoint = endpoint(22)
     while not ranks.head.recovered(10.0):
@@ -315,11 +315,11 @@ def test_an_idle_head_wakes_when_a_rank_says_something(rig: GroupRig) -> None:
     assert poller.poll(0)
     rooms.take()
     assert not poller.poll(0)
-    assert isinstance(rig.ranks.net, Loopback)  # over zmq the channel's socket is among them
+    assert isinstance(rig.ranks.net, Loopback)  # a zmq channel has a socket too
 
 
 def test_a_head_whose_transfers_have_failed_ends(rig: GroupRig) -> None:
-    """Its place is taken by a process that can have a part in transfers."""
+    """Another process, with working transfers, takes the place of the engine."""
     transfer = FakeTransfer(0)
     rooms = GroupRooms(transfer, transfer.reports, lambda: [endpoint(0)], {}, lambda rank, data: None)
     assert rooms.take() == []

@@ -1,4 +1,5 @@
-"""Images go between processes of a host by name, never as bytes: front, head and ranks, as real processes."""
+"""Images move by name, not as bytes, between an API server, engines and ranks on one host (real
+processes)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> SeeingModels:
 
 
 class Shown:
-    """What a front shows. Closed by ``close``."""
+    """Shared images of an API server. Call ``close`` at the end."""
 
     def __init__(self) -> None:
         self._made: list[SharedBytes] = []
@@ -63,7 +64,7 @@ def shown() -> Iterator[Shown]:
 
 
 def over_wire(one: m.Submit) -> m.Submit:
-    """As a head of this host receives it."""
+    """Return the message as an engine on this host receives it."""
     (frame,) = encode_parts(one, by_name=True)
     message = m.decode_to_head(frame)
     assert isinstance(message, m.Submit)
@@ -71,7 +72,7 @@ def over_wire(one: m.Submit) -> m.Submit:
 
 
 def descriptors() -> list[str]:
-    """Of this process, those that are shared bytes."""
+    """Return the descriptors of this process that are shared bytes."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -87,7 +88,7 @@ def descriptors() -> list[str]:
 def test_a_head_finds_what_its_front_shows(
     reach: bool, models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks; a head that cannot open memory of this process is sent bytes. Tokens are the same."""
+    """An engine of two ranks. An engine that cannot open the memory gets bytes, with the same tokens."""
     folder = models.folder(NAME)
     submits = asked(models, NAME, n=2)
     sent: list[int] = []
@@ -113,7 +114,7 @@ def test_a_head_finds_what_its_front_shows(
 
 
 class Steps:
-    """Largest frame of a step that encodes, and whether any had pixels."""
+    """Records the largest frame of encoding steps, and whether any frame had pixels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.named: list[bool] = []
@@ -145,7 +146,7 @@ def run(core: EngineCore, submits: list[m.Submit]) -> dict[int, list[int]]:
 def test_ranks_open_what_their_head_has(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The front may have closed it meanwhile. With the last use the head's descriptors are closed."""
+    """The API server may have closed the image meanwhile. The last use closes the engine's descriptors."""
     folder = models.folder(NAME)
     submits = asked(models, NAME)
     steps = Steps(monkeypatch)
@@ -173,7 +174,7 @@ def test_ranks_open_what_their_head_has(
 def test_a_rank_that_cannot_open_it_is_sent_bytes(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The epoch ends by it, once; then the group goes on, with the same tokens."""
+    """The epoch ends once. The group then continues with bytes and the same tokens."""
     folder = models.folder(NAME)
     submits = asked(models, NAME)
     steps = Steps(monkeypatch)
@@ -205,7 +206,8 @@ sys.stdin.read()
 
 @pytest.mark.requirement("D6")
 def test_a_front_that_is_killed(models: SeeingModels) -> None:
-    """What its head has found stays; what it has not is a sequence given back, and nothing else."""
+    """Images that the engine has opened stay. Other images return their sequence, and nothing else
+    happens."""
     process = subprocess.Popen([sys.executable, "-c", FRONT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
@@ -226,7 +228,7 @@ def test_a_front_that_is_killed(models: SeeingModels) -> None:
 def test_a_head_keeps_no_more_descriptors_than_it_may(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks are sent the others."""
+    """Ranks get the other images as bytes."""
     monkeypatch.setattr(pixel_inbox, "most_descriptors", lambda: 1)
     one = max(asked(models, NAME), key=lambda its: len(its.media))
     assert len(one.media) > 1

@@ -1,4 +1,4 @@
-"""Two engines, one that prefills and one that decodes: the same tokens as one that does both."""
+"""A prefill engine and a decode engine give the tokens of one engine that does both."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_engine_where_caches_pass_through_a_ring(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a GPU's do: through less than one prompt has, so that they wait for answers again and again."""
+    """The ring holds less than one prompt, like that of a GPU, so that ranks wait for answers repeatedly."""
     file = tmp_path / "secret"
     file.write_text("sixteen bytes at least")
     file.chmod(0o600)
@@ -186,7 +186,7 @@ def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair]
 
 @pytest.mark.requirement("E27")
 def test_full_blocks_of_a_prompt_travel_once_for_all_of_its_choices(pairs: Callable[..., EnginePair]) -> None:
-    """And only what is behind them for each further choice, which has a first token of its own."""
+    """Each further choice sends only its own tail and first token."""
     ids = prompts(4)[3]
     full, tail = len(ids) // 8 * 8, len(ids) % 8
     assert full
@@ -278,7 +278,7 @@ def test_a_group_with_a_role_serves_sequences_without_a_room(
 
 
 FAMILIES = ("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4")
-"""With windows, latents, recurrent states, compressed entries."""
+"""Families with windows, latents, recurrent states and compressed entries."""
 
 
 @pytest.mark.requirement("E4")
@@ -381,8 +381,10 @@ def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
 def test_layers_leave_while_the_step_computes_that_makes_them(
     pairs: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    """The head hears that the room is bound although its only step has not ended: so the transfer of a prompt
-    of one chunk lies under its prefill, too."""
+    """The engine learns of the receiver's reservation during the only step of the prompt.
+
+    The transfer of a prompt of one chunk therefore overlaps with the prefill, too.
+    """
     pair = pairs("llama", steps_in_flight=depth)
     assert pair.prefill.runner.rooms is not None
     transfer: Any = pair.prefill.runner.rooms._own

@@ -1,4 +1,4 @@
-"""Groups of two ranks, in processes of their own: what they move between them, and ranks that are killed."""
+"""Groups of two ranks in separate processes: transfers between groups, and killed ranks."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: s
 @pytest.mark.requirement("E7")
 @mostly_slow("side", ["prefill", "decode"], ["decode"])
 def test_a_rank_that_is_killed_costs_its_rooms_and_nothing_else(tmp_path: Path, side: str) -> None:
-    """While rooms move: they fail at both ends at once, sequences are given back, and submitted again they
-    have the same tokens, with the rank that was started in its place."""
+    """Active transfers fail at both ends at once, and the sequences are returned to the router.
+
+    A new attempt gives the same tokens, with the restarted rank.
+    """
     expected = unified(config_of(tmp_path, "llama", 8, "unified", **CHUNKS), SUBMITS)
     pair = pair_of_sizes(tmp_path, (2, 2))
     core = pair.prefill if side == "prefill" else pair.decode
@@ -97,7 +99,7 @@ def _lost(pair: EnginePair, sequence: int) -> bool:
 
 
 def _forget(pair: EnginePair, sequence: int) -> None:
-    """As a front would: the other end is told."""
+    """Abort the sequence at both engines, like an API server."""
     for core in pair.cores:
         pair.take(core, core.finish(sequence))
 

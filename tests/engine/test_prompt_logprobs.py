@@ -1,4 +1,4 @@
-"""Prompt and output logprobs against transformers, whole and in chunks, alone and in company."""
+"""Prompt and output logprobs against transformers, whole and in chunks, alone and batched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def theirs(folder: Path, ids: list[int]) -> np.ndarray:
-    """log_softmax [len(ids), vocab] in float32, by transformers."""
+    """Return log_softmax [len(ids), vocab] in float32, computed by transformers."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -68,11 +68,11 @@ def test_logprobs_are_the_references(root: Path, shape: str, chunk: int) -> None
 
 
 def check(found: tuple[np.ndarray, np.ndarray, np.ndarray], expected: np.ndarray, own: list[int]) -> None:
-    """(ids [n, 1 + top], values, rank) against the reference's rows, one for each of the tokens ``own``."""
+    """Check (ids [n, 1 + top], values, rank) against the reference rows, one for each token of ``own``."""
     ids, values, rank = found
     assert ids[:, 0].tolist() == own
     assert ids.shape == (len(own), 1 + TOP)
-    # transformers computes in float32, and a delta net of wild weights makes 3e-4 of its rounding.
+    # transformers computes in float32; a delta net with extreme weights turns its rounding into 3e-4.
     near = max(1e-4, 3e-5 * float(np.abs(expected).max()))
     np.testing.assert_allclose(values, np.take_along_axis(expected, ids, 1), atol=near)
     np.testing.assert_allclose(values[:, 1:], -np.sort(-expected, axis=1)[:, :TOP], atol=near)

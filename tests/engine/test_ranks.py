@@ -1,4 +1,4 @@
-"""Groups of real processes: what they answer is what one rank answers."""
+"""Groups of real processes give the answers of one rank."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def sequence(number: int, prompt: list[int], params: TokenParams) -> Submit:
 
 
 def prompt(number: int, length: int) -> list[int]:
-    """One that repeats itself, so that drafts of n-grams are often right."""
+    """Return a repetitive prompt, so that n-gram drafts are often correct."""
     return [(7 * number + 3 * (place % 11)) % 400 + 5 for place in range(length)]
 
 
 class LessRoom(RankProcesses):
-    """Ranks that find less memory than their head does."""
+    """Workers that measure less free memory than the engine."""
 
     blocks: ClassVar[list[int]] = []
 
@@ -97,7 +97,7 @@ class LessRoom(RankProcesses):
 
 
 class Run:
-    """An engine that answers ``submits``, some of which come while others run."""
+    """An engine run over ``submits``; some sequences arrive while others run."""
 
     def __init__(self, config: EngineConfig, submits: list[Submit], late: int = 0) -> None:
         self.tokens: dict[int, list[int]] = {submit.sequence: [] for submit in submits}
@@ -141,8 +141,9 @@ class Run:
 def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight requests on four slots; a long prompt is prefilled while others decode, blocks run short. The
-    worker has less room for caches than the head.
+    """Eight requests share four slots. A long prompt is prefilled beside decodes, and blocks run short.
+
+    The worker has less memory for caches than the engine.
     """
     settings = {
         "max_num_seqs": 4,
@@ -171,7 +172,7 @@ def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """Sockets have short paths, and pytest's folders are long."""
+    """Yield a short folder, because socket paths are limited in length."""
     with tempfile.TemporaryDirectory(prefix="w") as folder:
         yield Path(folder)
 
@@ -215,7 +216,7 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
 
 
 def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
-    """One that was killed may hold it until it has ended, and the next one is started at once."""
+    """A killed engine may hold the port until its end, while the next engine starts at once."""
     write_secret(tmp_path)
     dying = socket.create_server(("127.0.0.1", 0))
     port = dying.getsockname()[1]
@@ -233,12 +234,12 @@ def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
-    """Four contexts of 8k, with drafts, one of them prefilled while the others decode."""
+    """Four contexts of 8k positions, with drafts; another prompt is prefilled during decode."""
     folder = make_checkpoint(tmp_path, "qwen3_moe")
     facts = json.loads((folder / "config.json").read_text())
     facts["max_position_embeddings"] = 16384
     (folder / "config.json").write_text(json.dumps(facts))
-    long = TokenParams(temperature=0.0, max_tokens=150)  # beyond the last prompt's last chunk
+    long = TokenParams(temperature=0.0, max_tokens=150)  # longer than the last prompt's last chunk
     submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], long) for n in range(5)]
 
     def config(**more: Any) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""Sequences that run decode in every step, whatever the rooms do that are received meanwhile (E28)."""
+"""Running sequences decode in every step, whatever happens to transfers that are being received."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(tmp_path: Path) -> Iterator[Callable[..., EnginePair]]:
 
 
 class Decoding:
-    """The end that decodes: two sequences run there, and every plan is noted."""
+    """A decode engine with two running sequences. Records every plan."""
 
     def __init__(self, pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pair = pair
@@ -48,7 +48,7 @@ class Decoding:
 
         monkeypatch.setattr(pair.decode.runner, "forward", noted)
         self.tokens = 0
-        """Of those that run, which came without a room."""
+        """Number of tokens of the running sequences, which came without a transfer."""
         take = pair.take
 
         def kept(core: EngineCore, events: list[m.TokenEvent]) -> None:
@@ -63,7 +63,7 @@ class Decoding:
         self.slots = set(self.plans[-1].decode.slot.tolist())
 
     def turn(self) -> bool:
-        """One turn of its loop, which is a step of both. Whether a room was being received."""
+        """Run one iteration of the decode engine. Return True if a transfer was being received."""
         core, pair = self.pair.decode, self.pair
         core.check()
         pair.take(core, core.hear())
@@ -110,7 +110,7 @@ def test_each_step_decodes_those_that_run_while_rooms_come_and_land(
 def test_a_room_that_goes_no_further_costs_no_step(
     made: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    """The sender is silent, or has offered its rooms and sends nothing, or all but the metadata."""
+    """The sender is silent, or offers and sends nothing, or sends all but the metadata."""
     pair = made()
     decoding = Decoding(pair, monkeypatch)
     held: list[Any] = []

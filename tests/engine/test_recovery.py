@@ -1,4 +1,4 @@
-"""A group that loses ranks: its engine computes again what ran, and its streams go on."""
+"""A group loses ranks: the engine recomputes running sequences, and streams continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE = deadline(60.0)
 
 
 class Lossy:
-    """A runner whose other ranks are lost whenever a test says so: the executor of a group, in small."""
+    """A small executor of a group: loses the other ranks whenever the test says so."""
 
     def __init__(self, runner: Runner, phases: list[str], every: int) -> None:
         self._runner = runner
@@ -140,7 +140,7 @@ def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> Non
 
 @mostly_slow("depth", [1, 2], [2])
 def test_tokens_are_told_that_were_committed_before_masks_found_the_loss(folder: Path, depth: int) -> None:
-    """A constrained step samples behind the commit of the one before it."""
+    """A constrained step samples after the commit of the step before."""
     ends = (5,)
     made = [random_automaton(random.Random(number), VOCAB, ends) for number in range(10)]
 
@@ -197,7 +197,7 @@ def test_requests_that_come_and_go_meanwhile(folder: Path) -> None:
 
 
 def test_a_request_that_ends_every_group_is_given_up(folder: Path) -> None:
-    """The engine lives on: it is not the engine that fails, but one request with it."""
+    """Only the request fails; the engine continues."""
     engine, executor = lossy(folder, 1, ["forward"] * 3, every=2)
     params = TokenParams(temperature=0.0, max_tokens=4)
     answers = run(engine, [[submit(1, list(range(1, 30)), params, request=1)]])

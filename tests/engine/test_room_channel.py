@@ -1,4 +1,4 @@
-"""Messages of rooms between processes, and proof that one has ended."""
+"""Messages of transfers between processes, and proof that a process has ended."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def other(folder: Path) -> Iterator[Other]:
 
 
 class Head:
-    """A head that prefills, with real sockets."""
+    """A prefill engine with real sockets."""
 
     def __init__(self, folder: Path) -> None:
         self.scheduler = FakeScheduler()
@@ -73,7 +73,7 @@ class Head:
             self.poller.register(socket, zmq.POLLIN)
 
     def until(self, reached: Callable[[], bool]) -> float:
-        """Turns, asleep between them, until ``reached``. Seconds that it took."""
+        """Run iterations, asleep between them, until ``reached()``. Return the seconds."""
         began = time.monotonic()
         while not reached():
             assert time.monotonic() - began < SECONDS
@@ -98,7 +98,7 @@ def test_a_killed_peer_fails_its_rooms_well_before_two_seconds(head: Head, other
     head.scheduler.requests.append(r.OfferRoom(key, 10, 0))
     head.until(lambda: not head.scheduler.requests)
     assert head.scheduler.kinds(key) == []
-    other.process.send_signal(signal.SIGSTOP)  # it stands still, which proves nothing
+    other.process.send_signal(signal.SIGSTOP)  # a stopped process proves nothing
     until = time.monotonic() + 0.5
     head.until(lambda: time.monotonic() > until)
     assert head.scheduler.kinds(key) == []
@@ -109,7 +109,7 @@ def test_a_killed_peer_fails_its_rooms_well_before_two_seconds(head: Head, other
 
 
 def test_a_peer_that_came_later_is_reached_then(head: Head, folder: Path) -> None:
-    """Processes start in any order."""
+    """Processes may start in any order."""
     peer = Peer(f"ipc://{folder}/other", 8)
     key = RoomKey(1, 0, 7)
     head.rooms.open(RoomTicket(key, True, peer, 600.0))
@@ -152,7 +152,7 @@ def test_only_sockets_of_this_host_are_connected_to(head: Head) -> None:
 
 
 class TestOverHosts:
-    """Over tcp, with keys that are made of a secret."""
+    """Messages over tcp, with keys derived from a secret."""
 
     SECRET = b"0123456789abcdef"
 
@@ -189,7 +189,7 @@ class TestOverHosts:
         stranger.send(Peer(here.address, 0), b"offer", asks=True)
         here.send(Peer(stranger.address, 1), b"offer", asks=True)
         assert self.heard(here, 1.0) == self.heard(stranger, 0.2) == []
-        friend = channels(self.SECRET)  # and those that know it are heard as before
+        friend = channels(self.SECRET)  # channels with the secret still communicate
         friend.send(Peer(here.address, 0), b"offer", asks=True)
         assert self.heard(here, SECONDS) == [b"offer"]
 
@@ -211,7 +211,7 @@ def test_connections_that_nobody_uses_are_closed(
     monkeypatch.setattr("weft.engine.disagg.room_channel.UNUSED_S", -1.0)
     head.channel.tidy()
     assert head.channel._others == {}
-    head.channel.send(other.peer, b"", asks=True)  # and made again
+    head.channel.send(other.peer, b"", asks=True)  # and connected again
     head.until(lambda: head.rooms._peers.knows(other.peer))
 
 
@@ -236,7 +236,7 @@ class TestPeerWatch:
         watch.look()
         assert watch.take() == []
         assert watch.here(self.PEER)
-        child.kill()  # nobody has asked how it ended: it is a zombie
+        child.kill()  # a zombie: no process has waited for it
         until = time.monotonic() + SECONDS
         while not (ended := watch.take()) and time.monotonic() < until:
             watch.look()

@@ -1,4 +1,4 @@
-"""A head's part in rooms: between a scheduler, ranks and the heads of other groups, on virtual time."""
+"""An engine's part in transfers, between a scheduler, ranks and other engines, on virtual time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_room_from_its_offer_to_its_landing() -> None:
 
 
 def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
-    """Behind the launch of the plan that admits the sequence, not a turn later."""
+    """The request follows the launch of the admitting plan in the same iteration."""
     pair = Pair()
     key = pair.open(1)
     pair.run(0.2)
@@ -78,8 +78,11 @@ def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
 @pytest.mark.requirement("E8", "E20")
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_leaks_whatever_happens(seed: int) -> None:
-    """Messages are lost, come twice and overtake each other; sequences end, ranks fail, groups are lost, a
-    head dies: every room ends, each block comes back once, and never while ranks may touch it."""
+    """Every transfer ends, and each block is freed exactly once and never while ranks may touch it.
+
+    Messages are lost, duplicated and reordered. Sequences end, ranks fail, groups are lost and an engine
+    dies.
+    """
     rng = random.Random(seed)
     pair = Pair(seed, loss=rng.choice([0.0, 0.2, 0.5]), transport=rng.choice(["shm", "tcp"]))
     keys = [pair.open(room, seconds=rng.uniform(5, 60)) for room in range(12)]
@@ -136,21 +139,21 @@ def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_ba
         pair.receiver.alive = False
         pair.sender.peers.end(pair.receiver.peer)
         pair.sender.turn()
-        pair.sender.turn()  # its ranks have stopped
+        pair.sender.turn()  # the ranks have stopped
         assert pair.sender.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
         failed = pair.sender.scheduler.told[-2]
         assert isinstance(failed, r.RoomFailed)
         assert failed.error.code == "peer_ended", "a front sends nothing there, then"
         assert not pair.sender.scheduler.held
         assert pair.sender.channel.dropped == [pair.receiver.peer]
-        late = pair.key(2)  # its Submit was under way
+        late = pair.key(2)  # the Submit was in flight
         pair.sender.rooms.open(RoomTicket(late, True, pair.receiver.peer, 60.0))
         pair.sender.turn()
         assert pair.sender.scheduler.kinds(late) == ["RoomFailed", "RoomFreed"]
 
 
 def test_a_room_whose_peer_was_never_heard_of_is_given_up() -> None:
-    """It ended before it said a word: nobody would see that, and the room's time has not begun."""
+    """The peer ended before its first message. No watch sees this, and the deadline has not started."""
     pair = Pair()
     pair.sender.alive = False
     key = pair.key(1)
@@ -163,7 +166,7 @@ def test_a_room_whose_peer_was_never_heard_of_is_given_up() -> None:
 
 @pytest.mark.requirement("E8")
 def test_a_silent_peer_keeps_memory_that_it_can_read_and_no_other() -> None:
-    """Stopped, it may go on with what it has mapped; what only travels through sockets is this side's own."""
+    """A stopped peer may continue with mapped memory. Memory behind sockets belongs to this side alone."""
     for transport, kept in (("shm", True), ("tcp", False)):
         pair = Pair(transport=transport)
         key = pair.bound()
@@ -194,7 +197,7 @@ def test_a_peer_that_stood_still_and_goes_on_answers() -> None:
 
 
 def test_a_group_that_is_formed_anew_puts_offers_off_until_it_is_whole() -> None:
-    """Else each attempt would fail at once, and a sequence have none left before the group is there again."""
+    """Otherwise each attempt would fail at once, and a sequence could use up its attempts."""
     pair = Pair()
     pair.receiver.rooms.lose()
     key = pair.open(1)
@@ -202,13 +205,13 @@ def test_a_group_that_is_formed_anew_puts_offers_off_until_it_is_whole() -> None
     pair.run(10.0)
     assert pair.receiver.scheduler.kinds(key) == pair.sender.scheduler.kinds(key) == []
     pair.receiver.rooms.regain()
-    pair.run(0.2)  # not only when it is offered again
+    pair.run(0.2)  # before the offer is repeated
     assert pair.receiver.scheduler.kinds(key) == ["RoomWanted"]
     assert pair.sender.scheduler.kinds(key) == ["RoomBound"]
 
 
 def test_a_room_that_was_put_off_is_bound_as_soon_as_there_are_blocks() -> None:
-    """Within the same turns, and not when the sender asks again: a stream stands still until then."""
+    """The reservation comes in the same iterations, before the sender repeats the offer."""
     pair = Pair()
     scheduler = pair.receiver.scheduler
     for other in range(len(scheduler.free) // 3):
@@ -232,17 +235,17 @@ def test_a_group_that_is_lost_ends_its_rooms_and_ranks_that_run_on_are_told_agai
     pair = Pair()
     key = pair.bound()
     sender = pair.sender
-    sender.ranks.deaf = {1}  # the frame is lost with its connection
+    sender.ranks.deaf = {1}  # the frame is lost with the connection
     sender.rooms.lose()
     sender.turn()
     assert sender.events[-1].finish == "evicted"
     assert sender.scheduler.held
-    early = pair.open(2)  # taken in while the group is being formed
+    early = pair.open(2)  # accepted while the group is formed
     pair.admit(early)
     pair.run(1.0)
     assert sender.scheduler.kinds(early) == ["RoomBound", "RoomFailed"]
     assert kinds(sender).count("PushRoom") == 1  # nothing begins meanwhile
-    assert set(sender.scheduler.held) == {key, early}  # rank 1 has not said that it stopped
+    assert set(sender.scheduler.held) == {key, early}  # rank 1 has not reported a stop
     sender.ranks.deaf = set()
     sender.rooms.regain()
     pair.run(1.0)
@@ -358,7 +361,7 @@ def test_a_head_that_ends_says_so() -> None:
 
 @pytest.mark.requirement("E28")
 def test_a_turn_without_anything_to_do_costs_microseconds() -> None:
-    """Also with rooms that are under way."""
+    """The bound also holds with active transfers."""
     pair = Pair()
     for room in range(100):
         pair.open(room)

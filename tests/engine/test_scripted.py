@@ -1,4 +1,4 @@
-"""The scripted head: what a script plays to whom, and what is wrong in a script."""
+"""The scripted engine: which script plays for which sequence, and errors in scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
 END = 257
-"""The end of a turn, of the tokenizer in these tests; ids below 256 are bytes."""
+"""The end-of-turn token in these tests; ids below 256 are bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def text(folder: Path) -> TextModel:
 
 
 class Rig:
-    """An engine on a clock of its own."""
+    """A scripted engine with a virtual clock."""
 
     def __init__(self, text: TextModel, folder: Path, entries: list[dict[str, Any]], **flags: Any) -> None:
         script = folder / "script.jsonl"
@@ -53,7 +53,7 @@ class Rig:
         self._number = 0
 
     def submit(self, prompt: str = "hello", **fields: Any) -> int:
-        """Submits a sequence; returns its number."""
+        """Submit a sequence. Return its number."""
         self._number += 1
         params = {"max_tokens": 100, "stop_ids": (END,), **fields.pop("params", {})}
         defaults = {"sequence": self._number, "request": 1000 + self._number, "seed": 0}
@@ -66,7 +66,8 @@ class Rig:
         return self._number
 
     def play(self, until: float = 1e9) -> dict[int, list[tuple[float, m.TokenEvent]]]:
-        """(time since the call, event) of each sequence, until all have ended or ``until``."""
+        """Run until all sequences have ended, or ``until``. Return sequence -> [(seconds since the call,
+        event)]."""
         got: dict[int, list[tuple[float, m.TokenEvent]]] = {}
         start = self.clock.now()
         while self.engine.has_work() and self.clock.now() - start < until:
@@ -76,7 +77,7 @@ class Rig:
         return got
 
     def output(self, prompt: str = "hello", **fields: Any) -> tuple[str, str | None]:
-        """(text, finish) of a sequence, played to its end."""
+        """Submit and run one sequence. Return (text, finish)."""
         number = self.submit(prompt, **fields)
         events = [event for _, event in self.play()[number]]
         ids = [token for event in events for token in event.token_ids]

@@ -1,4 +1,4 @@
-"""Groups of several ranks that take embeddings: shares of rows, small pools, lost ranks, micro-batches."""
+"""Groups of several ranks that receive embeddings: shards of rows, small pools, lost ranks, micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Make = Callable[..., EncodeFleet]
 @pytest.mark.requirement("D14")
 @pytest.mark.timeout(600)
 def test_shares_halve_what_an_encoder_sends_to_two_ranks(models: SeeingModels, fleets: Make) -> None:
-    """Exactly: 12 images of 1 to 9 rows, to engines that differ in nothing else."""
+    """The ratio is exact: 12 images of 1 to 9 rows, to engines that differ in nothing else."""
     folder = models.folder(NAME)
     submits = many(models, NAME)
     expected = unified(config_of(folder), submits)
@@ -47,8 +47,10 @@ def test_shares_halve_what_an_encoder_sends_to_two_ranks(models: SeeingModels, f
 def test_shares_that_leave_for_host_memory_and_come_back_are_made_whole(
     ranks: int, models: SeeingModels, fleets: Make
 ) -> None:
-    """A pool with room for the images of one prompt, and as much host memory: chunks of a few tokens, prompts
-    with the same images, and twice the same prompts."""
+    """The pool holds the images of one prompt, and host memory holds as many.
+
+    Prompts come in small chunks, share images, and are submitted twice.
+    """
     folder = models.folder(NAME)
     submits = many(models, NAME, n=2)
     expected = unified(config_of(folder), submits)
@@ -67,7 +69,7 @@ def test_shares_that_leave_for_host_memory_and_come_back_are_made_whole(
 
 @pytest.mark.timeout(600)
 def test_a_taker_that_loses_a_rank_has_its_images_sent_again(models: SeeingModels, fleets: Make) -> None:
-    """While rooms move, and while sequences run that came by them."""
+    """Ranks are lost while transfers are active and while received sequences run."""
     folder = models.folder(NAME)
     submits = many(models, NAME)
     expected = unified(config_of(folder), submits)

@@ -1,4 +1,4 @@
-"""A head that cannot start tells the reason to the front that waits for it."""
+"""An engine that cannot start reports the reason to the waiting API server."""
 
 from __future__ import annotations
 

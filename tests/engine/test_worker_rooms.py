@@ -1,4 +1,4 @@
-"""What a worker does with rooms: carries out the head's words, and passes on what its transfers tell."""
+"""Transfers in a worker: the worker executes frames of the engine and forwards reports of its transfers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECONDS = deadline(20.0)
 
 
 class Head:
-    """A worker's other end, and the worker, on a thread of its own."""
+    """The engine's end of a worker, and the worker, in a separate thread."""
 
     def __init__(self, folder: Path, side: Side) -> None:
         self.channel = ZmqHead(f"ipc://{folder}/{secrets.token_hex(3)}")
@@ -62,7 +62,8 @@ class Head:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Head, Side]]]:
-    """A worker of a role, with its head. It waits an hour for frames: who wakes it is what it hears of."""
+    """Yield a factory of workers with an engine. A worker sleeps for an hour unless a frame or report
+    wakes it."""
     torch.set_num_threads(1)
     monkeypatch.setattr(module, "_IDLE", 3600.0)
     made: list[tuple[Head, Side]] = []
@@ -131,7 +132,7 @@ def test_a_room_that_fails_on_a_rank_is_told(start: Callable[..., tuple[Head, Si
 
 
 def test_a_socket_lies_in_the_folder_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a rank that is killed leaves nothing that the owner of that folder does not remove."""
+    """The owner of the folder removes the socket of a killed rank."""
     config = config_of(tmp_path, "llama", 8, "decode")
     with tempfile.TemporaryDirectory(prefix="w") as domain:
         monkeypatch.setattr(rank_rooms, "private_folder", lambda: pytest.fail("another folder was made"))
@@ -193,7 +194,7 @@ def test_with_another_head_all_rooms_stop_and_nothing_is_told_of_them(
 def test_the_next_head_hears_of_caches_that_no_transfer_touches_any_more(
     start: Callable[..., tuple[Head, Side]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that is under way ends before; if it does not end in time, the rank does."""
+    """A copy in progress ends first. If the copy does not end in time, the rank ends."""
     head, side = start("decode")
     head.take()
     transfer = cast(RankTransfer, side.runner.transfer)

@@ -1,4 +1,4 @@
-"""One event after another: what the head of a group decides."""
+"""Decisions of a group's engine, event by event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = {"dtype": '"float64"'}
 
 
 class Rig:
-    """A group whose ranks are as they should be, until a test says otherwise."""
+    """A group with healthy ranks, until a test changes a rank."""
 
     def __init__(
         self, ranks: int = 2, local: bool = True, meeting: Meeting | None = None, most: int = 9
@@ -186,7 +186,7 @@ def test_no_two_epochs_are_formed_at_once() -> None:
     assert kinds(rig.load(2))[-1] == "Connect"
     assert rig.group.epoch == 1
     rig.peers[2] = b"2.2"
-    rig.load(2)  # it was started anew while this rank connects
+    rig.load(2)  # the rank was restarted while this rank connects
     assert rig.group.phase == "gathering"
     assert rig.group.aborted == 1
     assert kinds(rig.feed(t.Connected(1))) == ["Abort", "Form", "Form", "Connect"]
@@ -195,7 +195,7 @@ def test_no_two_epochs_are_formed_at_once() -> None:
 
 @pytest.mark.parametrize("outlived", [False, True])
 def test_nothing_is_tried_twice_before_the_first_epoch(outlived: bool) -> None:
-    """Whoever starts a group hears why it does not work; a head that follows another tries again."""
+    """The starter of a group gets the reason of the failure. An engine that follows another one retries."""
     rig = Rig()
     rig.spawn(outlived)
     rig.load(1, 4 if outlived else -1)
@@ -206,7 +206,7 @@ def test_nothing_is_tried_twice_before_the_first_epoch(outlived: bool) -> None:
 def test_who_ends_with_the_head_before_is_replaced_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A head that begins fast finds ranks that were told to end, and have not yet."""
+    """A new engine finds ranks that are ending, but have not ended yet."""
     rig = Rig()
     caplog.set_level("INFO")
     rig.spawn(outlived=True)
@@ -261,7 +261,7 @@ def test_a_group_that_is_lost_again_and_again_ends() -> None:
 
 
 def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
-    """As often as that happens: it is no try."""
+    """The restart does not count as a try, however often it happens."""
     rig = Rig()
     rig.spawn(outlived=True)
     rig.load(1, 4)
@@ -348,7 +348,7 @@ def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> Non
 
 
 def test_an_epoch_that_is_lost_before_anybody_looked_at_it_waits_to_be_resumed() -> None:
-    """Whoever waits for the group to run may see it lost at once: it has no steps to drop, and says so."""
+    """A waiting caller may see the loss at once: the epoch has no steps to drop."""
     rig = Rig()
     rig.run()
     rig.feed(t.Gone(1, "killed"), after=0.01)
@@ -386,7 +386,7 @@ def test_a_head_that_stood_still_gives_ranks_their_time() -> None:
     rig.run()
     rig.feed(t.Read())
     rig.feed(t.OwnOutcome(0, 7))
-    rig.feed(t.OwnOutcome(1, 7), after=21.0)  # its own launch took so long
+    rig.feed(t.OwnOutcome(1, 7), after=21.0)  # the launch of the own rank took so long
     rig.feed(t.Read(), after=0.01)
     assert rig.group.phase == "running"
     for _ in range(8):

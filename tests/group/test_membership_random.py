@@ -1,4 +1,4 @@
-"""Whatever befalls ranks, links and heads: one epoch at a time, and in the end all run or give up."""
+"""Under any faults of ranks, links and engines: one epoch at a time, and in the end all run or give up."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.group.world import World
 
 FAULTS_S = 60.0
 BOUND_S = 400.0
-"""Seconds in which every group runs again after the last fault: a few tries, each with its hello and load."""
+"""Seconds after the last fault in which every group runs again: a few tries, with registration and load."""
 
 
 def play(seed: int, tensor: int, replicas: int) -> World:
-    """``testing.cluster.group`` checks what must hold all along."""
+    """Play a random world. ``weft.sim.group`` checks the invariants all the time."""
     world = World(seed, tensor, replicas, FAULTS_S)
     with silent_log():
         over = world.run(FAULTS_S + BOUND_S)

@@ -1,7 +1,6 @@
-"""Groups without engines, on virtual time: the ranks and shells of ``weft.sim``, whose heads step all along.
+"""Groups without engines, on virtual time: ranks and shells of ``weft.sim``, with engines that always step.
 
-Everything that may happen is drawn from one seed. What must hold is checked by ``testing.cluster.group``
-whenever anything changes.
+All events are drawn from one seed. ``weft.sim.group`` checks the invariants after every change.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from weft.sim.timeline import Timeline
 
 PACE = Pace(timeout=10.0, hello=20.0, load=40.0, watch=0.5, delay=0.02, slow=10.0)
 CHANCES = {"load": 0.05, "connect": 0.03, "step": 0.005, "form": 0.01}
-"""Of what a process does, that it fails."""
+"""Probability that an action of a process fails."""
 
 
 class Head:
-    """A head that always has a step to take."""
+    """An engine that always has a step to run."""
 
     def __init__(self, world: World, number: int, incarnation: int) -> None:
         self.world = world
@@ -47,7 +46,7 @@ class Head:
 
     @property
     def over(self) -> bool:
-        """Whether it runs, or has given up."""
+        """Return True if the engine runs or has given up."""
         return self.failed is not None or self.group.running
 
     def group_runs(self) -> None:
@@ -98,7 +97,7 @@ class World(Timeline):
         self.at(1.0, None, self._befall)
 
     def run(self, until: float) -> bool:
-        """Until then, or until every head runs or has given up if that is later than the last fault."""
+        """Run until ``until``, or later until every engine runs or has given up after the last fault."""
         while self._heap and self._heap[0][0] <= until:
             self.advance()
             if self.now > self.until and all(head.over for head in self.heads):
@@ -143,7 +142,7 @@ class World(Timeline):
             process.stop(rng.uniform(1.0, 15.0))
         elif kind == "stop":
             process.stop(1e6)
-            if process.rank in process.replica.remote:  # its own host ends it
+            if process.rank in process.replica.remote:  # ended by its own host
                 self.at(self.now + PACE.timeout, None, process.end)
         elif kind == "raise":
             process.fail(collective=False)
@@ -153,7 +152,7 @@ class World(Timeline):
             process.loses_report = True
 
     def _behead(self, head: Head) -> None:
-        """A head dies, and another one follows: its ranks keep their weights and say hello to it."""
+        """Kill an engine and start another. Its ranks keep their weights and register again."""
         self.count("heads")
         head.group.end(None)
         head.alive = False

@@ -1,4 +1,4 @@
-"""The cache of embeddings: which blocks they have, who goes, and that no block is lost or given twice."""
+"""The cache of embeddings: blocks, order of eviction, and no block lost or given twice."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_somebody_waits_for_leaves_the_host_for_nobody_who_does_not() -> No
     add(cache, 5)  # 4 is gone
     assert (names(cache), names(cache, on_host=True)) == ([5], [1, 3])
     wanted.add(5)
-    add(cache, 6)  # all of them are waited for: the oldest goes
+    add(cache, 6)  # all of them are requested again: the oldest is evicted
     assert (names(cache), names(cache, on_host=True)) == ([6], [3, 5])
 
 
@@ -192,7 +192,7 @@ def test_new_ranks_have_nothing_and_pinned_blocks_stay_out_of_use() -> None:
 @pytest.mark.requirement("D7")
 @pytest.mark.parametrize("seed", range(20))
 def test_no_block_is_lost_or_given_twice(seed: int) -> None:
-    """Random changes, carried out as ranks do: what is found is what was put there."""
+    """Random changes, executed as by ranks: each lookup finds the stored content."""
     rng = random.Random(seed)
     cache = EmbeddingCache(rng.choice([3, 8]), rng.choice([0, 2, 6]), block_rows=2)
     near: dict[int, bytes] = {}

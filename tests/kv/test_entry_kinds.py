@@ -1,4 +1,4 @@
-"""Latent and compressed kinds: what they keep decides how they behave, not what their entries hold."""
+"""Latent and compressed groups: retention decides the behavior, not the content of entries."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_compressed_hit_ends_with_a_full_block() -> None:
 
 
 def test_lines_of_every_sort_agree_on_a_hit() -> None:
-    """Full and compressed entries, and latent ones that slide: each loses something else."""
+    """Full, compressed and sliding latent entries each lose different positions."""
     caches = make(
         pool("latent", width=8),
         pool("compressed", block=12, width=8, ratio=6),

@@ -1,4 +1,4 @@
-"""Tables of sequences whose cache comes from another group: what is shared, new, and may be found."""
+"""Tables of sequences with a transferred cache: shared blocks, new blocks, and later hits."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_a_window_is_hit_where_what_is_read_before_the_hit_is_there() -> None:
     kind = windowed(6)
     cached(kind, 16)
     kind.pool.forget(HASHES[3])
-    assert kind.fetch_hit(HASHES, 12, 40) == 12  # far before the window: nothing is read of it
-    assert kind.fetch_hit(HASHES, 20, 20) == 12  # of block 3 it reads, and lacks it
+    assert kind.fetch_hit(HASHES, 12, 40) == 12  # far before the window: no block is read
+    assert kind.fetch_hit(HASHES, 20, 20) == 12  # reads block 3, which is missing
     assert kind.fetch_hit(HASHES, 16, 16) == 8 + 4
 
 

@@ -67,7 +67,7 @@ def test_parts_are_not_run_together() -> None:
 
 
 def images(lengths: list[tuple[int, int]]) -> list[MediaItem]:
-    """(gap before, tokens) of images, whose keys are their tokens."""
+    """Return images from (gap before, tokens). The keys of the images are their tokens."""
     made, end = [], 0
     for gap, count in lengths:
         made.append(MediaItem(key=bytes([count] * 16), start=end + gap, count=count, grid=(1, 1, count)))

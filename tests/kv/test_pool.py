@@ -43,7 +43,7 @@ def test_shared_blocks_stay_until_every_holder_is_done() -> None:
     pool.publish(block, b"k")
     pool.share(block)
     pool.release(block, 5)
-    assert pool.pending() == 0  # somebody else still holds it
+    assert pool.pending() == 0  # another reference remains
     pool.committed(3)
     pool.release(block, 3)
     assert (pool.available(), pool.pending()) == (1, 1)

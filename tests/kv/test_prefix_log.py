@@ -15,7 +15,7 @@ def split(keys: bytes) -> set[bytes]:
 
 @pytest.mark.requirement("E32")
 def test_changes_replayed_give_the_index_whatever_happens() -> None:
-    """Publishing, eviction, forgetting and resetting, at random; told now and then."""
+    """Insertion, eviction, removal and reset happen at random, with reports in between."""
     rng = random.Random(5)
     pool = BlockPool(6)
     names = [bytes([n]) * 16 for n in range(20)]

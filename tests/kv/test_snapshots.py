@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states: where they are made, who may have them, when they go."""
+"""Snapshots of recurrent states: creation, sharing and eviction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hashes_of(length: int, salt: str = "") -> list[bytes]:
 
 
 def saved(kind: StateKind, slot: int, key: bytes, step: int, keep: bool = True) -> int:
-    """The block that a snapshot went to."""
+    """Save a snapshot. Return its block."""
     op = kind.save(slot, key, 0, keep, step)
     assert isinstance(op, SaveState)
     return op.block
@@ -65,7 +65,7 @@ def test_a_hit_is_the_longest_boundary_whatever_is_missing_before_it() -> None:
 def test_hits_are_at_boundaries_of_all_kinds() -> None:
     kind, hashes = state(unit=12), hashes_of(40)
     saved(kind, 0, hashes[2], 0)  # of 12
-    saved(kind, 0, hashes[3], 0)  # of 16: no boundary, and nobody would make it
+    saved(kind, 0, hashes[3], 0)  # 16 positions: no boundary, so no snapshot
     kind.committed(0)
     assert kind.hit(hashes, 40) == 12
 
@@ -76,7 +76,7 @@ def test_a_snapshot_is_found_when_its_plan_has_committed() -> None:
     assert kind.hit(hashes, 8) == 0
     kind.committed(2)
     assert (kind.hit(hashes, 8), kind.available()) == (0, 3)
-    kind.release(0, 2)  # who made it may be gone
+    kind.release(0, 2)  # the owner may end
     kind.committed(3)
     assert (kind.hit(hashes, 8), kind.available()) == (8, 4)
     (op,) = kind.acquire(5, hashes, 8, 9)
@@ -128,7 +128,7 @@ def test_the_least_recently_used_goes_first() -> None:
     saved(kind, 0, hashes[0], 0)
     saved(kind, 0, hashes[1], 0)
     kind.committed(0)
-    assert kind.save(0, hashes[0], 0, True, 1) is None  # there is one: nothing to copy, but it was of use
+    assert kind.save(0, hashes[0], 0, True, 1) is None  # exists already: only the use counts
     saved(kind, 0, hashes[2], 1)
     kind.committed(1)
     assert [kind.has(key) for key in hashes[:3]] == [True, False, True]

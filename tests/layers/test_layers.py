@@ -162,7 +162,7 @@ class _Sum(Pending):
 
 
 class _Twice(Comm):
-    """Two ranks that always hold equal partials."""
+    """Two ranks that always have equal partial sums."""
 
     rank = 1
     size = 2

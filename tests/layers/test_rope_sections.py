@@ -1,4 +1,4 @@
-"""Rotation by frame, row and column: which pairs turn by which, and text as without it."""
+"""Rotation by frame, row and column: the pairs of each section, and text without sections."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _V4: dict[str, Any] = {
 }
 _V4 = {**_V4, "n_shared_experts": 1, "swiglu_limit": 0.7, "routed_scaling_factor": 1.5}
 _V4_SPEC: dict[str, Any] = {"scoring": "sqrtsoftplus", "scale": 1.5, "shared": INNER, "limit": 0.7}
-#: Name -> (their module, our facts, error allowed: routers of some compute in float32 whatever the dtype).
+#: Name -> (reference module, our facts, error allowed: some routers always compute in float32).
 BLOCKS: dict[str, tuple[Any, MoESpec, float]] = {
     "deepseek_v2": (
         lambda: deepseek_v2.modeling_deepseek_v2.DeepseekV2Moe(

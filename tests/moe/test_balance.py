@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
     [("ep4", "reduce", "biased"), ("dp2", "throughput", "corrected"), ("tp2dp2", "low-latency", "int8")],
 )
 def test_experts_move_and_bits_stay(name: str, form: str, kind: str, redundant: int) -> None:
-    """Under invariance a layer has the same bits before and after, and its busiest rank has less to do."""
+    """With invariance a layer has the same bits before and after the move. Its busiest rank has less work."""
     layout, dtype = LAYOUTS[name], torch.float32
     weights = routed("plain" if kind == "int8" else kind, dtype)
     weights.router[:3] += 0.4  # everybody likes the first ones
@@ -82,7 +82,7 @@ def test_experts_move_and_bits_stay(name: str, form: str, kind: str, redundant: 
 
 
 def _ranks(folder: str, name: str, epochs: Callable[[Mesh, Model, int], None], rounds: int) -> list[Any]:
-    """Ranks whose groups form ``rounds`` times; ``epochs(mesh, model, epoch)`` runs in between."""
+    """Run ranks whose groups form ``rounds`` times, with ``epochs(mesh, model, epoch)`` in between."""
     layout, store = LAYOUTS[name], dist.HashStore()
     together = threading.Barrier(layout.ranks)
     made: list[Any] = [None] * layout.ranks
@@ -92,7 +92,7 @@ def _ranks(folder: str, name: str, epochs: Callable[[Mesh, Model, int], None], r
             mesh = make_mesh(layout, rank)
             model = _load(folder, mesh)
             for epoch in range(rounds):
-                if epoch == rounds - 1 and rank == 1:  # it was started anew
+                if epoch == rounds - 1 and rank == 1:  # the rank was restarted
                     mesh = make_mesh(layout, rank)
                     model = _load(folder, mesh)
                 mesh.connect(store, epoch, 30.0)
@@ -124,7 +124,7 @@ def _load(folder: str, mesh: Mesh, **more: Any) -> Model:
 
 
 def _disturb(model: Model) -> None:
-    """As if a few experts had most of the rows."""
+    """Simulate a few experts with most of the rows."""
     assert model.experts is not None
     for number, layer in enumerate(model.experts._layers):
         assert layer.loads is not None
@@ -133,7 +133,8 @@ def _disturb(model: Model) -> None:
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_rank_that_was_started_anew_takes_over_where_experts_are(torn: bool, tmp_path: Path) -> None:
-    """Others keep what they have; only where experts were lost on their way do all go back to the start."""
+    """Other ranks keep their experts. All return to the initial placement only if experts were lost in a
+    move."""
     folder = str(make_checkpoint(tmp_path, "qwen3_moe"))
 
     def epochs(mesh: Mesh, model: Model, epoch: int) -> None:
@@ -171,7 +172,7 @@ def test_ranks_with_other_tables_follow_the_first(tmp_path: Path) -> None:
         assert model.experts is not None
         choosers = [layer.chooser for layer in model.experts._layers]
         if epoch == 0:
-            for chooser in choosers:  # as if each had measured for itself
+            for chooser in choosers:  # as if each rank had measured
                 chooser.follow([mesh.rank] * DOUBLINGS)
         else:
             assert {chooser.form(8) for chooser in choosers} == {choosers[0].form(8)}

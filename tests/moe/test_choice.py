@@ -1,4 +1,4 @@
-"""Which form a step takes: by measured cost, the same on all ranks, and never one that cannot be (A12)."""
+"""The form of a step: by measured cost, equal on all ranks, and never an impossible form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts divided over ranks: every form of dispatch gives what one rank gives (A10, A12 to A14, C1, C7)."""
+"""Experts divided over ranks: every form of dispatch gives the result of one rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNEVEN = (7, 0, 1, 12)
 
 
 def local(weights: Routed, placement: Placement, rank: int) -> Routed:
-    """What ``rank`` has of ``weights``."""
+    """Return the part of ``weights`` on ``rank``."""
     mine = list(placement[rank])
 
     def part(of: Any) -> Any:
@@ -95,7 +95,7 @@ def rows_of(layout: Layout, dtype: torch.dtype, counts: tuple[int, ...] = UNEVEN
 def run(
     layout: Layout, form: str, weights: Routed, rows: list[Any], pieces: Any, *, exact: bool, **more: Any
 ) -> list[Tensor]:
-    """What every rank gets."""
+    """Return the result of every rank."""
     most = max(len(x) for x, _ in rows)
     agreed = Exchange(form, most) if layout.data > 1 else Exchange()
 
@@ -147,7 +147,7 @@ def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, k
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.grid), torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cpp_has_the_bits_of_its_whole_block(name: str, dtype: torch.dtype, extension: None) -> None:
-    """The same for the C++ operations, whose block on one rank is one call: also in bf16."""
+    """The C++ operations compute the block of one rank in one call; the bits are equal in bf16 too."""
     layout = LAYOUTS[name]
     for kind in ("biased", "gated_shared"):
         weights, rows = routed(kind, dtype, seed=3), rows_of(layout, dtype)
@@ -160,7 +160,7 @@ def test_cpp_has_the_bits_of_its_whole_block(name: str, dtype: torch.dtype, exte
 
 @pytest.fixture(params=["torch", "cpp"])
 def pieces(request: pytest.FixtureRequest) -> Any:
-    """Of invariant implementations."""
+    """Yield the parts of invariant implementations."""
     if request.param == "torch":
         return moe.TILED
     request.getfixturevalue("extension")
@@ -171,7 +171,7 @@ def pieces(request: pytest.FixtureRequest) -> Any:
 @mostly_slow("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any) -> None:
-    """Where ranks answer with sums, too: which form a step takes may depend on what is in it (E1)."""
+    """The form of a step may depend on its content, so that all forms must have equal bits."""
     layout, weights = LAYOUTS[name], routed("gated_shared", dtype)
     rows = rows_of(layout, dtype)
     made = [run(layout, form, weights, rows, pieces, exact=False) for form in forms(layout)]
@@ -183,7 +183,7 @@ def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any
 @mostly_slow("exact", [False, True], [False])
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -> None:
-    """E1: a row has its bits alone and among others, whatever other replicas have, however it is padded."""
+    """A row has equal bits alone and among others, for any rows of other replicas and any padding."""
     layout = LAYOUTS["ep2" if form == "reduce" else "tp2dp2"]
     weights = routed("corrected", torch.float32)
     x, ids = tokens(9, torch.float32)
@@ -200,7 +200,7 @@ def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -
 
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_a_single_row_of_an_odd_number_of_columns(form: str) -> None:
-    """What travels with a row of bfloat16, three pairs of places and scales, is no whole number of int64s."""
+    """Extra data of a bfloat16 row, three pairs of places and scales, is no whole number of int64s."""
     layout, weights = LAYOUTS["dp2"], routed("plain", torch.bfloat16)
     rows = rows_of(layout, torch.bfloat16, (1, 0))
     alone = run(layout, form, weights, rows, moe.TILED, exact=False)
@@ -209,7 +209,7 @@ def test_a_single_row_of_an_odd_number_of_columns(form: str) -> None:
 
 
 def test_large_sums_are_divided(pieces: Any) -> None:
-    """Above one shot ranks add up slices, and compute the shared expert for those alone; same bits."""
+    """Large sums are added in slices, with the shared expert only for each slice. The bits are equal."""
     layout, weights = LAYOUTS["ep4"], routed("gated_shared", torch.float32)
     x, ids = tokens(400, torch.float32)
     large = run(layout, "reduce", weights, [(x, ids)], pieces, exact=False)
@@ -306,7 +306,7 @@ def test_collectives_of_a_layer_do_not_grow_with_its_rows(form: str) -> None:
 
 @pytest.mark.requirement("A14")
 def test_outputs_are_no_inputs() -> None:
-    """A14: what the block returns shares no memory with what it was given, nor with what it returns next."""
+    """The returned tensor shares no memory with the input, nor with the next result."""
     layout, weights = LAYOUTS["ep2"], routed("corrected", torch.float64)
     x, ids = tokens(5, torch.float64)
 
@@ -327,7 +327,7 @@ def test_outputs_are_no_inputs() -> None:
 
 @pytest.mark.requirement("C7")
 def test_the_shared_expert_is_computed_under_the_dispatch() -> None:
-    """C7: after rows were sent off and before anybody waits for them."""
+    """The shared expert runs after rows were sent and before any wait."""
     layout, weights = LAYOUTS["dp2"], routed("gated_shared", torch.float64)
     rows = rows_of(layout, torch.float64, (4, 2))
 
@@ -364,7 +364,7 @@ def test_the_shared_expert_is_computed_under_the_dispatch() -> None:
 
 
 def test_loads_are_counted_once() -> None:
-    """Each row by the rank that is home to it, whatever the form."""
+    """The home rank of a row counts the row, for any form."""
     weights = routed("plain", torch.float64)
     for name, form in (("ep4", "reduce"), ("ep4", "throughput"), ("tp2dp2", "gather")):
         layout = LAYOUTS[name]

@@ -75,7 +75,7 @@ def test_moves_make_the_new_placement_of_the_old_one(case: tuple[list[int], int,
     assert tuple(map(tuple, held)) == new
     targets = [(to, at) for _, _, to, at in done]
     assert len(set(targets)) == len(targets)
-    for rank, mine in enumerate(new):  # what stays on a rank stays in its place
+    for rank, mine in enumerate(new):  # an expert that stays on a rank keeps its place
         for expert in set(mine) & set(old[rank]):
             assert mine.index(expert) == old[rank].index(expert)
 
@@ -106,7 +106,7 @@ def test_the_hottest_expert_gets_the_copies() -> None:
 
 
 def test_large_layers_are_planned_quickly() -> None:
-    """256 experts and 32 copies on 32 ranks, drawn as experts are: a step waits for it once in a while."""
+    """256 experts and 32 copies on 32 ranks with realistic loads: a step sometimes waits for the plan."""
     loads = [int(10_000 / (1 + i % 97)) for i in range(256)]
     old = in_order(256, 32, 32)
     new = plan(loads, old)
@@ -115,7 +115,7 @@ def test_large_layers_are_planned_quickly() -> None:
 
 
 def test_copies_lie_on_different_ranks_and_share_the_rows() -> None:
-    """Of one hot expert with three copies each rank gets a third of the rows, at the place it has there."""
+    """One hot expert with three copies: each rank gets a third of the rows, at its own place."""
     new = plan([900, 10, 10, 10, 10, 10], in_order(6, 3, 3))
     assert [rank for rank, _ in copies(new, 6)[0]] == [0, 1, 2]
     ranks, where = Map(new, 6, torch.device("cpu")).find(torch.zeros(30, 1, dtype=torch.int64), turn=0)
@@ -127,7 +127,7 @@ def test_copies_lie_on_different_ranks_and_share_the_rows() -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_rows_reach_ranks_as_planned(case: tuple[list[int], int, int]) -> None:
-    """What the planner takes for a rank's load is what the map sends there."""
+    """The planned load of a rank equals the rows that the map sends there."""
     loads, ranks, redundant = case
     placement = plan(loads, in_order(len(loads), ranks, redundant))
     most = 60  # a multiple of every number of copies

@@ -1,7 +1,6 @@
-"""Engines in lock-step: every rank of a replica has a scheduler of its own, and all make the same plans.
+"""Engines in lock-step: every rank of a replica has a scheduler, and all schedulers make the same plans.
 
-So there is nothing between them but collectives; who decides on micro-batches is the first rank, as a head
-would.
+Only collectives connect the ranks. Rank 0 decides on micro-batches, like an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DEADLINE = deadline(60.0)
 
 
 class Decisions:
-    """What the first rank decided, by step; the others wait for it."""
+    """The decisions of rank 0 by step. The other ranks wait for each decision."""
 
     def __init__(self) -> None:
         self._made: dict[int, bool] = {}
@@ -46,7 +45,7 @@ class Decisions:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """The head decides nothing more: who waits for it goes on alone."""
+        """End the decisions. Waiting ranks continue alone."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -59,7 +58,7 @@ class Decisions:
 
 
 class Decided(OverlapPolicy):
-    """A policy whose decisions the other ranks follow."""
+    """A policy that follows the decisions of rank 0."""
 
     def __init__(self, mode: str, rank: int, decisions: Decisions) -> None:
         super().__init__(mode)
@@ -100,7 +99,7 @@ _LOADING = threading.Lock()
 
 
 def rank_model(folder: Path, mesh: Mesh, mtp: int = 0, dispatch: str = "auto") -> Decoder:
-    """This rank's share. Loading is one at a time: threads of one process share torch's default settings."""
+    """Return the model shard of a rank. Loads are serialized: threads share torch's default settings."""
     with _LOADING:
         model = load_model(
             str(folder),
@@ -127,9 +126,9 @@ def on_engines(
     dispatch: str = "auto",
     **settings: Any,
 ) -> list[Ran]:
-    """Runs the same requests on every rank; by rank what came of it.
+    """Run the same requests on every rank. Return the results by rank.
 
-    ``each`` may change a rank's engine before it runs; what it returns is ``extra``.
+    ``each`` may change a rank's engine before the run; its return value is stored in ``extra``.
     """
     decisions = Decisions()
 

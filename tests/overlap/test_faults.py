@@ -1,6 +1,6 @@
-"""What a failing, slow or silent rank does to a step in micro-batches (C5, C13).
+"""Effects of a failing, slow or silent rank on a step in micro-batches.
 
-The rank that fails aborts its groups, as a group's executor and worker do; here that is the test's work.
+The failing rank aborts its groups, as executor and worker do. Here the test aborts.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def submits() -> list[list[Submit]]:
 
 
 def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
-    """Has ``model`` raise at the ``call``-th time that it comes to ``where``; micro-batch 0 comes there
-    first.
-    """
+    """Make ``model`` raise at the ``call``-th call of ``where``. Micro-batch 0 comes first."""
     found: Any = {
         "before": model.embedding,
         "between": model.blocks[1].attention,
@@ -73,10 +71,12 @@ def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
 @mostly_slow("call", [1, 2, 5], [2], ids=["first micro-batch", "second micro-batch", "later step"])
 @mostly_slow("depth", [1, 2], [2])
 def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, call: int, depth: int) -> None:
-    """On the rank the exception itself; on the others CommLost, at once and not at the group's time-out.
-    Then all form anew with the same weights, and the same requests give the same tokens."""
+    """The failing rank raises the exception, the others raise CommLost at once, before the time-out.
+
+    Then all ranks form again with the same weights, and the same requests give the same tokens.
+    """
     if where == "in the head" and call == 2:
-        call = 3  # it is computed once for both micro-batches
+        call = 3  # computed once for both micro-batches
     gathered, formed = threading.Barrier(2), threading.Barrier(2)
     decisions = [Decisions(), Decisions()]
 
@@ -147,7 +147,7 @@ def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: 
 @pytest.mark.requirement("C13")
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_is_waited_for(folder: Path, slow: int) -> None:
-    """Each of its layers takes a random while; nothing but time changes."""
+    """Each layer of the rank takes a random time. Only the times change."""
     rng = random.Random(slow)
 
     def hold_up(mesh: Mesh, engine: Any, runner: Any) -> None:

@@ -12,7 +12,7 @@ from weft.parallel.comm import Pending
 
 
 class Named(Pending):
-    """A collective that tells when its result is taken."""
+    """A collective that reports when its result is taken."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log

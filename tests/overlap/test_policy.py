@@ -60,7 +60,7 @@ def decide(policy: OverlapPolicy, plan: StepPlan) -> StepPlan:
 
 
 def times(plan: StepPlan, compute: float, link: float, waited: float) -> StepTimes:
-    """Of a step that computed and waited for so long."""
+    """Return the times of a step that computed and waited for the given seconds."""
     flight = Flight(0, 0.0, 0.0, link, waited)
     seconds = compute + waited
     return StepTimes(
@@ -72,7 +72,7 @@ def times(plan: StepPlan, compute: float, link: float, waited: float) -> StepTim
 
 
 class Machine:
-    """Times of steps: compute by tokens, ``toll`` more of it in micro-batches; a link of ``link`` seconds."""
+    """Step times: compute by tokens, ``toll`` extra in micro-batches, and a link of ``link`` seconds."""
 
     def __init__(
         self, fixed: float, token: float, link: float, toll: float = 0.0, noise: float = 0.0
@@ -120,7 +120,7 @@ def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
 
 @pytest.mark.requirement("C9")
 def test_no_more_is_expected_than_there_is_communication() -> None:
-    """A kind of step takes longer than predicted: that is no reason to expect less of its micro-batches."""
+    """Steps take longer than predicted. The expected gain of micro-batches stays."""
     policy = OverlapPolicy("auto")
     for count in range(1, 40):
         others = StepPlan(step=1, prefill=segment([prompt(0, 8 * count)]))
@@ -138,7 +138,7 @@ def test_auto_stays_whole_where_micro_batches_read_all_weights_twice() -> None:
 
 @pytest.mark.requirement("C9")
 def test_auto_gives_up_what_does_not_pay_after_all() -> None:
-    """The model says it pays; threads that take cores from each other say no."""
+    """The model predicts a gain, but threads take cores from each other."""
     machine = Machine(1e-3, 1e-4, 20e-3, toll=1.0)
     overlapped, seconds = many(OverlapPolicy("auto"), PROMPTS, machine, 3000)
     assert FEW <= overlapped <= 5 * FEW
@@ -188,7 +188,7 @@ def test_decisions_do_not_flutter() -> None:
 
 @pytest.mark.requirement("C9")
 def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gain between the two borders changes nothing, whatever the form of the steps is."""
+    """A gain between the two limits changes nothing, for any form of steps."""
     policy, machine, between = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3), (ENTER + LEAVE) / 2
 
     def overlapped(gain: float) -> int:
@@ -204,7 +204,7 @@ def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.requirement("C9")
 def test_a_replica_that_may_not_split_counts_as_whole() -> None:
-    """The domain decided otherwise: what ran whole is learnt as whole."""
+    """The expert-parallel group decided otherwise: a step that ran whole is learned as whole."""
     policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)
     for _ in range(50):
         policy.wants(PROMPTS)

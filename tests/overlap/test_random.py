@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {"blocks": 60, "chunk": 40, "max_num_seqs": 10, "dept
 
 
 def drive_randomly(engine: EngineCore, steps: int, seed: int = 11) -> dict[int, Answer]:
-    """Requests come and are cancelled at random; a function of its arguments and of the steps alone."""
+    """Submit and abort requests at random, as a function of the arguments and the steps alone."""
     rng, answers, number = random.Random(seed), dict[int, Answer](), 0
     for _ in range(steps):
         for _ in range(rng.choice([0, 0, 0, 0, 1, 1, 3])):

@@ -1,4 +1,4 @@
-"""Replicas that share experts agree on micro-batches; each has its own, or two empty ones (C2, C13)."""
+"""Replicas that share experts agree on micro-batches; each has its own pair, or two empty ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def request(number: int, prompt: int, tokens: int) -> Submit:
     return submit(number, ids, TokenParams(temperature=0.8, max_tokens=tokens), request=number)
 
 
-#: What comes to replica 0 and to replica 1.
+#: Requests of replica 0 and of replica 1.
 LOADS = {
     "one of many tokens, and two": ([request(1, 60, 1)], [request(2, 9, 1), request(3, 5, 1)]),
     "one idle": ([request(1, 60, 5), request(2, 20, 5)], []),
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_one_rank(folder: Path, load: str, mode: str, form: 
     if mode == "off":
         assert set(micro_batches[0]) == {1}
     elif load == "one that cannot split":
-        # Unless one of them came a step late: then the other was alone, and split.
+        # Exception: a replica came a step late, so that the other was alone and split.
         assert micro_batches[0][0] == 1 or not all(plan.rows for plan in first)
     elif load == "one idle":
         assert 2 in micro_batches[0]

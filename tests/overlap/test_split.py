@@ -64,7 +64,7 @@ def tokens(segment: Segment) -> list[tuple[int, int, int]]:
 
 
 def trailing(segment: Segment, name: str) -> list[tuple[int, int]]:
-    """(slot, position) of tokens that the column ``name`` wants, in order."""
+    """Return (slot, position) of the tokens marked by the column ``name``, in order."""
     found = []
     for slot, start, count, many in zip(
         segment.slot, segment.start, segment.count, getattr(segment, name), strict=True
@@ -126,7 +126,7 @@ def test_micro_batches_cover_the_plan_once_in_order(plan: StepPlan) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=5), st.integers(0, 9))
 def test_micro_batches_balance(prompts: list[int], decodes: int) -> None:
-    """No worse than half of the longest row that cannot be cut apart."""
+    """The imbalance is at most half of the longest row that cannot be cut."""
     plan = StepPlan(
         step=3,
         prefill=segment([prompt(i, count) for i, count in enumerate(prompts)]),

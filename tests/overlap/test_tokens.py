@@ -1,7 +1,7 @@
-"""C14: in float64, tokens are equal with overlap off, for prompts, for all steps, and on one rank.
+"""In float64, tokens are equal with overlap off, for prompts, for all steps, and on one rank.
 
-The reference of every sequence is that sequence alone on one rank. Micro-batches, and prompts cut between
-them, must have engaged wherever they are compared.
+The reference of every sequence is a run alone on one rank. Each comparison must have had micro-batches, and
+prompts cut between micro-batches.
 """
 
 from __future__ import annotations
@@ -159,8 +159,11 @@ def test_experts_divided_over_ranks_grid(
 @pytest.mark.requirement("C14")
 @mostly_slow("model", FEATURES["model"], ["qwen3_moe", "qwen3_next_wide", "deepseek_v4"])
 def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) -> None:
-    """One prompt alone: its second micro-batch reads what the first micro-batch wrote in each layer: entries
-    of attention, recurrent states, sources of groups; and hidden states of both reach the drafter."""
+    """The second micro-batch of one prompt reads the writes of the first micro-batch in each layer.
+
+    The writes are attention entries, recurrent states and sources of groups. Hidden states of both
+    micro-batches reach the drafter.
+    """
     folder, params = reference.folder(model), SAMPLING["listed"]
     longest = max(range(BATCH), key=lambda i: len(PROMPTS[i]))
     assert len(PROMPTS[longest]) >= 2 * LEAST
@@ -190,7 +193,7 @@ def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) ->
 @pytest.mark.requirement("C10")
 @pytest.mark.parametrize("each", [1, 3])
 def test_a_pair_of_micro_batches_is_one_replayed_step(reference: Reference, each: int) -> None:
-    """What a CUDA graph would capture, computed anew at each replay: rows fill up to a bucket, and split."""
+    """The content of a CUDA graph, computed again at each replay: rows fill a bucket, and split."""
     params, drafts = SAMPLING["greedy"], each - 1
     ran = on_engines(
         Layout(tensor=2),

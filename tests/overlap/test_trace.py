@@ -1,4 +1,4 @@
-"""C11: two tracks with communication spans, and the share of communication that was hidden."""
+"""Two tracks with communication spans, and the share of hidden communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.types.sampling import TokenParams
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of rank 0 of a run in micro-batches."""
+    """Return the trace of rank 0 of a run in micro-batches."""
     folder = tmp_path_factory.mktemp("trace")
     model = make_checkpoint(folder, "llama")
     params = TokenParams(temperature=0.0, max_tokens=6)

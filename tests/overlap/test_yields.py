@@ -41,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def count(steps: Generator[Pending, None, torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """(yields, what it returned)."""
+    """Return (number of yields, return value)."""
     number = 0
     while True:
         try:

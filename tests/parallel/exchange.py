@@ -1,7 +1,7 @@
-"""Models whose feed-forward layers need all replicas: tokens are computed by the next one, and come back.
+"""Models whose feed-forward layers need all replicas: the next replica computes the tokens.
 
-What real expert parallelism does, with the least of it: two exchanges a layer, of exact sizes, and the same
-numbers as without. A replica that does not take part leaves the others waiting.
+The exchange is a minimal form of expert parallelism: two exchanges in a layer, of exact sizes, with equal
+numbers. A replica that does not take part leaves the others waiting.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Elsewhere(FeedForward):
 
 
 def spread_out(model: Decoder, ep: Comm) -> list[Elsewhere]:
-    """Changes ``model``; returns its feed-forward layers."""
+    """Change ``model``. Return its feed-forward layers."""
     made = []
     blocks: list[Any] = [*model.blocks, *(module.block for module in model.mtp)]
     for block in blocks:

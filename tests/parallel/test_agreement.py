@@ -48,7 +48,7 @@ def test_an_idle_replica_votes_for_what_the_others_need() -> None:
 
 @pytest.mark.requirement("C2")
 def test_one_plan_that_does_not_split_decides_for_all() -> None:
-    """C2: MIN of the votes; those of idle replicas do not count."""
+    """The decision is the minimum of the votes. Votes of idle replicas do not count."""
     assert decided(BUSY, BUSY, IDLE).agreed.overlap
     assert not decided(BUSY, changed(BUSY, overlap=False)).agreed.overlap
     assert decided(BUSY, changed(BUSY, micro_batch_tokens=5), IDLE).agreed.padded_tokens == 8
@@ -84,7 +84,7 @@ def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
     assert slow.awake
     fast.sleep()
     assert not fast.awake
-    assert fast.begin() == 2  # a request came right after the decision that the slow one has yet to read
+    assert fast.begin() == 2  # a request after the decision that the slow replica has yet to read
     slow.heard(2)
     assert (slow.awake, slow.wave) == (True, 1)
     slow.sleep()
@@ -100,7 +100,7 @@ def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
 @pytest.mark.requirement("C1")
 @pytest.mark.parametrize("seed", range(20))
 def test_no_request_is_stranded(seed: int) -> None:
-    """Replicas as state machines with calls under way for random times; a vote waits for all of them."""
+    """Replicas as state machines with calls of random duration. A vote waits for all replicas."""
     rng = random.Random(seed)
     count = rng.choice([2, 3, 4])
     waves = [Waves() for _ in range(count)]
@@ -185,7 +185,7 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
                 if made.sleep:
                     seen.append(made.agreed.wave)
                     work = 2 if number == made.agreed.wave % 3 else 0
-            done.wait(deadline(60))  # nobody leaves while another still reads
+            done.wait(deadline(60))  # all replicas stay until the last has read
             return seen
         finally:
             group.close()
@@ -194,7 +194,7 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
 
 
 def test_bells_follow_who_moves() -> None:
-    """A head that was started anew listens elsewhere; nothing is sent to where it was."""
+    """A restarted engine listens at a new address. Nothing is sent to the old address."""
     sockets = [WakeupSocket("tcp://127.0.0.1:*", number) for number in range(2)]
     sockets[0].reach([wakeup.address for wakeup in sockets])
     sockets[0].wake(0, 1)
@@ -242,7 +242,7 @@ def test_another_epoch_begins_asleep_and_ignores_calls_of_the_last() -> None:
         group.agree(BUSY)
         both.wait(deadline(60))
         if number == 0:
-            wakeup.of(0).wake(0, 2)  # of the epoch that is over by the time it is heard
+            wakeup.of(0).wake(0, 2)  # of an epoch that is over on arrival
             wakeup.of(0).wake(1, 1)
         group.connect(stores[1], 1, 30)
         while not group.awake and number == 1:

@@ -1,4 +1,4 @@
-"""The board of host 0: entries that come, stay and are corrected; who may ask; heads of other hosts on it."""
+"""The rendezvous store of host 0: entries, corrections, access, and engines of other hosts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_another_board_at_the_same_place_is_noticed(board: Board) -> None:
     while not client.look(1.0):
         assert time.monotonic() < until
     assert client.board != first
-    assert client.entries == {"a": b"1"}  # what this client says of itself
+    assert client.entries == {"a": b"1"}  # the entries of this client
     client.close()
     again.close()
 
@@ -146,7 +146,7 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
     assert (0 in heads, 1 in heads) == (False, True)
     head = heads.start(1)
     assert wanted(board) == head.incarnation > 0
-    assert (head.poll(), head.endpoint()) == (None, None)  # its host has not come
+    assert (head.poll(), head.endpoint()) == (None, None)  # the host has not come
     board.post(
         b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=head.incarnation, address="tcp://x:1"))
     )
@@ -155,7 +155,7 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
     assert head.poll() == head.wait(1.0) == -9
 
     again = heads.start(1)
-    assert (again.poll(), again.endpoint()) == (None, None)  # what was said is of the incarnation before
+    assert (again.poll(), again.endpoint()) == (None, None)  # the entry belongs to the earlier incarnation
     head.kill()
     assert wanted(board) == again.incarnation > head.incarnation
     board.post(
@@ -167,7 +167,7 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
     board.post(
         b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:3"))
     )
-    assert again.poll() == 1  # another process of that incarnation: the host was started anew
+    assert again.poll() == 1  # another process of the incarnation: the host was restarted
     again.kill()
     assert wanted(board) == 0
 
@@ -191,7 +191,7 @@ def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: Engine
     assert "host 0 has 4, host 1 has 5" in told
 
     parallel = msgspec.structs.replace(config.parallel, node_rank=1)
-    kv = msgspec.structs.replace(config.kv, pools=())  # its own affair
+    kv = msgspec.structs.replace(config.kv, pools=())  # may differ between hosts
     come(board, "good", msgspec.structs.replace(config, parallel=parallel, kv=kv))
     assert head.poll() is None
     assert answer(board, "good") == ""
@@ -201,7 +201,7 @@ def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: Engine
 def test_one_host_of_each_number(
     heads: remote.RemoteHeads, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second waits for the first to be gone, is told when it is not, and ends nothing that is served."""
+    """The second host waits for the first to end, gets an error otherwise, and ends no served engine."""
     monkeypatch.setattr(remote, "AWAY_S", 0.4)
     head, board = heads.start(1), heads._board
     come(board, "first", config)

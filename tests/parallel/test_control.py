@@ -93,7 +93,7 @@ def test_only_who_knows_the_secret_joins() -> None:
         assert joins(head, lambda: ZmqRank(head.address, 1, keys), SECONDS)
         assert not joins(head, lambda: ZmqRank(head.address, 1), 1.0)
         assert not joins(head, lambda: ZmqRank(head.address, 1, others), 1.0)
-        # One who knows the head's key, but has not the ranks'.
+        # A rank with the engine's key but without the ranks' key.
         stolen = type(keys)(head=keys.head, rank=others.rank)
         assert not joins(head, lambda: ZmqRank(head.address, 1, stolen), 1.0)
         assert joins(head, lambda: ZmqRank(head.address, 2, keys), SECONDS)
@@ -140,7 +140,7 @@ def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
 
 
 def test_a_port_that_is_still_held_is_waited_for() -> None:
-    """By a head that was killed and has not ended yet."""
+    """A killed engine that has not ended yet holds the port."""
     dying = ZmqHead(endpoint("tcp"))
     late = threading.Timer(0.5, dying.close)
     late.start()

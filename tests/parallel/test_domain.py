@@ -1,4 +1,5 @@
-"""Replicas whose layers need each other: a scheduler each, one step at a time, the same tokens as alone."""
+"""Replicas whose layers need each other: a scheduler each, one step at a time, with the tokens of runs
+alone."""
 
 from __future__ import annotations
 
@@ -56,10 +57,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Replica:
-    """One replica's engine, stepped by a thread of its own as a head does."""
+    """The engine of one replica, stepped by a separate thread."""
 
     def __init__(self, number: int, folder: Path, mesh: Mesh, domain: Domain, **options: Any) -> None:
-        """``experts``: how ranks divide them; else a stand-in exchanges rows. ``interval``: they move."""
+        """Build the engine. ``experts``: how ranks divide experts; otherwise a stand-in exchanges rows.
+
+        ``interval``: steps between two moves of experts.
+        """
         spec = rig.spec_of(folder, int("speculation" in options))
         experts, interval = options.pop("experts", None), options.pop("interval", 0)
         divided: dict[str, Any] = {} if experts is None else {"mesh": mesh, "experts": experts}
@@ -91,9 +95,9 @@ def serve(
     between: Any = None,
     **options: Any,
 ) -> list[Any]:
-    """Replica i gets the Submits of ``arrivals[i]`` when its clock has reached their times (seconds).
+    """Submit ``arrivals[i]`` to replica i at the given times (seconds).
 
-    Returns the replicas, or what each raised. ``between(replica, round)`` is called in every round.
+    Return the replicas, or the error of each replica. ``between(replica, round)`` is called in every round.
     """
     layout = Layout(data=replicas, expert=True)
     store, wakeups = dist.HashStore(), LocalWakeups(replicas)
@@ -165,7 +169,7 @@ def alone(folder: Path, submits: list[Any], **options: Any) -> dict[int, list[in
 def checked(replicas: list[Any]) -> list[Replica]:
     failed = [replica for replica in replicas if isinstance(replica, Exception)]
     for error in sorted(failed, key=lambda error: isinstance(error, GroupLost | CommLost)):
-        raise error  # what a replica raised by itself first
+        raise error  # a replica's own error first
     for replica in replicas:
         rig.check_idle(replica.engine)
         assert not replica.engine.has_work()
@@ -183,7 +187,7 @@ def checked(replicas: list[Any]) -> list[Replica]:
     2,
 )
 def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: int) -> None:
-    """C1, C13: work here and there, at once and one after another; in between all of them sleep."""
+    """Work comes here and there, at once and one after another; in between all replicas sleep."""
     folder, submits = checkpoints(family), requests(8)
     arrivals: list[list[tuple[float, Any]]] = [[(0.0, s) for s in submits[:5]], [(0.5, submits[5])]]
     arrivals[0].append((1.5, submits[6]))
@@ -214,7 +218,7 @@ def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: i
 def test_divided_experts_give_the_tokens_of_one(
     checkpoints: Any, family: str, form: str, options: dict[str, Any]
 ) -> None:
-    """C1, C7: every form of dispatch, idle replicas, chunks, preemption, drafts, experts that move."""
+    """Every form of dispatch, idle replicas, chunks, preemption, drafts, and experts that move."""
     folder, submits, options = checkpoints(family), requests(7, seed=4), dict(options)
     if k := options.pop("k", 0):
         options["speculation"] = SpeculationSection(
@@ -236,7 +240,7 @@ def test_divided_experts_give_the_tokens_of_one(
 @pytest.mark.requirement("C2")
 @pytest.mark.parametrize("k", [1, 3])
 def test_drafting_passes_are_agreed(checkpoints: Any, k: int) -> None:
-    """A drafter that is a layer of experts exchanges as often in every replica, whoever drafts."""
+    """A drafter with an expert layer exchanges equally often in every replica, whichever replica drafts."""
     folder = checkpoints("mtp")
     section = SpeculationSection(
         speculative_method="mtp", num_speculative_tokens=k, speculative_adaptive=False
@@ -253,7 +257,7 @@ def test_drafting_passes_are_agreed(checkpoints: Any, k: int) -> None:
 
 @pytest.mark.requirement("A16", "F44")
 def test_bursts_here_and_there_and_preemption(checkpoints: Any) -> None:
-    """A16: more requests than slots, few blocks, chunks; several waves. All end, with the right tokens."""
+    """More requests than slots, few blocks, chunks, several waves. All requests end with the right tokens."""
     folder, submits = checkpoints("qwen3_moe"), requests(24, seed=2, most=50)
     rng = random.Random(3)
     arrivals: list[list[tuple[float, Any]]] = [[], [], []]
@@ -270,7 +274,7 @@ def test_bursts_here_and_there_and_preemption(checkpoints: Any) -> None:
 @pytest.mark.requirement("C2", "C13")
 @pytest.mark.parametrize("idle", [False, True])
 def test_micro_batches_are_agreed(checkpoints: Any, idle: bool) -> None:
-    """C13: one long prompt here, two short ones (or nothing) there. All split, or none."""
+    """One long prompt here, two short prompts (or nothing) there. All replicas split, or none."""
     long = rig.submit(0, [7 + n % 50 for n in range(70)], TokenParams(max_tokens=8), request=0)
     short = [rig.submit(n, [9, 8, 7, n], TokenParams(max_tokens=12), request=n) for n in (1, 2)]
     arrivals = [[(0.0, long)], [] if idle else [(0.0, s) for s in short]]
@@ -310,7 +314,7 @@ def test_a_slow_replica_is_waited_for(checkpoints: Any) -> None:
 
 @pytest.mark.requirement("C3")
 def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
-    """C3: one row with its tokens clamped to the step, never none."""
+    """The vote has one row with its tokens clamped to the step, never no row."""
     engine, _ = rig.make_engine(checkpoints("qwen3_moe"), chunk=16)
     assert isinstance(engine, EngineCore)
     votes = []

@@ -32,7 +32,7 @@ CASES = [(7, torch.float32), (1 << 17, torch.bfloat16), (3, torch.int64), (1 << 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What NCCL is told stays in this test."""
+    """Restore the environment variables of NCCL after the test."""
     before = dict(os.environ)
     env.prepare_nccl(one_host=True)
     yield
@@ -41,7 +41,7 @@ def environment() -> Iterator[None]:
 
 
 def everything(comm: GroupComm, device: torch.device) -> list[torch.Tensor]:
-    """Every collective, in host memory."""
+    """Run every collective. Return the results in host memory."""
     rank, size = comm.rank, comm.size
     summed = [comm.all_reduce(value(rank, count, dtype).to(device)) for count, dtype in CASES]
     rows = (torch.arange(6).view(3, 2) + 10 * rank).to(device)
@@ -62,7 +62,7 @@ def on_comms(devices: list[torch.device], **options: Any) -> list[list[torch.Ten
     def one(rank: int) -> list[torch.Tensor]:
         device = devices[rank]
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device)  # for this thread
         gpu = device if options.get("nccl") else None
         ordered = options.get("ordered", True)
         comm = GroupComm(
@@ -137,13 +137,13 @@ LONG = 20_000_000
 
 
 def late(x: torch.Tensor) -> torch.Tensor:
-    """What stands for a collective: reads x long after it was launched."""
+    """Read x long after the launch, in place of a collective."""
     torch.cuda._sleep(LONG)
     return x + 1
 
 
 def test_a_collective_beside_compute_reads_what_it_was_given_and_its_result_stays() -> None:
-    """What is given is freed by its owner at once, and so is each result; others get memory meanwhile."""
+    """The owner frees the input at once, and each result too. Other allocations get memory meanwhile."""
     launcher = StreamLauncher(FIRST)
     launcher.threaded(True)
     kept = []
@@ -151,7 +151,7 @@ def test_a_collective_beside_compute_reads_what_it_was_given_and_its_result_stay
         given = torch.full((1 << 20,), float(number), device=FIRST)
         pending = launcher.launch(lambda given=given: late(given))  # type: ignore[misc]
         del given
-        for _ in range(4):  # would get the memory of what was given
+        for _ in range(4):  # would reuse the memory of the input
             torch.full((1 << 20,), -1.0, device=FIRST)
         made = pending.result()
         del pending
@@ -179,7 +179,7 @@ def test_compute_goes_on_under_a_collective() -> None:
 
 
 def test_two_micro_batches_beside_each_other_are_one_graph() -> None:
-    """Fork and join by events alone can be captured; a replay computes anew what its inputs hold by then."""
+    """Fork and join by events alone can be captured. A replay reads the current inputs."""
     from weft.overlap.interleave import interleave
     from weft.runner.graphs.graphs import CudaCapture
 

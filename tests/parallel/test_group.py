@@ -94,7 +94,7 @@ def test_a_peer_that_is_gone_is_an_error_and_no_hang() -> None:
 
 
 def test_a_rank_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
-    """They are in the next epoch by now, where they wait for this one, and not for ever."""
+    """The other ranks are in the next epoch, and wait there for this rank for a limited time."""
     mine, other = (make_mesh(Layout(tensor=2), rank) for rank in range(2))
     store = dist.HashStore()
 
@@ -116,7 +116,7 @@ def test_nothing_to_add_up() -> None:
 
 
 def listening() -> list[str]:
-    """Addresses that this process listens at beyond loopback, as /proc has them."""
+    """Return the addresses beyond loopback at which this process listens, from /proc."""
     mine = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Collectives on a thread of their own."""
+"""Collectives on a separate thread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_wait_has_a_deadline() -> None:
 
 
 def test_what_was_cancelled_never_runs() -> None:
-    """A collective of an epoch that has ended must not reach the next one's group."""
+    """A collective of an ended epoch must not reach the group of the next epoch."""
     launcher, go, ran = ThreadLauncher(timeout=deadline(30)), threading.Event(), []
     runs = threading.Event()
     launcher.threaded(True)
@@ -121,7 +121,7 @@ def test_flights_say_what_was_waited_for(kind: type[Launcher], threaded: bool) -
 
     pending = launcher.launch(work)
     if threaded and kind is ThreadLauncher:
-        while not launcher.flights[0].ended:  # under it the caller computes
+        while not launcher.flights[0].ended:  # the caller computes meanwhile
             time.sleep(0.01)
     pending.result()
     (flight,) = launcher.take()

@@ -1,4 +1,4 @@
-"""Heads of one host or several find out that all of them are there, whoever dies and comes back meanwhile."""
+"""Engines of one or several hosts wait until all engines are there, through deaths and restarts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DEADLINE = deadline(60.0)
 
 
 class Head:
-    """What a group's head does about its domain."""
+    """The engine's part in the rendezvous of an expert-parallel group."""
 
     def __init__(self, leases: Leases, meeting: Meeting) -> None:
         self.leases, self.meeting = leases, meeting
 
     def attend(self, epoch: int, patience: float = DEADLINE) -> Connect | None:
-        """What the heads agreed on; None when they did not all come in ``patience`` seconds."""
+        """Return the agreed result, or None if not all engines came in ``patience`` seconds."""
         self.meeting.want(epoch)
         until = time.monotonic() + patience
         while time.monotonic() < until:
@@ -48,7 +48,7 @@ class Head:
 
 
 MeetingOf = Callable[[int, int], Head]
-"""(replica, replicas) -> a new incarnation of that head."""
+"""(replica, replicas) -> a new incarnation of the engine."""
 
 
 @pytest.fixture(params=["folder", "board"])
@@ -120,7 +120,7 @@ def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
     new = meeting_of(1, 2)
     assert new.attend(0, 0.2) is None
     until = time.monotonic() + DEADLINE
-    while not heads[0].moved_on(0):  # a look at a board tells what the one before asked
+    while not heads[0].moved_on(0):  # a read of the store returns the answer to the request before
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -128,8 +128,11 @@ def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
 @pytest.mark.requirement("C13")
 @mostly_slow("seed", range(4), 1)
 def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
-    """Heads die at any time and come back as others. Who enters an epoch does so with the present
-    incarnations of all, or nobody comes to its store; and in the end all are together."""
+    """Engines die at any time and are replaced.
+
+    An engine enters an epoch only with the present incarnations of all engines. In the end all engines are
+    together.
+    """
     count, deaths = 3, 12
     rng = random.Random(seed)
     lock = threading.Condition()
@@ -139,7 +142,7 @@ def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> Non
     together = threading.Event()
 
     def connect(store: str, replica: int, incarnation: int) -> bool:
-        """As forming a process group does: waits for all, not for ever."""
+        """Wait for all ranks with a time-out, like the formation of a process group."""
         with lock:
             here = at.setdefault(store, {})
             if replica in here:

@@ -1,5 +1,7 @@
-"""What is done with NCCL's groups, on CPU tensors: a gloo group is put where the NCCL one would be, since
-both are process groups of torch. NCCL itself runs in test_gpu.py, where there are GPUs.
+"""The use of NCCL groups, on CPU tensors.
+
+A gloo group replaces the NCCL group, because both are process groups of torch. NCCL runs in test_gpu.py on
+GPUs.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def on_comms(ranks: int, work: Callable[[GroupComm], R], **options: Any) -> list
 
 
 def everything(comm: GroupComm) -> list[torch.Tensor]:
-    """Every collective, with numbers that tell ranks and orders apart."""
+    """Run every collective, with numbers that identify ranks and orders."""
     rank, size = comm.rank, comm.size
     summed = [comm.all_reduce(value(rank, count, dtype)) for count, dtype in CASES]
     rows = torch.arange(6).view(3, 2) + 10 * rank
@@ -145,7 +147,7 @@ def test_an_aborted_group_ends_and_the_next_one_works() -> None:
 
 
 class Slow:
-    """A group whose abort takes until it is let go."""
+    """A group whose abort takes until the test releases the abort."""
 
     def __init__(self) -> None:
         self.go, self.aborted = threading.Event(), threading.Event()
@@ -246,7 +248,7 @@ def test_gloo_is_gloo() -> None:
         mesh.connect(store, 0, deadline(30.0))
         assert isinstance(mesh.tp, GroupComm)
         try:
-            met.wait()  # an abort would end the connections of one that still makes its own
+            met.wait()  # an abort would end connections that are still being made
             return mesh.tp.link
         finally:
             mesh.abort()

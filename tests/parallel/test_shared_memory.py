@@ -34,7 +34,7 @@ WHOLE = (torch.int64, torch.int32, torch.uint8)
 SIZES = (0, 1, 7, 4097, 2 * shared.SLOT // 4 + 3)
 """The last is larger than a slot in every dtype of four bytes or more."""
 LONG = deadline(60.0)
-"""Seconds: a wait that ends before was ended."""
+"""Seconds. A wait that ends earlier was aborted."""
 
 
 def made(dtype: torch.dtype, *shape: int, seed: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_counts_that_contradict_fail() -> None:
 
 
 def test_all_use_gloo_where_one_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank cannot say where it runs; another cannot map the segment."""
+    """One rank cannot report its host; another cannot map the segment."""
     seen: list[int] = []
     lock, host, opened = threading.Lock(), shared._host, os.open
 
@@ -185,7 +185,7 @@ def mapped() -> int:
 
 
 def test_epochs_follow_each_other_while_a_thread_still_waits() -> None:
-    """The segment of an epoch goes when its last wait has ended, and the next epoch knows nothing of it."""
+    """The segment of an epoch is removed after its last wait. The next epoch does not see the segment."""
     before, ranks = mapped(), 2
     comms = [GroupComm("x", range(ranks), rank, Launcher()) for rank in range(ranks)]
 
@@ -206,12 +206,12 @@ def test_epochs_follow_each_other_while_a_thread_still_waits() -> None:
             try:
                 ended.append(comms[0].all_reduce(torch.zeros(3)))
             except CommLost as error:
-                ended.append(error.message)  # and not what its traceback holds
+                ended.append(error.message)  # not the objects of the traceback
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         time.sleep(0.05 * (epoch % 2))
-        comms[1 if epoch % 2 else 0].abort()  # the other's abort frees it, too
+        comms[1 if epoch % 2 else 0].abort()  # the abort of the other rank frees this rank too
         waiting.join(LONG)
         assert isinstance(ended[0], str)
         for comm in comms:
@@ -225,7 +225,7 @@ def test_epochs_follow_each_other_while_a_thread_still_waits() -> None:
 
 
 def member(rank: int, ranks: int, store: str, timeout: float, out: Any) -> None:
-    out.put(rank)  # it has imported torch, which may take longer than ``timeout``
+    out.put(rank)  # torch is imported, which may take longer than ``timeout``
     comm = GroupComm("x", range(ranks), rank, Launcher())
     comm.connect(join_store(store, LONG), 0, timeout)
     out.put((rank, comm.shares, float(result(comm.all_reduce(torch.tensor([1.0 + rank]))))))
@@ -238,8 +238,9 @@ def member(rank: int, ranks: int, store: str, timeout: float, out: Any) -> None:
 
 
 class Peers:
-    """Ranks 1 and on, each a process that adds up once with rank 0, and then, but for the last, waits for
-    the others to do it again.
+    """Ranks 1 and above, each a process that sums once with rank 0.
+
+    All ranks except the last then wait for a second sum.
     """
 
     def __init__(self, folder: Path, ranks: int, timeout: float) -> None:
@@ -287,7 +288,7 @@ def test_a_peer_that_was_killed_is_noticed_long_before_the_deadline(peers: Calla
     assert pid is not None
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
-    with pytest.raises(CommLost, match=r"has ended: rank 2 of 3|aborted"):  # who notices first ends the group
+    with pytest.raises(CommLost, match=r"has ended: rank 2 of 3|aborted"):  # first to notice
         group.comm.all_reduce(torch.zeros(1))
     assert group.said()[0] == 1
     killer.join()

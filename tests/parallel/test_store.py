@@ -1,4 +1,4 @@
-"""Where ranks meet, beside a process that holds the file's lock."""
+"""The store of a rendezvous beside a process that holds the lock of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ time.sleep(600)
 
 
 def test_a_process_that_stopped_with_the_store_locked_stops_no_other(tmp_path: Path) -> None:
-    """Joining fails within its time, and meanwhile other threads, which send heartbeats, go on."""
+    """Joining fails within its time-out. Other threads, which send heartbeats, continue meanwhile."""
     path = tmp_path / "store"
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE)
     watchdog = threading.Timer(deadline(20), holder.kill)  # else a wait under Python's lock would never end

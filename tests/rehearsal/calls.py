@@ -1,4 +1,4 @@
-"""What an operator call is made of: the tensors that it reads and writes, and where in Weft it comes from."""
+"""The parts of an operator call: tensors that are read and written, and the calling function of Weft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def again(func: Any, args: Any, kwargs: Any, before: list[Tensor]) -> None:
-    """Runs an operator of a graph again, its results in the memory where they were."""
+    """Run an operator of a graph again, and write the results to the memory of the earlier results."""
     made = tensors_of((func(*args, **kwargs),))
     for old, new in zip(before, made, strict=True):
         if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
@@ -25,7 +25,7 @@ def again(func: Any, args: Any, kwargs: Any, before: list[Tensor]) -> None:
 
 
 def tensors_of(values: Sequence[Any]) -> list[Tensor]:
-    """Those among ``values``, and in lists and tuples among them."""
+    """Return the tensors among ``values``, and in lists and tuples among ``values``."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -36,7 +36,7 @@ def tensors_of(values: Sequence[Any]) -> list[Tensor]:
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``change`` made to all that is no list, tuple or dict."""
+    """Return ``value`` with ``change`` applied to everything except lists, tuples and dicts."""
     if isinstance(value, list | tuple):
         return type(value)([mapped(change, one) for one in value])
     if isinstance(value, dict):
@@ -45,7 +45,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _function(qualified: str) -> str:
-    """The function or method that a comprehension or lambda is in."""
+    """Return the name of the function or method around a comprehension or lambda."""
     return qualified.partition(".<locals>")[0].rpartition(".")[2]
 
 
@@ -56,14 +56,14 @@ def label_of(func: Any) -> str:
 
 @functools.cache
 def reads_shape(func: Any) -> bool:
-    """Whether a tensor is only the pattern of what is made."""
+    """Return True if the operator uses a tensor only for shape and dtype."""
     name = func.name().partition("::")[2].partition(".")[0]
     return bool(name.endswith("_like") or name.startswith("new_"))
 
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(places of arguments that are written, their names)."""
+    """Return (positions of written arguments, names of written arguments)."""
     schema = func._schema
     places = tuple(
         place
@@ -74,7 +74,7 @@ def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def effects(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors that are read, tensors that are written)."""
+    """Return (tensors that are read, tensors that are written)."""
     places, names = _written(func)
     writes = [args[place] for place in places if place < len(args)]
     writes += [kwargs[name] for name in names if name in kwargs]
@@ -86,7 +86,7 @@ def effects(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[lis
 
 
 def here() -> tuple[str, str]:
-    """The innermost function of Weft that is running."""
+    """Return (file, name) of the innermost running function of Weft."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

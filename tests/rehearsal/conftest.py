@@ -14,7 +14,7 @@ from tests.support.mtp_models import make_mtp_checkpoint
 
 
 def make_wide(folder: Path) -> None:
-    """Heads as FlashInfer takes them, and windows."""
+    """Write a checkpoint with head sizes that FlashInfer accepts, and with windows."""
     import transformers
 
     config = transformers.Qwen2Config(
@@ -34,7 +34,10 @@ def make_wide(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint by its name, of ``CASES``, ``SHAPES``, "mtp" or "heads of 64"; each made once."""
+    """Return a function from the name of a checkpoint to its folder. Each checkpoint is made once.
+
+    Names are those of ``CASES`` and ``SHAPES``, "mtp" and "heads of 64".
+    """
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:

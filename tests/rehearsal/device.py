@@ -1,18 +1,20 @@
-"""A GPU that is not there: the host computes, the device only says what it would.
+"""A simulated GPU: the host computes, and the device only records operators.
 
-Tensors on ``cuda`` are torch's fake tensors: shapes, dtypes, strides and devices, no values. Tensors on the
-host are real, so plans, columns and staging buffers are. Every operator call passes through ``Rehearsal``:
+Tensors on ``cuda`` are fake tensors of torch: shapes, dtypes, strides and devices, without values. Tensors on
+the host are real, and so are plans, columns and staging buffers. Every operator call passes through
+``Rehearsal``:
 
-* one on the host runs;
-* one on the device runs as a fake: operands of two devices raise, and so does whatever would have the host
-  wait for the device (``item``, ``nonzero``, a boolean index, a copy through memory that is not pinned),
-  except in the functions of ``WAITS``;
-* what it reads and writes, and on which stream, goes into a trace (``order.py``) that is checked for races;
-* in a capture, what a CUDA graph cannot hold raises, and what it may not rely on is found when it is
-  replayed.
+- An operator on the host runs.
+- An operator on the device runs as a fake. Operands on two devices raise an error. So does every wait of the
+  host for the device (``item``, ``nonzero``, a boolean index, a copy through memory that is not pinned),
+  except in the functions of ``WAITS``.
+- The tensors read and written, and the stream, are added to a trace (``order.py``), which is checked for
+  races.
+- In a capture, an operator that a CUDA graph cannot hold raises an error. A replay checks the assumptions of
+  the capture.
 
-With ``values`` each fake tensor carries its values on the host, too (``shadow``), and operators run on
-those as well: then the tokens of a rehearsed engine are the tokens of a real one.
+With ``values`` each fake tensor also has its values on the host (``shadow``), and operators run on these
+values as well. The tokens of a rehearsed engine then equal the tokens of a real engine.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ aten = torch.ops.aten
 
 _MOVES = (aten.to, aten.pin_memory)
 _COPIES_NUMBERS = (aten.index_put_, aten.index_put, aten._index_put_impl_)
-"""Other operators take a number of the host with the launch."""
+"""Operators that copy a host number to the device. Other operators get the number with the launch."""
 _FACTS = {torch.ops.prim.device.default, aten.is_pinned.default, aten.record_stream.default}
 COMPUTE = "compute"
-"""The name of the stream that is current at first."""
+"""The name of the initial stream."""
 
 #: (file, function) -> why the host may wait for the device there.
 WAITS: dict[tuple[str, str], str] = {
@@ -66,47 +68,47 @@ class HiddenWait(AssertionError):
 
 
 class OnHost(AssertionError):
-    """A tensor on the host is given to an operator on the device."""
+    """An operator on the device has an operand on the host."""
 
 
 class NotCapturable(AssertionError):
-    """A CUDA graph could not hold this."""
+    """A CUDA graph cannot hold this call."""
 
 
 class Races(AssertionError):
-    """The trace has uses that nothing orders."""
+    """The trace has accesses without an order."""
 
 
 @dataclass(slots=True)
 class Capture:
-    """What a graph that is being captured touches."""
+    """The memory and calls of a graph during its capture."""
 
     born: int
-    """Pieces from this number on are its own."""
+    """Number of the first piece of memory that belongs to the graph."""
     reads: dict[str, Piece] = field(default_factory=dict)
     writes: dict[str, Piece] = field(default_factory=dict)
     calls: list[Callable[[], None]] = field(default_factory=list)
-    """What runs again on shadows at a replay."""
+    """Calls that a replay runs again on the shadows."""
     saved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Shadows that were written, and what was in them: a capture computes nothing."""
+    """Written shadows, with their values before the capture: a capture computes nothing."""
     own: dict[str, Piece] = field(default_factory=dict)
-    """What it made."""
+    """Pieces of memory made in the capture."""
     checker: Checker = field(default_factory=Checker)
-    """Of its streams: what is captured does not run yet."""
+    """The checker for the captured streams, because captured work does not run yet."""
 
 
 _active = threading.local()
 
 
 def current() -> Rehearsal:
-    """The rehearsal of this thread."""
+    """Return the rehearsal of this thread. Fail without an open rehearsal."""
     made: Rehearsal | None = getattr(_active, "rehearsal", None)
     assert made is not None, "a CUDA object is used outside a rehearsal"
     return made
 
 
 class Rehearsal(TorchDispatchMode):
-    """A rehearsed device; open it with ``with``. For the thread that opens it."""
+    """A simulated device. Open it with ``with``; it is valid for the opening thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,24 +121,24 @@ class Rehearsal(TorchDispatchMode):
         self.memory = Memory()
         self.checker = Checker()
         self.stream = COMPUTE
-        """The current one."""
+        """The current stream."""
         self.capture: Capture | None = None
         self.loading = True
-        """While weights are loaded the host may wait."""
+        """True while weights are loaded: the host may wait."""
         self.waited: dict[tuple[str, str], int] = {}
-        """How often the host waited where it may."""
+        """(file, function) -> number of allowed waits of the host."""
         self.stand_in: Callable[[Tensor], None] = torch.Tensor.zero_
-        """Fills host memory with what a copy from the device would bring, where there are no values."""
+        """Fills host memory in place of a copy from the device, when there are no values."""
         self.operators: set[str] = set()
-        """Names of those that ran on the device."""
+        """Names of the operators that ran on the device."""
         self.narrow: set[str] = set()
-        """Operators that were given floats of 8 bits: kernels of a GPU serve fewer dtypes than fake ones."""
+        """Operators with 8-bit float operands. GPU kernels support fewer dtypes than fake kernels."""
         self.labels: set[str] = set()
-        """Of all that the trace has."""
+        """Labels of all entries of the trace."""
         self.variants: dict[str, set[Any]] = {}
-        """Of each kernel, the forms that it was asked for; each is compiled once, when it is first met."""
+        """Kernel -> requested forms. Each form is compiled at its first use."""
         self.edges: set[tuple[str, tuple[str, str], str, tuple[str, str]]] = set()
-        """Who waited for whom: (stream, where it recorded an event, who waited, where)."""
+        """Waits: (stream, place of the recorded event, waiting actor, place of the wait)."""
 
     def __enter__(self) -> Any:
         self._before = getattr(_active, "rehearsal", None)
@@ -153,14 +155,14 @@ class Rehearsal(TorchDispatchMode):
     # ---- the trace
 
     def note(self, entry: Entry) -> None:
-        """Adds to the trace."""
+        """Add an entry to the trace, or to the trace of the open capture."""
         if self.capture is not None:
             self.capture.checker.take(entry)
             return
         self.checker.take(entry)
 
     def check(self, checker: Checker | None = None) -> None:
-        """Raises Races if the trace so far (or another) has any."""
+        """Raise ``Races`` if the trace of ``checker`` (default: the trace so far) has races."""
         found = (checker or self.checker).races
         if found:
             raise Races("\n".join([f"{len(found)} races:", *found[:10]]))
@@ -168,7 +170,7 @@ class Rehearsal(TorchDispatchMode):
     def use(
         self, label: str, reads: Sequence[Tensor], writes: Sequence[Tensor], *, actor: str | None = None
     ) -> None:
-        """Work on the current stream (or of ``actor``) reads and writes these tensors."""
+        """Record an access to tensors by the current stream, or by ``actor``."""
         actor = actor or self.stream
         self.labels.add(label)
         read = [self.memory.piece(tensor, actor) for tensor in reads]
@@ -232,7 +234,7 @@ class Rehearsal(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def pin(self, tensor: Tensor, *, write: bool = False) -> Tensor:
-        """``tensor``, from now on as if in pinned memory. ``write``: its values are the host's work."""
+        """Mark ``tensor`` as pinned and return it. ``write``: the host writes its values."""
         if self.capture is not None:
             raise NotCapturable("pinned memory is allocated in a capture")
         self.memory.piece(tensor, HOST).pinned = True
@@ -241,7 +243,7 @@ class Rehearsal(TorchDispatchMode):
         return tensor
 
     def _crossing(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A copy between host and device; None where both ends are on the device."""
+        """Copy between host and device. Return None if both ends are on the device."""
         if func is aten.copy_.default:
             to, source = args[0], args[1]
             free = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -288,7 +290,7 @@ class Rehearsal(TorchDispatchMode):
         return to
 
     def wait(self, why: str) -> None:
-        """The host would wait for the device: allowed while loading, and where ``WAITS`` says so."""
+        """Record a wait of the host. Raise ``HiddenWait`` unless allowed, ``NotCapturable`` in a capture."""
         if self.capture is not None:
             raise NotCapturable(f"the host waits for the device in a capture: {why}")
         if self.loading:
@@ -325,24 +327,24 @@ class Rehearsal(TorchDispatchMode):
         leaves = tensors_of((made,))
         given_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         fresh = [leaf for leaf in leaves if leaf.untyped_storage()._cdata not in given_storages]
-        if writes or fresh:  # else it is a view
+        if writes or fresh:  # otherwise a view
             self.use(name, reads, [*writes, *fresh])
         if self.values:
             self._shadows(func, args, kwargs, leaves)
         return made
 
     def _as_fake(self, leaf: Any) -> Any:
-        """A number that lies on the host goes with the launch."""
+        """Return a host number as a fake tensor, which is part of the launch."""
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             return self.fake.from_tensor(leaf)
         return leaf
 
     def _ask(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """What only the device knows is asked for."""
+        """Handle an operator whose result depends on device values."""
         if not self.loading or self.capture is not None:
             self.wait(str(func))
         if not self.values and self.loading and func is aten.equal.default:
-            return True  # of weights that a checkpoint has twice
+            return True  # weights that a checkpoint has twice
         if not self.values:
             raise HiddenWait(f"{func} is asked of a device that has no values") from error
         given, named = mapped(self.values_of, (args, kwargs))
@@ -353,7 +355,8 @@ class Rehearsal(TorchDispatchMode):
     # ---- values
 
     def like(self, real: Tensor) -> FakeTensor:
-        """A new tensor on the device of the shape of ``real``, with its values if there are any."""
+        """Return a new device tensor with the shape of ``real``, and its values if the rehearsal has
+        values."""
         with self.fake:
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cuda")
         if self.values:
@@ -361,7 +364,7 @@ class Rehearsal(TorchDispatchMode):
         return made  # type: ignore[return-value]
 
     def values_of(self, leaf: Any) -> Any:
-        """The values of a fake tensor; anything else is itself."""
+        """Return the values of a fake tensor. Return anything else unchanged."""
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         if not isinstance(leaf, FakeTensor):
@@ -371,7 +374,7 @@ class Rehearsal(TorchDispatchMode):
         return leaf.shadow  # type: ignore[attr-defined]
 
     def _save(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A capture computes nothing: keeps what its writes would spoil."""
+        """Save the shadows that a captured call would overwrite, because a capture computes nothing."""
         assert self.capture is not None
         for tensor in effects(func, args, kwargs)[1]:
             if self.memory.piece(tensor, self.stream).born < self.capture.born:
@@ -404,7 +407,7 @@ class Rehearsal(TorchDispatchMode):
 
 @contextmanager
 def running(rehearsal: Rehearsal) -> Iterator[None]:
-    """From here on the host may wait only where ``WAITS`` says so."""
+    """Restrict waits of the host to ``WAITS`` inside the ``with`` block."""
     before, rehearsal.loading = rehearsal.loading, False
     try:
         yield

@@ -1,10 +1,10 @@
-"""A device guard for CUDA in a torch that was built without it.
+"""A device guard for CUDA in a build of torch without CUDA.
 
-Many operators first make the device of their tensors the current one, through a table that libc10 keeps of
-each type of device. A CPU build has no entry for CUDA there, so that even ``x[0]`` of a fake CUDA tensor
-raises. Here an entry is put there that does nothing and says "device 0 of CUDA": a copy of the CPU's, with
-two of its functions replaced. A build with CUDA has an entry, which FakeTensorMode sees to where there is
-no GPU.
+Many operators first make the device of their tensors current, through a table in libc10 with one entry for
+each device type. A CPU build has no entry for CUDA, so that even ``x[0]`` of a fake CUDA tensor raises. This
+module adds an entry that does nothing and reports "device 0 of CUDA". The entry is a copy of the CPU entry
+with two replaced functions. A build with CUDA has an entry already, which FakeTensorMode handles without a
+GPU.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import torch
 _TABLE = "_ZN3c104impl26device_guard_impl_registryE"
 _CPU, _CUDA, _TYPES = 0, 1, 24
 _SLOTS = 32
-"""Of the table of virtual functions, at least."""
+"""Minimum number of entries in the table of virtual functions."""
 _TYPE_SLOT, _DEVICE_SLOT = 0, 2
-"""``type()`` and ``getDevice()`` in it."""
+"""Indices of ``type()`` and ``getDevice()`` in the table."""
 _TYPE = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)
 _DEVICE = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)
 
 
 class UnknownTorch(Exception):
-    """This torch keeps its guards elsewhere than the versions that are known here."""
+    """This version of torch keeps its guards at an unknown place."""
 
 
 @contextmanager
 def cuda_guard() -> Iterator[None]:
-    """While it is open, operators of CUDA tensors may ask for a guard. Raises UnknownTorch."""
+    """Allow operators on CUDA tensors inside the ``with`` block. Raise ``UnknownTorch`` if the table is
+    not found."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         yield
         return
@@ -56,7 +57,7 @@ def _registry() -> Any:
 
 
 def _entry(cpu: int | None, kept: list[Any]) -> int:
-    """The address of a guard of CUDA; ``kept``: what must live as long as it is used."""
+    """Return the address of a CUDA guard. Objects that must stay alive are added to ``kept``."""
     if cpu is None:
         raise UnknownTorch("torch has no guard of the CPU")
     functions = ctypes.cast(

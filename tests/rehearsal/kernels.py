@@ -1,9 +1,9 @@
-"""What stands for the Triton kernels: each checks what its launches are given, in place of computing.
+"""Stand-ins for the Triton kernels, which check the arguments of a launch instead of computing.
 
-A kernel reads raw memory, so nothing stops it from reading another shape than it was meant to. A contract
-says which arrays it takes, in elements and dtype, which of them it writes, and the launch is checked
-against it: devices, contiguity, alignment to 16 bytes where a kernel's wide loads need it, sizes, and the
-limits of grids. Where a rehearsal has values, the kernel runs on them in Triton's interpreter.
+A kernel reads raw memory, so that a wrong shape is not detected. A contract states the arrays of a kernel
+(number of elements and dtype) and the written arrays. Each launch is checked against the contract: devices,
+contiguity, alignment to 16 bytes for wide loads, sizes, and the limits of grids. With values, the kernel runs
+in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tests.rehearsal.device import Rehearsal, current
 Tensor = torch.Tensor
 
 MOST_X, MOST_YZ = (1 << 31) - 1, (1 << 16) - 1
-"""Programs along each dim of a grid."""
+"""Maximum number of programs along each dimension of a grid."""
 ALIGNED = 16
-"""Bytes that wide loads are of."""
+"""Bytes of a wide load."""
 MOST_ELEMENTS = 1 << 20
-"""Elements that a tile may have in Triton."""
+"""Maximum number of elements of a tile in Triton."""
 
 
 class BadLaunch(AssertionError):
-    """A kernel is launched with something that it does not take."""
+    """The arguments of a launch violate the contract of the kernel."""
 
 
 class Given:
-    """Arguments of one launch, by name."""
+    """The arguments of one launch, by name."""
 
     def __init__(self, kernel: str, values: dict[str, Any], grid: tuple[int, ...]) -> None:
         self.kernel, self.values, self.grid = kernel, values, grid
@@ -45,12 +45,15 @@ class Given:
         return self.values[name]
 
     def need(self, holds: bool, what: str) -> None:
-        """Raises BadLaunch unless it ``holds``."""
+        """Raise ``BadLaunch`` with ``what`` unless ``holds``."""
         if not holds:
             raise BadLaunch(f"{self.kernel}: {what}")
 
     def array(self, name: str, count: int, *dtypes: torch.dtype, exact: bool = True) -> None:
-        """``name`` is contiguous, aligned, of one of the dtypes, and of ``count`` elements (or more)."""
+        """Check that ``name`` is contiguous, aligned, of an allowed dtype, and has ``count`` elements.
+
+        With ``exact=False`` more elements are allowed.
+        """
         tensor = self.values[name]
         self.need(
             tensor.is_contiguous(), f"{name} is not contiguous: {tuple(tensor.shape)}, {tensor.stride()}"
@@ -60,7 +63,7 @@ class Given:
     def reach(
         self, name: str, count: int, *dtypes: torch.dtype, exact: bool = False, aligned: bool = True
     ) -> None:
-        """From where ``name`` begins there are ``count`` elements of its storage."""
+        """Check that the storage of ``name`` has ``count`` elements from the start of the tensor on."""
         tensor = self.values[name]
         self.need(not dtypes or tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not one of {dtypes}")
         if exact:
@@ -112,7 +115,7 @@ def _attend_latent(given: Given) -> None:
 
 
 def _rows(given: Given, rows: int) -> None:
-    """What both kernels of attention are told of rows."""
+    """Check the row arguments of both attention kernels."""
     given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
     given.reach("starts_ptr", rows, torch.int64, aligned=False)
     table = given.table_ptr
@@ -155,7 +158,7 @@ def _add_rms_norm(given: Given) -> None:
     given.need(size <= given.N_P2, "a row is longer than the program")
     x = given.x_ptr
     given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows lie otherwise")
-    # Part of a wider row may begin anywhere.
+    # A part of a wider row may begin at any address.
     given.reach("x_ptr", (rows - 1) * given.x_stride + size, *HALF, aligned=False)
     given.array("weight_ptr", size)
     given.array("normed_ptr", rows * size, x.dtype)
@@ -208,7 +211,7 @@ def _grouped(given: Given) -> None:
 
 
 def _tiles(given: Given) -> None:
-    """What both kernels of experts are told, but of the matrices."""
+    """Check the arguments of both expert kernels, except the matrices."""
     given.powers("TILE_M", "TILE_N", "TILE_K")
     x, slots = given.x_ptr, given.order_ptr.numel()
     given.need(given.grid[0] * given.TILE_M >= slots, "slots without a tile")
@@ -225,7 +228,7 @@ def _tiles(given: Given) -> None:
 
 
 def _codes(given: Given, rows: int) -> None:
-    """What both kernels of packed weights are told of ``rows`` rows."""
+    """Check the arguments of both kernels of packed weights, for ``rows`` rows."""
     four = given.NUMBERS in ("int4", "e2m1")
     given.need(given.line == (given.K + 1) // 2 if four else given.line == given.K, "rows of other bytes")
     given.array("values_ptr", rows * given.line, torch.uint8)
@@ -312,13 +315,13 @@ def _combine(given: Given) -> None:
 
 @dataclass(frozen=True)
 class Contract:
-    """Of one kernel."""
+    """The contract of one kernel."""
 
     module: str
     check: Callable[[Given], None]
     writes: tuple[str, ...]
     optional: tuple[tuple[str, str], ...] = ()
-    """(argument, flag): it is read or written only where the flag is set; else anything stands for it."""
+    """(argument, flag): the argument is only used if the flag is set, and may be anything otherwise."""
 
     @property
     def name(self) -> str:
@@ -367,7 +370,7 @@ CONTRACTS = (
 
 
 class StandIn:
-    """In a kernel's place."""
+    """The stand-in of one kernel."""
 
     def __init__(self, kernel: Any, contract: Contract) -> None:
         self._kernel, self._contract = kernel, contract
@@ -399,7 +402,7 @@ class StandIn:
             self._compute(made, grid, bound, writes, options)
 
     def _remember(self, made: Rehearsal, bound: dict[str, Any], options: dict[str, int]) -> None:
-        """Notes which of its compiled forms the launch asks for, as Triton tells them apart."""
+        """Record the compiled form that the launch needs, by the rules of Triton."""
         options_of = getattr(
             self._kernel, "kwargs", vars(self._kernel)
         )  # the interpreter's, or the compiler's
@@ -435,7 +438,7 @@ def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], options: di
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Stands in for every kernel of ``weft.ops.triton``. Skips the test where Triton is not installed."""
+    """Replace every kernel of ``weft.ops.triton``. Skip the test if Triton is not installed."""
     pytest.importorskip("triton")
     for contract in CONTRACTS:
         module = importlib.import_module(f"weft.ops.triton.{contract.module}")

@@ -1,4 +1,4 @@
-"""Names for pieces of memory, by the storage behind a tensor, and which of them are pinned."""
+"""Names for pieces of memory, by the storage of a tensor, and the pinned pieces."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Tensor = torch.Tensor
 
 _SWEEP = 20_000
-"""Names after which those of memory that is gone are dropped."""
+"""Number of new names after which names of freed memory are dropped."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """One storage: it is there as long as a tensor looks at it."""
+    """One storage. The piece lives as long as a tensor uses the storage."""
 
     name: str
     storage: StorageWeakRef
     home: str
-    """The stream that was current when it was first seen, or the host."""
+    """The stream that was current at the first use, or the host."""
     born: int
-    """Its number: later ones are greater."""
+    """The number of the piece; later pieces have greater numbers."""
     pinned: bool = False
     known: set[str] = field(default_factory=set)
-    """Streams that the allocator was told of."""
+    """Streams reported to the allocator."""
     users: set[str] = field(default_factory=set)
 
     @property
@@ -35,19 +35,19 @@ class Piece:
 
 
 class Memory:
-    """All pieces that a rehearsal saw."""
+    """All pieces of memory of a rehearsal."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, Piece] = {}
         self._count = itertools.count()
         self._swept = 0
         self.registered: list[tuple[int, int]] = []
-        """(address, bytes) of memory that was pinned where it is."""
+        """(address, bytes) of memory that was pinned in place."""
         self.shared: list[Piece] = []
-        """Those that another stream than their home used, and that were not reported as freed yet."""
+        """Live pieces used by a stream other than the home stream."""
 
     def piece(self, tensor: Tensor, home: str) -> Piece:
-        """The piece behind ``tensor``; ``home`` if it is new."""
+        """Return the piece of ``tensor``. A new piece gets the home ``home``."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         found = self._pieces.get(address)
@@ -65,14 +65,14 @@ class Memory:
         return found
 
     def use(self, piece: Piece, actor: str) -> None:
-        """``actor`` uses it."""
+        """Record a use of ``piece`` by ``actor``."""
         if actor not in piece.users:
             piece.users.add(actor)
             if actor != piece.home and piece.home != "host" and piece not in self.shared:
                 self.shared.append(piece)
 
     def freed(self) -> list[Piece]:
-        """Shared pieces that are gone since the last call."""
+        """Return the shared pieces that were freed since the last call."""
         if not self.shared:
             return []
         gone = [piece for piece in self.shared if piece.gone]
@@ -82,7 +82,7 @@ class Memory:
 
     @property
     def latest(self) -> int:
-        """The number that the next new piece gets."""
+        """Return the number of the next new piece."""
         number = next(self._count)
         self._count = itertools.chain([number], self._count)  # type: ignore[assignment]
         return number

@@ -1,14 +1,15 @@
-"""Who may touch which memory when: a trace of streams, events and the host, and a proof that nothing races.
+"""A trace of streams, events and the host, and a proof that no two accesses race.
 
-A trace is a list of ``Use``, ``Record``, ``Wait`` and ``Free`` in the order in which the host issued them. An
-actor is the host or a stream. What the host did before it launched work comes before that work; work of one
-stream is in order; across streams, and back to the host, order comes from events alone.
+A trace is a list of ``Use``, ``Record``, ``Wait`` and ``Free``, in the order in which the host issued them.
+An actor is the host or a stream. Actions of the host before a launch come before the launched work. Work of
+one stream is in order. Across streams, and from a stream to the host, only events order work.
 
-Two uses of one buffer, at least one of them a write, race if neither is ordered before the other. Memory that
-is freed goes to whoever allocates next on its home stream, so every use by another stream must come before
-whatever the home stream does next, unless the allocator was told of that stream (``record_stream``).
+Two uses of a buffer race if at least one use writes and neither use is ordered before the other. Freed memory
+goes to the next allocation on its home stream. Every use by another stream must therefore come before the
+next work of the home stream, unless the allocator knows the other stream (``record_stream``).
 
-No torch here: the same check proves the table of streams (``streams.py``) and the traces of rehearsed steps.
+This module does not import torch. The same check covers the table of streams (``streams.py``) and the traces
+of rehearsed steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Clock: TypeAlias = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """An actor reads and writes buffers. Work of a stream is launched here, and runs any time after."""
+    """An actor reads and writes buffers. Work of a stream is launched here and runs at any later time."""
 
     actor: str
     label: str
@@ -35,7 +36,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``event`` will stand for all that ``actor`` was given so far. It replaces what the event stood for."""
+    """``event`` stands for all work of ``actor`` so far, and no longer for earlier records."""
 
     actor: str
     event: Hashable
@@ -43,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What ``actor`` does from now on comes after ``event``. The host saw that the event has happened."""
+    """Later work of ``actor`` comes after ``event``. For the host: the event has happened."""
 
     actor: str
     event: Hashable
@@ -51,7 +52,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The host gives ``buffer`` back to the allocator of ``home``; ``known``: streams it was told of."""
+    """The host frees ``buffer`` to the allocator of ``home``. ``known``: streams reported to the
+    allocator."""
 
     buffer: Buffer
     home: str
@@ -63,16 +65,16 @@ Entry: TypeAlias = Use | Record | Wait | Free
 
 @dataclass(slots=True)
 class _Past:
-    """Uses of one buffer that a later one must come after: the last write, and the reads since."""
+    """Uses of one buffer that later uses must follow: the last write, and the reads since then."""
 
     write: tuple[str, int, str] | None = None
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
     last: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Of each stream, its last use of any kind."""
+    """Stream -> last use of any kind."""
 
 
 class Checker:
-    """Takes a trace entry by entry; ``races`` has a line for each that was found."""
+    """Reads a trace entry by entry. ``races`` has one line for each race."""
 
     def __init__(self) -> None:
         self.races: list[str] = []
@@ -81,7 +83,7 @@ class Checker:
         self._past: dict[Buffer, _Past] = {}
 
     def take(self, entry: Entry) -> None:
-        """The next entry of the trace."""
+        """Process the next entry of the trace."""
         if isinstance(entry, Use):
             self._use(entry)
         elif isinstance(entry, Record):
@@ -92,13 +94,14 @@ class Checker:
             self._free(entry)
 
     def open_ends(self, actor: str) -> list[str]:
-        """Streams with work that ``actor`` has not waited for."""
+        """Return the streams with work that ``actor`` has not waited for."""
         clock = self._clocks.get(actor, {})
         ends = {name: own.get(name, 0) for name, own in self._clocks.items() if name not in (actor, HOST)}
         return sorted(name for name, tick in ends.items() if tick > max(clock.get(name, 0), 1))
 
     def _begin(self, actor: str) -> Clock:
-        """The actor's clock at its next piece of work: it knows what the host knew when it launched it."""
+        """Return the actor's clock at the next piece of work, including all knowledge of the launching
+        host."""
         clock = self._clocks.setdefault(actor, {actor: 1})
         if actor != HOST:
             _join(clock, self._clocks[HOST])
@@ -163,7 +166,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def races(trace: Iterable[Entry]) -> list[str]:
-    """A line for each pair of uses that nothing orders; empty: the trace is free of races."""
+    """Return one line for each pair of unordered uses. An empty list proves the trace free of races."""
     checker = Checker()
     for entry in trace:
         checker.take(entry)

@@ -1,7 +1,7 @@
-"""One rank of several on a rehearsed GPU, whose peers are said to do what it does.
+"""One rank of several on a simulated GPU. The peers are assumed to do the same as this rank.
 
-The process groups are stand-ins: what a rank would get from another is what it sends itself. So sizes agree,
-and everything behind the groups is real: NCCL's wrapper, copies through host memory, launchers, streams.
+The process groups are stand-ins: a rank receives its own data in place of a peer's data, so that sizes agree.
+Everything behind the groups is real: the NCCL wrapper, copies through host memory, launchers and streams.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Tensor = torch.Tensor
 
 
 class BadCollective(AssertionError):
-    """A collective is given something that the library does not take."""
+    """A collective has an argument that the library does not accept."""
 
 
 class Work:
-    """Of a collective that has ended."""
+    """A collective that has ended."""
 
     def wait(self) -> None: ...
 
 
 class Peers:
-    """In the place of a ``ProcessGroupNCCL`` (``fake`` tensors) or of gloo (host memory)."""
+    """Replaces a ``ProcessGroupNCCL`` (``fake`` tensors) or a gloo group (host memory)."""
 
     def __init__(self, rank: int, size: int, *, fake: bool) -> None:
         self.rank, self.size, self.fake = rank, size, fake
@@ -63,7 +63,7 @@ class Peers:
 
         def copy(out: Tensor, given: Tensor) -> None:
             mine, begin = given[first : first + sends[self.rank]], 0
-            for count in receives:  # of a peer that has more, some rows twice
+            for count in receives:  # a peer with more rows sends some rows twice
                 if len(mine):
                     out[begin : begin + count] = mine[torch.arange(count) % len(mine)]
                 begin += count
@@ -106,7 +106,7 @@ class Peers:
 
 
 def connect(comm: GroupComm, store: Any, epoch: int, timeout: float) -> None:
-    """``GroupComm.connect``."""
+    """Replace ``GroupComm.connect``."""
     comm._group = Peers(comm.rank, comm.size, fake=False)
     if comm._gpu is not None:
         comm._nccl = NcclGroup(Peers(comm.rank, comm.size, fake=True))
@@ -119,7 +119,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_rank(config: EngineConfig) -> tuple[EngineCore, Any]:
-    """An engine with the first of the configuration's ranks, and its mesh."""
+    """Return an engine with the first rank of the configuration, and the mesh of the rank."""
     mesh = rank_mesh(config, 0, None)
     mesh.connect(None, 0, 30.0)
     loaded = load(config, progress=False, mesh=mesh)

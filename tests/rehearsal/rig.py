@@ -1,4 +1,4 @@
-"""Engines on a rehearsed GPU, and what they are asked."""
+"""Engines on a simulated GPU, and their requests."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ SETTINGS: dict[str, Any] = {
 def rehearsed(
     patch: pytest.MonkeyPatch, *, values: bool = False, gpus: int = 1, warm_up: bool = False
 ) -> Iterator[Rehearsal]:
-    """A rehearsed machine; its trace is checked at the end. Engines compute no steps before they serve,
-    unless ``warm_up``."""
+    """Yield a simulated machine, and check its trace at the end.
+
+    Engines compute no steps before they serve, unless ``warm_up`` is true.
+    """
     stand_ins.install(patch, gpus)
     if not warm_up:
         patch.setattr(runner_module.Runner, "warm_up", lambda self, most, progress: None)
@@ -62,7 +64,7 @@ def rehearsed(
 
 
 def watch_host(patch: pytest.MonkeyPatch) -> None:
-    """What the host does to memory by numpy goes into the trace, too."""
+    """Add writes of host memory by numpy to the trace."""
     add, to_result = StagingBuffer.add, runner_module.to_result
 
     def written(buffer: StagingBuffer, column: np.ndarray) -> slice:
@@ -88,7 +90,7 @@ def config_of(folder: Path, **settings: Any) -> EngineConfig:
 
 
 class Answers:
-    """Results that a device without values gives: any tokens, and some drafts are right."""
+    """Results of a device without values: arbitrary tokens, and some correct drafts."""
 
     def __init__(self, made: Rehearsal, patch: pytest.MonkeyPatch, vocab: int) -> None:
         self._rng = np.random.default_rng(5)
@@ -121,12 +123,12 @@ class Answers:
 
 
 PARAMS = every_way_of_sampling(4)
-PARAMS[1] = replace(PARAMS[1], max_tokens=5)  # not all end in one step
+PARAMS[1] = replace(PARAMS[1], max_tokens=5)  # not all end in the same step
 GREEDY = TokenParams(temperature=0.0, max_tokens=3)
 
 
 def arrivals(vocab: int, params: list[TokenParams] | None = None, seed: int = 3) -> list[list[Submit]]:
-    """Prompts in a few turns: chunks, prefills beside decodes, shared prefixes, and all ways of sampling."""
+    """Return prompts for a few turns: chunks, mixed steps, shared prefixes, and all ways of sampling."""
     rng = random.Random(seed)
     shared = [rng.randrange(1, vocab) for _ in range(40)]
     turns: list[list[Submit]] = [[] for _ in range(12)]
@@ -139,7 +141,7 @@ def arrivals(vocab: int, params: list[TokenParams] | None = None, seed: int = 3)
 
 
 def few(vocab: int) -> list[list[Submit]]:
-    """Three prompts: one in chunks, one beside a decode, one with a cached prefix."""
+    """Return three prompts: one in chunks, one beside a decode, one with a cached prefix."""
     rng = random.Random(7)
     shared = [rng.randrange(1, vocab) for _ in range(36)]
     sampled = TokenParams(temperature=0.8, top_k=5, max_tokens=3)
@@ -152,12 +154,12 @@ def few(vocab: int) -> list[list[Submit]]:
 
 
 def one(length: int) -> Submit:
-    """A prompt of so many tokens."""
+    """Return a prompt of ``length`` tokens."""
     return e0.submit(0, list(range(1, length + 1)), GREEDY, request=0)
 
 
 def short() -> list[list[Submit]]:
-    """Two prompts that repeat themselves, so that there is something to draft."""
+    """Return two repetitive prompts, so that drafts are found."""
     params = TokenParams(temperature=0.0, max_tokens=4)
     return [[e0.submit(0, [5, 6, 7] * 3, params, request=0)], [e0.submit(1, [8, 9] * 4, params, request=1)]]
 
@@ -167,7 +169,7 @@ def prompt_of(submit: Submit) -> list[int]:
 
 
 def serve(core: EngineCore, made: Rehearsal, turns: list[list[Submit]]) -> dict[int, e0.Answer]:
-    """Runs the requests to the end."""
+    """Run the requests to the end and return the answers."""
     with running(made):
         answers = e0.run(core, turns)
     assert all(answer.ends for answer in answers.values())
@@ -185,10 +187,10 @@ def rehearse(
     warm_up: bool = False,
     **settings: Any,
 ) -> tuple[Rehearsal, dict[int, e0.Answer], EngineCore]:
-    """Serves ``turns`` on a rehearsed GPU: (the rehearsal, answers, the engine, closed).
+    """Serve ``turns`` on a simulated GPU. Return (rehearsal, answers, closed engine).
 
-    ``ranked``: the engine is the first of several ranks, each with a GPU. ``plant``: a bug. ``warm_up``:
-    see ``rehearsed``.
+    ``ranked``: the engine is the first of several ranks, each with a GPU. ``plant``: installs a bug.
+    ``warm_up``: see ``rehearsed``.
     """
     gpus = settings.get("tensor_parallel_size", 1) * settings.get("data_parallel_size", 1)
     with rehearsed(patch, values=values, gpus=gpus, warm_up=warm_up) as made:

@@ -1,6 +1,6 @@
-"""What stands for CUDA's objects in a rehearsal: streams, events, graphs, and questions about the device.
+"""Stand-ins for the objects of CUDA in a rehearsal: streams, events, graphs, and device queries.
 
-They compute nothing. Each says what it does to the rehearsal of its thread, whose trace is checked.
+The stand-ins compute nothing. Each reports to the rehearsal of its thread, whose trace is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL = "the graphs' memory"
 _numbers = itertools.count()
 
 
-#: Where a stream is made -> its name. One of a kind, as each rank has one of each.
+#: Place where a stream is made -> name. One stream for each place, as in a rank.
 ROLES = {
     ("weft/parallel/launcher.py", "launch"): "collectives",
     ("weft/runner/graphs/graphs.py", "__init__"): "capture",
@@ -56,7 +56,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream. The first question after it was recorded is answered with no: hosts must wait."""
+    """A point in a stream. The first query after a record returns False, so that the host must wait."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -64,7 +64,7 @@ class Event:
         self.number = f"event {next(_numbers)}"
         self._asked = False
         self._recorded: tuple[str, tuple[str, str]] | None = None
-        """The stream, and where."""
+        """(stream, place) of the last record."""
 
     def record(self, stream: Stream | None = None) -> None:
         made = current()
@@ -76,7 +76,7 @@ class Event:
         self.awaited(current().stream if stream is None else stream.name)
 
     def awaited(self, actor: str) -> None:
-        """``actor`` waits for it."""
+        """Record that ``actor`` waits for the event."""
         made = current()
         if self._recorded is not None:
             made.edges.add((*self._recorded, actor, here()))
@@ -120,7 +120,7 @@ class Graph:
 def capturing(
     graph: Graph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
-    """``torch.cuda.graph``."""
+    """Replace ``torch.cuda.graph``."""
     made = current()
     assert made.capture is None, "captures are one at a time"
     assert stream is not None, "graphs are captured on a stream of their own"
@@ -141,7 +141,7 @@ def capturing(
 
 @contextmanager
 def on_stream(stream: Stream) -> Iterator[None]:
-    """``torch.cuda.stream``."""
+    """Replace ``torch.cuda.stream``."""
     made = current()
     before, made.stream = made.stream, stream.name
     try:
@@ -152,18 +152,18 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 @contextmanager
 def on_device(device: Any) -> Iterator[None]:
-    """``torch.cuda.device``."""
+    """Replace ``torch.cuda.device``."""
     yield
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """``Tensor.record_stream``."""
+    """Replace ``Tensor.record_stream``."""
     made = current()
     made.memory.piece(tensor, made.stream).known.add(stream.name)
 
 
 class Runtime:
-    """``torch.cuda.cudart``."""
+    """Replaces ``torch.cuda.cudart``."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         current().memory.registered.append((address, size))
@@ -176,7 +176,7 @@ class Runtime:
 
 
 def install(patch: pytest.MonkeyPatch, gpus: int = 1) -> None:
-    """Puts the stand-ins in torch's places, and ``gpus`` GPUs into the machine."""
+    """Install the stand-ins in torch, and simulate ``gpus`` GPUs."""
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,

@@ -1,15 +1,15 @@
-"""Which stream does what in a step, and what it waits for: a table, proved free of races.
+"""A table of the work and the waits of each stream in a step, with a proof that nothing races.
 
     host         plans, stages columns, launches, reads results
-    compute      the stream that is current: copies up, model, sampling, copies down
-    collectives  of steps in micro-batches, over NCCL (``StreamLauncher``)
+    compute      the current stream: copies up, model, sampling, copies down
+    collectives  collectives of steps in micro-batches, over NCCL (``StreamLauncher``)
     capture      compiles and captures decode steps (``CudaCapture``)
-    copies       between caches and host memory, for transfers between groups (``CudaCopies``)
+    copies       copies between caches and host memory, for transfers between groups (``CudaCopies``)
 
-``EVENTS`` says of each event who records it after what, and who waits for it before what; rehearsed engines
-are held to it, edge by edge (``test_streams.py``). ``trace`` writes any number of steps down by the table,
-and ``races`` (``order.py``) proves that the waits are enough; without any one of those that are ``needed``,
-they are not. No torch here.
+``EVENTS`` states for each event the recording stream and its work, and the waiting stream and its work.
+Rehearsed engines must match the table edge by edge (``test_streams.py``). ``trace`` returns any number of
+steps by the table, and ``races`` (``order.py``) proves that the waits are enough. Without any single
+``needed`` wait the steps race. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One kind of event: work of ``after`` is done before ``before`` goes on."""
+    """One kind of event: work of ``after`` is complete before ``before`` continues."""
 
     after: str
     before: str
@@ -33,7 +33,7 @@ class Event:
     """File and function."""
     waited: Place
     needed: bool = True
-    """False: something else orders the same work in every step that ends; ``why`` says what it is for."""
+    """False if something else orders the same work in every completed step; ``why`` explains the event."""
     why: str
 
 
@@ -120,22 +120,23 @@ EVENTS: dict[str, Event] = {
 }
 
 MOVES = frozenset({"computed", "out", "in"})
-"""Those of transfers between groups, which engines without a role have not."""
+"""Events of transfers between groups. Engines without a role have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Steps to write down."""
+    """The shape of the steps of a trace."""
 
     depth: int = 2
     """Steps in flight, and staging buffers."""
     form: str = "whole"
-    """Or "micro-batches", "host" (collectives through host memory), "captured"."""
+    """"whole", "micro-batches", "host" (collectives through host memory) or "captured"."""
     layers: int = 2
 
 
 def trace(steps: int, shape: Shape, without: str = "") -> list[Entry]:
-    """``steps`` steps as the engine launches and reads them, less the waits for the event ``without``."""
+    """Return ``steps`` steps as the engine launches and reads them, without the waits for the event
+    ``without``."""
     return [
         e
         for e in _steps(steps, shape)
@@ -191,7 +192,7 @@ def _forward(step: int, shape: Shape, columns: str) -> Iterator[Entry]:
 
 
 def _layers(step: int, shape: Shape, reads: tuple[str, ...], writes: tuple[str, ...]) -> Iterator[Entry]:
-    """Layers with a collective each, of two micro-batches in turn, or of the whole step by the host."""
+    """Yield layers with a collective each: two micro-batches in turn, or the whole step by the host."""
     parts = (0, 1) if shape.form == "micro-batches" else (0,)
     sums: dict[int, str] = {}
     flying: dict[int, tuple[str, str, str]] = {}
@@ -219,7 +220,7 @@ def _layers(step: int, shape: Shape, reads: tuple[str, ...], writes: tuple[str, 
 
 
 def moves(rooms: int, without: str = "") -> list[Entry]:
-    """A sender's rank and a receiver's: ``rooms`` of a step each, through one slot, less one wait."""
+    """Return ``rooms`` transfers of one step each through one slot, without the waits for ``without``."""
     return [
         e
         for room in range(rooms)

@@ -1,4 +1,4 @@
-"""The rehearsed device by itself: what it lets pass, what it refuses, and that it leaves nothing behind."""
+"""The simulated device alone: accepted calls, refused calls, and cleanup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_work_without_waits_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with rig.rehearsed(monkeypatch) as made, running(made):
         x = zeros(4, 8)
         index = upload(np.arange(3), CUDA)
-        x[0] = 1.0  # a row is filled; to set one element copies it
+        x[0] = 1.0  # fills a row; setting one element copies the value
         x[0, 0].fill_(2.0)
         x[index] = x[index] * torch.tensor(2.0)
         host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(index, non_blocking=True)
@@ -62,7 +62,7 @@ def test_work_without_waits_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_indices_on_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would copy them, and wait for it."""
+    """torch would copy the indices, and wait for the copy."""
     with rig.rehearsed(monkeypatch) as made, running(made), pytest.raises(OnHost):
         zeros(4)[torch.arange(2)]
 

@@ -1,4 +1,4 @@
-"""Whole engines on a rehearsed GPU: drafts, caches, FlashInfer, ranks."""
+"""Whole engines on a simulated GPU: drafts, caches, FlashInfer, ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.runner.runner import Runner
 from weft.types.plan import StepPlan
 
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
-"""Layouts with prompts that are cut into micro-batches."""
+"""Layouts with prompts that are split into micro-batches."""
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 
 
@@ -33,7 +33,7 @@ SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 def test_rows_with_drafts(
     name: str, settings: dict[str, Any], folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Verification of any number of right drafts."""
+    """Rows verify any number of correct drafts."""
     _, _, core = rehearse(
         monkeypatch, folder_of(name), rig.short(), **SPECULATION, **settings, max_model_len=128
     )
@@ -44,7 +44,7 @@ def test_rows_with_drafts(
 def test_prompts_are_computed_before_any_request(
     name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a slot that then has no sequence again: requests are answered behind them."""
+    """The warm-up uses a slot without a later sequence; requests are then answered."""
     computed: list[int] = []
     compute = Runner._compute
 
@@ -68,7 +68,7 @@ NARROW = {
     "aten.select.int",
     "aten.slice.Tensor",
 }
-"""All that is asked of floats of 8 bits: conversions and views. A GPU's kernels of indices take none."""
+"""Allowed operators on 8-bit floats: conversions and views. GPU index kernels do not support 8-bit floats."""
 
 
 @mostly_slow("name", ["llama", "deepseek_v3"], ["llama"])
@@ -85,7 +85,7 @@ def test_deterministic_kernels(name: str, folder_of: Any, monkeypatch: pytest.Mo
 
 
 def test_flashinfer(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, and not captured."""
+    """FlashInfer is selected by name, and is not captured."""
     vendors.install(monkeypatch)
     made, _, core = rehearse(monkeypatch, folder_of("heads of 64"), attention_backend="flashinfer")
     assert core.runner.graphs is None
@@ -159,6 +159,6 @@ def test_a_runner_that_was_reset_serves_again(folder_of: Any, monkeypatch: pytes
         core = EngineCore(config, progress=False)
         rig.serve(core, made, rig.short())
         core.runner._runner.reset()
-        core.scheduler.requeue_all()  # it forgets what was in slots, too
+        core.scheduler.requeue_all()  # also forgets the occupants of slots
         rig.serve(core, made, rig.short())
         core.close()

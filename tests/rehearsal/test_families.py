@@ -1,4 +1,4 @@
-"""Every family on a rehearsed GPU, with the scheduler's own plans; and the tokens of some."""
+"""Every family on a simulated GPU, with plans of the scheduler; for some families also the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.triton import interpreting
 
-#: Form of cache and of layers -> a configuration that has it, for every family and a few of its kinds.
+#: A configuration for every family, with each form of cache and layers.
 FAMILIES = [
     "llama-biases-head-dim",
     "llama-yarn",
@@ -35,11 +35,12 @@ FAMILIES = [
 
 
 BRIEF = {"llama-biases-head-dim", "qwen3-next", "qwen3-5-moe"}
-"""Families whose longer prompts others, or other tests, have."""
+"""Families whose longer prompts are covered by other families or tests."""
 ONE = {"deepseek-v4"}
-"""Families whose operators are so many that one prompt is enough."""
+"""Families with so many operators that one prompt is enough."""
 FORMS = 8
-"""Of a kernel in one engine, at most: each is compiled when it is first met, while clients wait."""
+"""Maximum number of forms of one kernel in one engine. Each form compiles at first use, while clients
+wait."""
 
 
 @mostly_slow(
@@ -48,7 +49,7 @@ FORMS = 8
     ["llama-biases-head-dim", "qwen2-mixed-window", "qwen3-moe", "qwen3-next", "gpt-oss", "deepseek-v3"],
 )
 def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, by the kernels: chunks, mixed steps, decode."""
+    """In bf16 with the kernels: chunks, mixed steps, decode."""
     turns = rig.short() if name in BRIEF else [[rig.one(40)]] if name in ONE else None
     made, _, core = rehearse(monkeypatch, folder_of(name), turns)
     assert not made.waited
@@ -59,7 +60,7 @@ def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.Monkey
 
 @mostly_slow("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"], ["qwen3_next", "mtp"])
 def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 every token is the CPU's; in one family of all ways of sampling."""
+    """In float64 every token equals the CPU's token; one family covers all ways of sampling."""
     folder, vocab = folder_of(name), checkpoints.VOCAB
     settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "max_num_seqs": 8}
     turns = {"llama": rig.arrivals(vocab), "qwen3_next": rig.short()}.get(name, rig.few(vocab))
@@ -72,7 +73,7 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
 
 
 def test_graphs_of_kernels_give_the_tokens_of_a_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 by Triton's interpreter: a replay runs the captured calls again, in the memory they had."""
+    """In float32 with Triton's interpreter: a replay runs the captured calls again in the same memory."""
     if not interpreting():
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}

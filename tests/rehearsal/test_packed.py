@@ -1,4 +1,4 @@
-"""Quantized weights on a rehearsed GPU: they stay packed, and nothing waits for the device."""
+"""Quantized weights on a simulated GPU: weights stay packed, and the host does not wait for the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KERNELS = {"_coded", "_grouped_codes"}
 
 
 def matrices_of(value: Any) -> Iterator[Any]:
-    """What a layer computes with, one matrix (or stack) after another."""
+    """Yield the matrices (or stacks of matrices) that a layer computes with."""
     if isinstance(value, Routed):
         for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
             yield from matrices_of(getattr(value, name))
@@ -42,7 +42,7 @@ def matrices_of(value: Any) -> Iterator[Any]:
 
 
 def held_by(core: EngineCore) -> list[Any]:
-    """Matrices of all layers but embedding and head. All memory of the model is on the device."""
+    """Return the matrices of all layers except embedding and head. Check that the model is on the device."""
     model = core.runner._runner._model
     found = list[Any]()
     for module in model.modules():
@@ -59,14 +59,14 @@ def held_by(core: EngineCore) -> list[Any]:
 def test_published_formats_stay_packed(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linear layers and experts, by the kernels."""
+    """Linear layers and experts use the kernels."""
     folder, _ = _folders(plain, tmp_path, *FORMATS[name])
     made, _, core = rehearse(monkeypatch, folder, rig.short())
     assert made.operators >= KERNELS
     assert not made.waited
     found = held_by(core)
     packed = sum(isinstance(matrix, Codes) for matrix in found)
-    # Queries, keys and values, and experts: inputs in different orders ("desc_act") are dequantized.
+    # Inputs of queries, keys, values and experts in different orders ("desc_act") are dequantized.
     assert packed == len(found) - (4 if name == "gptq" else 0)
     assert core.runner.graphs is not None
     assert core.runner.graphs.replayed > 0
@@ -95,7 +95,7 @@ def test_checkpoints_of_16_bits_are_rounded(
 
 
 def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some of the experts, and their rows travel."""
+    """Each rank has some of the experts, and rows are sent between ranks."""
     folder, _ = _folders(plain, tmp_path, *FORMATS["nvfp4"])
     settings = {**EP, "moe_dispatch": "low-latency"}
     made, _, core = rehearse(monkeypatch, folder, rig.short(), ranked=True, **settings)
@@ -106,7 +106,7 @@ def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: p
 def test_stacked_experts_of_a_family_that_publishes_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MXFP4 experts beside plain matrices: these wait on the host for their layers, too."""
+    """MXFP4 experts beside plain matrices, which also wait on the host for their layers."""
     gpt_oss_folders(tmp_path)
     made, _, core = rehearse(monkeypatch, tmp_path / "packed", rig.short())
     assert "_grouped_codes" in made.operators
@@ -129,7 +129,7 @@ def test_rows_of_a_packed_table_are_read_without_waiting(form: str, monkeypatch:
 def test_packed_weights_give_the_tokens_of_a_cpu(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, by Triton's interpreter."""
+    """In float32 with Triton's interpreter."""
     if not interpreting():
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
     folder, _ = _folders(plain, tmp_path, *FORMATS["nvfp4"])

@@ -1,4 +1,4 @@
-"""Bugs of the kinds that only a GPU shows, planted one at a time: a rehearsal finds each."""
+"""Planted bugs of the kinds that only a GPU shows. A rehearsal detects each bug."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DRAFTS = {"speculative_method": "ngram", "speculative_adaptive": False, "num_spe
 
 
 def after(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """``owner.name`` returns ``change(what it returned, *its arguments)``."""
+    """Make ``owner.name`` return ``change(its result, *its arguments)``."""
     before = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **named: change(before(*args, **named), *args))
 
@@ -116,7 +116,7 @@ def missing_fork(patch: Patch) -> None:
 
 
 def memory_given_away(patch: Patch) -> None:
-    """The allocator is not told that another stream reads what a collective made."""
+    """Plant a bug: the allocator does not know that another stream reads the result of a collective."""
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
 
@@ -125,7 +125,7 @@ def result_read_early(patch: Patch) -> None:
 
 
 def buffer_reused_early(patch: Patch) -> None:
-    """Every step has the same staging buffer, and nobody waits for the copy out of it."""
+    """Plant a bug: every step uses the same staging buffer, without a wait for the copy."""
 
     def acquire(self: staging.StagingRing) -> staging.StagingBuffer:
         return self._free[0]
@@ -179,7 +179,7 @@ def test_a_grid_that_is_too_large_is_found(monkeypatch: Patch) -> None:
 
 
 def test_two_captures_of_a_step_touch_the_same_memory(folder_of: Any, monkeypatch: Patch) -> None:
-    """Static addresses: what a step reads and writes from outside is the same each time it is captured."""
+    """Static addresses: both captures of a step read and write the same outside memory."""
     with rig.rehearsed(monkeypatch) as made:
         config = rig.config_of(folder_of("llama"))
         rig.Answers(made, monkeypatch, config.spec.vocab_size)

@@ -1,4 +1,4 @@
-"""Caches that move between groups, on a rehearsed GPU: what arrives, who waits, and bugs that are found."""
+"""Cache transfers between groups on a simulated GPU: received data, waits, and detected bugs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GREEDY = TokenParams(temperature=0.0, max_tokens=6)
 
 
 class Pair(rig.Pair):
-    """Both groups' caches are on the device; there are no threads."""
+    """A pair with both caches on the device, and without threads."""
 
     def __init__(self, kind: str, folder: Path, made: Rehearsal) -> None:
         super().__init__(kind, folder, kinds=KINDS, senders=False, receivers=False)
@@ -51,12 +51,12 @@ class Pair(rig.Pair):
             ranks.append(rig.Rank(group, 0, transport, start=False))
 
     def launch(self, name: str, label: str) -> None:
-        """A pass over the caches."""
+        """Record a pass over the caches."""
         made = current()
         made.use(label, *((self.caches[name], ()) if label == "reads" else ((), self.caches[name])))
 
     def turns(self, key: RoomKey) -> None:
-        """Until the room is done on both sides."""
+        """Run both sides until the transfer has ended on both sides."""
         until, ended = time.monotonic() + deadline(20), 0
         while ended < 2:
             assert time.monotonic() < until
@@ -78,7 +78,7 @@ class Pair(rig.Pair):
 def moved(
     patch: Patch, folder: Path, kind: str, plant: Callable[[Patch], None] | None = None
 ) -> Iterator[tuple[Rehearsal, Pair]]:
-    """Two rooms after one another went over, through one slot."""
+    """Yield a rehearsal after two transfers, one after the other, through one slot."""
     with rehearsed(patch, values=True) as made:
         watch(patch)
         if plant is not None:
@@ -105,7 +105,7 @@ def moved(
 
 
 def watch(patch: Patch) -> None:
-    """What the host does with the ring and the inbox goes into the trace."""
+    """Add host accesses to the ring and the inbox to the trace."""
     digest, copy = sockets.digest_parts, copying.copy_spans
 
     def digested(regions: Any, parts: Any, seed: int) -> Any:
@@ -113,7 +113,7 @@ def watch(patch: Patch) -> None:
         return digest(regions, parts, seed)
 
     def copied(source: Any, target: Any, spans: Any, seeds: Any) -> Any:
-        if not spans[:, 1].min():  # later pieces of the inbox lie beside this one: the trace sees all of it
+        if not spans[:, 1].min():  # later pieces of the inbox are adjacent: the trace sees the whole inbox
             current().host_writes("taken in", target)
         return copy(source, target, spans, seeds)
 
@@ -133,7 +133,7 @@ def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(
 
 
 def no_mark(patch: Patch) -> None:
-    """Nothing waits for the pass that writes the caches."""
+    """Plant a bug: nothing waits for the pass that writes the caches."""
     patch.setattr(CudaCopies, "mark", lambda self: None)
 
 
@@ -161,7 +161,7 @@ def test_a_planted_bug_is_found(
     monkeypatch: Patch,
 ) -> None:
     folder = tmp_path_factory.mktemp("t")
-    # A sender reports a copy that waits where it must not as an error of the room, a receiver raises it.
+    # A wrong wait in a copy becomes an error of the transfer at the sender, and an exception at the receiver.
     with pytest.raises(found), moved(monkeypatch, folder, "shm", plant) as (made, _):
         made.check()
 
@@ -185,7 +185,7 @@ def config(folder: Path, role: str, device: str) -> EngineConfig:
 
 
 def without_threads(patch: Patch) -> list[RankTransfer]:
-    """Transfers of engines: they have turns when they are given some."""
+    """Replace the threads of transfers by explicit iterations. Return the list of transfers."""
     transfers: list[RankTransfer] = []
 
     def make(*given: Any) -> RankTransfer:
@@ -202,8 +202,11 @@ def without_threads(patch: Patch) -> list[RankTransfer]:
 def test_engines_of_two_groups_give_the_tokens_of_one(
     family: str, folder_of: Callable[[str], Path], monkeypatch: Patch
 ) -> None:
-    """What computes, tells of layers and receives is the engines' own. That a copy waits for the pass which
-    wrote its block shows above, where nothing else is in the pool."""
+    """Computation, layer reports and receiving are the engines' own.
+
+    The tests above show that a copy waits for the pass that wrote the block. In these pools other blocks are
+    written at the same time.
+    """
     folder = folder_of(family)
     asked = [submit(n, [3 + (7 * n + 5 * i) % 60 for i in range(5 + 23 * n)], GREEDY) for n in range(4)]
     expected = unified(config(folder, "unified", "cpu"), asked)
@@ -222,7 +225,7 @@ def test_engines_of_two_groups_give_the_tokens_of_one(
                     transfer.turn(0.0)
             assert {number: answer.ids for number, answer in pair.answers.items()} == expected
             pair.check_given_back()
-        # The trace sees a pool as one piece of memory: blocks of one that is computed beside another's copy.
+        # The trace sees a pool as one piece of memory, although computed blocks and copied blocks differ.
         pools = {
             made.memory.piece(one, COMPUTE).name for t in transfers for one in t._transport._memory.regions
         }

@@ -1,4 +1,5 @@
-"""The table of streams is free of races, none of its waits can go, and rehearsed engines keep to it."""
+"""The table of streams is free of races, every needed wait is necessary, and rehearsed engines match the
+table."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_each_wait_is_needed_or_says_why_it_is_not(event: str) -> None:
 
 
 def test_a_buffer_for_one_step_less_than_are_in_flight_races() -> None:
-    """Two steps in flight over one staging buffer, and no wait for the copy out of it."""
+    """Two steps in flight share one staging buffer, without a wait for the copy."""
     steps = trace(4, Shape(depth=2), without="staged")
     merged = {"columns 1": "columns 0", "columns 1 on the device": "columns 0 on the device"}
 
@@ -66,7 +67,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 
 
 def outside(edge: tuple[str, Any, str, Any]) -> tuple[str, Any, str, Any]:
-    """While a step is captured, the stream that captures is the one that computes."""
+    """Return the edge with the capturing stream renamed to the compute stream."""
     after, recorded, before, waited = edge
     if waited[0] != "weft/parallel/launcher.py":
         return edge
@@ -79,7 +80,7 @@ def outside(edge: tuple[str, Any, str, Any]) -> tuple[str, Any, str, Any]:
 
 
 def test_rehearsed_engines_keep_to_the_table(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for whom, and where: nothing that the table does not have, and all that it has."""
+    """The waits of rehearsed engines are exactly the waits of the table."""
     edges = set()
     for name, settings in RUNS:
         with monkeypatch.context() as patch:

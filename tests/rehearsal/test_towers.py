@@ -1,4 +1,4 @@
-"""Vision towers on a rehearsed GPU: nothing is mixed with host memory, and the host does not wait."""
+"""Vision towers on a simulated GPU: no operand is on the host, and the host does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for the kernels of others: FlashInfer's paged attention."""
+"""Stand-ins for third-party kernels: FlashInfer's paged attention."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PagedWrapper:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes ``import flashinfer`` find the stand-in."""
+    """Make ``import flashinfer`` find the stand-in."""
     module: Any = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = PagedWrapper
     patch.setitem(sys.modules, "flashinfer", module)

@@ -1,4 +1,4 @@
-"""Two runners of one model in this process, and a sequence that moves from one to the other, plan by plan."""
+"""Two runners of one model in this process. A sequence moves from one to the other, plan by plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED = 11
 def config_of(
     root: Path, family: str, block: int, role: Literal["unified", "prefill", "decode"], **more: Any
 ) -> EngineConfig:
-    """A tiny model of ``family`` with random weights, the same in every group."""
+    """Return the configuration of a tiny model of ``family``. The random weights are equal in every group."""
     settings: dict[str, Any] = {
         "model": str(write_family(root, family)),
         "load_format": "dummy",
@@ -51,7 +51,7 @@ def config_of(
 
 
 class Side:
-    """One group of one rank, whose plans this makes by hand. Every sequence has its blocks from the start."""
+    """A group of one rank with hand-made plans. Every sequence has all blocks from the start."""
 
     def __init__(self, config: EngineConfig, seed: int) -> None:
         self.config = config
@@ -60,10 +60,10 @@ class Side:
         self._random = random.Random(seed)
         self._taken = [set[int]() for _ in self.runner.kv.pools]
         self.tables: dict[int, list[list[int]]] = {}
-        """Of each slot, for each kind; of a state its snapshot."""
+        """Slot -> blocks for each KV cache group; for a state group the block of the snapshot."""
 
     def tables_for(self, positions: int) -> list[list[int]]:
-        """Blocks that nobody has, in no order."""
+        """Return free blocks for ``positions`` positions in random order, for each KV cache group."""
         made = []
         for pool, taken in zip(self.runner.kv.pools, self._taken, strict=True):
             count = 1 if pool.cache.kind == "state" else -(-positions // pool.block_size)
@@ -75,7 +75,8 @@ class Side:
     def enter(
         self, slot: int, ids: Sequence[int], prompt: int, cached: int, tables: list[list[int]]
     ) -> list[p.Op]:
-        """``slot`` gets a sequence of known ``ids``, of which ``cached`` are in ``tables`` already."""
+        """Return the slot updates for a sequence of ``ids`` in ``slot``. ``cached`` positions are already
+        in ``tables``."""
         self.tables[slot] = tables
         ops: list[p.Op] = [
             p.AllocSlot(
@@ -97,7 +98,7 @@ class Side:
         return ops
 
     def export(self, slot: int, start: int, end: int, states: bool = False, key: RoomKey = KEY) -> p.Export:
-        """Of a chunk: the blocks that it needs and those before it; of states their snapshots."""
+        """Return the export of a chunk, with all blocks up to ``end``; for ``states`` with the snapshots."""
         blocks = []
         for pool, table in zip(self.runner.kv.pools, self.tables[slot], strict=True):
             if pool.cache.kind == "state":
@@ -118,7 +119,7 @@ class Side:
         decode: Sequence[tuple[int, int, int, int, int]] = (),
         micro_batches: int = 1,
     ) -> p.StepResult:
-        """Rows are (slot, start, count, sampled, drafts to propose)."""
+        """Run a step. Rows are (slot, start, count, sampled, drafts to propose)."""
         plan = p.StepPlan(
             step=self.step,
             ops=tuple(ops),
@@ -146,7 +147,7 @@ class Side:
         return Bound(key=key, start=start, dims=dims, blocks=self.blocks(tables), endpoints=endpoints)
 
     def told(self, seconds: float = 20.0) -> RankReport | RankStopped:
-        """The next thing that its transfers tell, beside that a room is under way."""
+        """Return the next report of the transfers, except reports of progress."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             assert self.runner.reports is not None
@@ -175,7 +176,7 @@ def segment(rows: Sequence[tuple[int, int, int, int, int]]) -> p.Segment:
 
 
 def logprobs(result: p.StepResult) -> tuple[list[int], np.ndarray]:
-    """Ids and values of a step's rows."""
+    """Return ids and values of the logprobs of a step's rows."""
     assert result.logprobs is not None
     assert not result.row_error
     return result.logprobs.ids.ravel().tolist(), result.logprobs.values

@@ -1,4 +1,4 @@
-"""One block for many slots in one op: the same tables as with one op for each."""
+"""One block for each of many slots in one update gives the same tables as one update for each slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.types.sampling import TokenParams
 
 
 def make_state() -> SlotState:
-    """Four slots, the first three with sequences, tables of at most six entries."""
+    """Return four slots, three with sequences, and tables of at most six entries."""
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4)
     kv = KVConfig(
         pools=(PoolSpec(cache=cache, block_size=4, num_blocks=20),) * 2,

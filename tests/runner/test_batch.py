@@ -1,4 +1,4 @@
-"""From plan to batch: what is computed on the host, what is read on the device."""
+"""From plan to batch: values computed on the host, and values read on the device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_state() -> SlotState:
 
 
 def segment(*rows: tuple[int, int, int, int, int]) -> Segment:
-    """Rows of (slot, start, count, logits, sample)."""
+    """Return a segment with rows of (slot, start, count, logits, sample)."""
     slot, start, count, logits, sample = (
         [column([row[i] for row in rows]) for i in range(5)] if rows else [column([])] * 5
     )
@@ -65,7 +65,8 @@ def build(state: SlotState, prefill: Segment, decode: Segment) -> Batch:
 
 @pytest.mark.requirement("B8")
 def test_one_logits_row_for_each_sampling_row() -> None:
-    """Prefill: unfinished (no logits), finishing (its last token), with prompt logprobs; and a decode row."""
+    """Prefill rows: unfinished (no logits), finishing (last token), with prompt logprobs; and a decode
+    row."""
     state = make_state()
     state.num_computed[:4] = torch.tensor([0, 2, 0, 7])
     batch = build(state, segment((0, 0, 3, 0, 0), (1, 2, 6, 1, 1), (2, 0, 4, 4, 0)), segment((3, 7, 1, 1, 1)))
@@ -81,7 +82,7 @@ def test_one_logits_row_for_each_sampling_row() -> None:
 
 @pytest.mark.requirement("B9")
 def test_a_row_that_sat_out_reads_its_true_last_token() -> None:
-    """What sampling wrote on the device is what the next row reads, however many steps later."""
+    """The next row reads the token that sampling wrote on the device, any number of steps later."""
     state = make_state()
     state.num_computed[:] = 8
     state.history[2, 8] = 77  # written by a step that the host has not read

@@ -1,4 +1,4 @@
-"""Steps of several ranks that meet in shared memory, captured and replayed."""
+"""Steps of several ranks with collectives in shared memory, captured and replayed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are n
 
 TWO = Layout(tensor=2)
 LONG = deadline(30.0)
-"""Seconds: a wait that ends before was ended."""
+"""Seconds. A wait that ends earlier was aborted."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Answers:
-    """What one rank made: tokens, logits by seed and position, steps replayed, collectives of each step."""
+    """The results of one rank: tokens, logits by seed and position, replayed steps, collectives of each
+    step."""
 
     def __init__(self, engine: Any, runner: Any) -> None:
         self.flights: list[int] = []
@@ -80,7 +81,7 @@ class Answers:
 
 
 def answers(folder: Path, layout: Layout = TWO, change: Any = None, **options: Any) -> list[Answers]:
-    """Of every rank, each with a scheduler of its own: all make the same plans."""
+    """Return the results of every rank. Each rank has a scheduler; all schedulers make the same plans."""
 
     def work(mesh: Mesh) -> Answers:
         torch.set_num_threads(1)
@@ -123,12 +124,12 @@ def test_replayed_steps_of_two_ranks_give_the_same_bits(
     assert_same(made, expected)
     assert all(one.replayed > 10 for one in made)
     assert not any(one.replayed for one in expected)
-    # Collectives are counted whether they were replayed or not.
+    # Collectives are counted in replayed steps as well.
     assert made[0].flights == made[1].flights == expected[0].flights
 
 
 def test_steps_whose_rows_are_counted_are_not_replayed(folder: Any) -> None:
-    """The host reads how many rows travel: nothing that could be captured."""
+    """The host reads the number of rows to send, which cannot be captured."""
     layout, counted = Layout(tensor=2, expert=True), ExpertOptions(dispatch="throughput")
     options: dict[str, Any] = {"dtype": "bfloat16", "form": "cpp", "replay": True}
     made = answers(folder("qwen3_moe"), layout, experts=counted, **options)
@@ -141,8 +142,10 @@ def test_steps_whose_rows_are_counted_are_not_replayed(folder: Any) -> None:
 def test_uneven_drafts_where_a_rank_cannot_record(
     drafter: str, folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows with fewer drafts are filled up, whether a rank replays the step or not: the ranks' collectives
-    have one size. One records, one cannot; one has been there for long, and one is new in the epoch."""
+    """Rows with fewer drafts are padded in every rank, so that collectives have one size.
+
+    One rank records steps, the other cannot. One rank has been there for long, the other is new in the epoch.
+    """
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 2)
     monkeypatch.setattr(drafting, "WORTH_CAPTURING", 2)
     speculation = SpeculationSection(
@@ -178,9 +181,11 @@ def steps(engine: EngineCore) -> None:
 
 
 def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
-    """A rank waits in a replayed step for one that does not come: an abort frees it, with the error that a
-    step op by op has. Nothing runs until the reset. In the next epoch steps are captured anew; in one over
-    gloo they are launched op by op."""
+    """An abort frees a rank that waits in a replayed step for a missing peer.
+
+    The error equals the error of an eager step. Nothing runs until the reset. The next epoch captures steps
+    again; an epoch over gloo launches eager steps.
+    """
     where, store = folder("qwen3_moe"), dist.HashStore()
     waiting, formed = threading.Event(), threading.Barrier(2)
 

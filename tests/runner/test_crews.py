@@ -1,4 +1,4 @@
-"""Threads of a captured step walk through its loops together: the same bits, and fewer meetings."""
+"""Threads run through the loops of a captured step together: equal bits, and fewer barriers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are n
 
 Tensor = torch.Tensor
 CUT = 0
-"""Bytes of a product that one thread computes: every product is cut, however small."""
+"""Bytes of a product for one thread, so small that every product is split."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_an_engine_gives_the_same_bits_with_any_number_of_threads(folder: Path, 
 
 
 class _Chain:
-    """Products, norms and a routed sum, each on what the one before has made. rows: of x."""
+    """Products, norms and a routed sum, each on the previous result. ``rows``: number of rows of x."""
 
     def __init__(self, rows: int) -> None:
         made = torch.Generator().manual_seed(rows)
@@ -78,7 +78,7 @@ class _Chain:
         for matrix in self.matrices:
             rows = linear.gated_linear(linear.linear(rows, matrix), self.ups, None, "silu")
             rows = ops.add_rms_norm_.default(stream, rows, self.norm, 1e-6)
-        half = rows[:, 384:].contiguous()  # read at once: what was left behind has to end before
+        half = rows[:, 384:].contiguous()  # read at once: deferred work must end first
         rows = torch.cat([half, rows[:, :384]], dim=1)
         self.out.copy_(linear.linear(rows, self.matrices[0]))
 
@@ -86,7 +86,7 @@ class _Chain:
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_every_replay_gives_the_same_bits(rows: int, threads: int) -> None:
-    """Threads come late, and some are never scheduled, on a machine with fewer cores."""
+    """Threads may come late or never run, on a machine with fewer cores."""
     chain = _Chain(rows)
     with torch.inference_mode():
         torch.set_num_threads(1)
@@ -109,9 +109,9 @@ def _meetings(again: Callable[[], None]) -> int:
 
 
 def test_threads_meet_once_a_loop() -> None:
-    """Once at the beginning and at the end of a step, and after each product; norms cost no meeting.
+    """A step has a barrier at the start, at the end, and after each product; norms have no barrier.
 
-    Without a crew they meet at each product's beginning and end.
+    Without a crew each product has a barrier at the start and at the end.
     """
     chain = _Chain(1)
     torch.set_num_threads(2)
@@ -119,11 +119,11 @@ def test_threads_meet_once_a_loop() -> None:
         again = capture_calls(chain.run)
         assert _meetings(again) == 2 + 1 + 2 * len(chain.matrices) + 1  # the first norm has no job before it
         torch.ops.weft_cpu.set_crews.default(False)
-        assert _meetings(again) == 2 * (2 * len(chain.matrices) + 1 + 1)  # the mixed matrix is two
+        assert _meetings(again) == 2 * (2 * len(chain.matrices) + 1 + 1)  # the mixed matrix counts as two
 
 
 def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
-    """What was left behind before it has ended, and nothing of it is left for the next run."""
+    """Deferred work before the failure ends, and nothing is left for the next run."""
     chain = _Chain(2)
     ids, table = torch.tensor([1]), linear.pack(torch.randn(64, 768).bfloat16())
 
@@ -145,7 +145,7 @@ def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
 
 
 def test_attention_over_many_positions() -> None:
-    """Its pieces are divided over threads, and joined."""
+    """The pieces of an attention call are divided over threads, and joined."""
     made = torch.Generator().manual_seed(1)
     cache = torch.randn(300, 2, 2, 16, 64, generator=made).bfloat16()
     q = torch.randn(2, 8, 64, generator=made).bfloat16()

@@ -1,4 +1,4 @@
-"""Work runs in order, its errors come with its results, and a hung piece of work hangs nobody."""
+"""Work runs in order, errors come with the results, and hung work blocks no caller."""
 
 from __future__ import annotations
 

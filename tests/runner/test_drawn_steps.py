@@ -1,4 +1,4 @@
-"""Recorded steps that draw their tokens: one call does what sampling, history and lengths do elsewhere."""
+"""Recorded steps that sample: one call replaces sampling, history and lengths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLED = TokenParams(temperature=0.8, min_p=0.02, max_tokens=12)
 
 
 class Table:
-    """What a step reads and writes of slots."""
+    """The slot tensors that a step reads and writes."""
 
     def __init__(self) -> None:
         drawn = torch.Generator().manual_seed(3)
@@ -43,7 +43,7 @@ class Table:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_call_does_what_several_do(dtype: torch.dtype) -> None:
-    """Greedy and sampled rows side by side, one that is not finite, slots in any order; others untouched."""
+    """Greedy and sampled rows, one row that is not finite, slots in any order. Other slots stay unchanged."""
     table, before = Table(), Table()
     slots = torch.tensor([3, 0, 5, 1, 6])
     logits = (3 * torch.randn(len(slots), VOCAB + 24, generator=torch.Generator().manual_seed(1))).to(dtype)
@@ -93,7 +93,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def answers(
     folder: Path, replay: bool, speculation: SpeculationSection | None = None, **more: Any
 ) -> tuple[Any, set[bool]]:
-    """(tokens of four sequences, whether steps drew)."""
+    """Return (tokens of four sequences, set of whether steps sampled in the recording)."""
     engine, runner = make_engine(
         folder, "float32", "cpp", max_num_seqs=4, replay=replay, depth=2, speculation=speculation
     )
@@ -105,7 +105,7 @@ def answers(
 
 
 def test_steps_draw_where_all_rows_can(folder: Path) -> None:
-    """Two steps in flight; the tokens are those of steps op by op."""
+    """Two steps are in flight. The tokens equal those of eager steps."""
     made, drew = answers(folder, True)
     assert drew == {True}
     assert made == answers(folder, False)[0]
@@ -119,7 +119,7 @@ def test_steps_with_rows_that_need_more_are_sampled_as_ever(folder: Path, more: 
 
 
 def test_steps_draw_beside_a_drafter_that_rests(folder: Path) -> None:
-    """Where no row wants drafts; the others are sampled as ever."""
+    """Steps sample in the recording where no row has drafts. Other steps use the usual sampler."""
     adaptive = SpeculationSection(speculative_method="ngram", num_speculative_tokens=2)
     made, drew = answers(folder, True, adaptive)
     assert True in drew

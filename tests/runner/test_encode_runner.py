@@ -1,4 +1,4 @@
-"""What a rank of a group that encodes does with a plan: a real tower, transfers that take notes."""
+"""A plan in a rank of an encode group, with a real tower and transfers that record calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> SeeingModels:
 
 
 class Notes:
-    """A ``Transfer`` that does nothing."""
+    """A ``Transfer`` that only records calls."""
 
     def __init__(self) -> None:
         self.grown: dict[RoomKey, bytes] = {}
@@ -64,7 +64,7 @@ class Notes:
 
 
 class Watched:
-    """A tower whose calls are counted, and that fails for images with some first byte."""
+    """A tower that counts calls and fails for images with chosen first bytes."""
 
     def __init__(self, tower: Any, bad: frozenset[int] = frozenset(), never_together: bool = False) -> None:
         self.tower, self.bad, self.never_together = tower, bad, never_together
@@ -90,7 +90,7 @@ class Watched:
 
 
 class Rig:
-    """One rank with a pool of 6 blocks, and 4 on the host."""
+    """One rank with a pool of 6 blocks, and 4 blocks in host memory."""
 
     def __init__(self, models: SeeingModels, name: str, **more: Any) -> None:
         folder = models.folder(name)
@@ -140,7 +140,7 @@ class Rig:
         )
 
     def run(self, *ops: Op) -> float:
-        """Seconds that encoding took."""
+        """Run a plan. Return the seconds of encoding."""
         handle = self.runner.forward(StepPlan(step=self.step, ops=ops))
         self.runner.sample(handle)
         result = self.runner.read(handle)
@@ -151,7 +151,7 @@ class Rig:
         return handle.encode_seconds
 
     def expected(self, image: Tensor) -> Tensor:
-        """[levels, rows, width]."""
+        """Return [levels, rows, width] of one image."""
         with torch.inference_mode():
             made = self.model.vision.embed(image)
         return made.main[None] if made.levels is None else torch.cat([made.main[None], made.levels])
@@ -189,7 +189,7 @@ def rigs(models: SeeingModels) -> Iterator[Callable[..., Rig]]:
 @pytest.mark.requirement("D3", "D4")
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-vision", "kimi-k25"])
 def test_a_plan_is_one_call_of_the_tower(rigs: Callable[..., Rig], name: str) -> None:
-    """D3, D4: rows by each image's count, columns by level."""
+    """Rows are split by the count of each image, columns by level."""
     rig = rigs(name)
     images = [rig.image(1), rig.image(2, 8, 8), rig.image(3, 40, 24)]
     seconds = rig.run(
@@ -223,7 +223,7 @@ def test_deterministic_groups_encode_one_by_one(rigs: Callable[..., Rig]) -> Non
 @pytest.mark.requirement("D5")
 @pytest.mark.parametrize("bad", [{2}, {1, 3}, {1, 2, 3}, set()])
 def test_a_batch_that_fails_is_encoded_one_by_one(rigs: Callable[..., Rig], bad: set[int]) -> None:
-    """D5: those that fail alone fail their rooms, the others leave."""
+    """Images that fail alone fail their transfers. The other images are sent."""
     rig = rigs(bad=frozenset(bad), never_together=True)
     images = {number: rig.image(number) for number in (1, 2, 3)}
     ops: list[Op] = []
@@ -239,7 +239,8 @@ def test_a_batch_that_fails_is_encoded_one_by_one(rigs: Callable[..., Rig], bad:
 
 
 def test_what_could_not_be_encoded_never_leaves(rigs: Callable[..., Rig]) -> None:
-    """Nor when it has been on the host; another image in its blocks does."""
+    """A failed image is not sent after a move to host memory and back. Another image in the same blocks
+    is."""
     rig = rigs(bad=frozenset({2}))
     rig.run(rig.encode(rig.image(2), 4))
     rig.run(send(KEYS[0], 15, 4))
@@ -270,7 +271,7 @@ def test_tiers(rigs: Callable[..., Rig]) -> None:
 
 
 def test_what_could_not_be_encoded_is_forgotten_with_its_blocks(rigs: Callable[..., Rig]) -> None:
-    """Whatever divides these blocks anew."""
+    """The failure is also forgotten when other images divide the blocks differently."""
     rig = rigs(bad=frozenset({2}))
     rig.run(rig.encode(rig.image(2), 4, 5), rig.encode(rig.image(2), 6))
     assert len(rig.runner._spoiled) == 2
@@ -306,7 +307,7 @@ def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
 
 @pytest.mark.requirement("D2")
 def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
-    """D2: the end of a step rings."""
+    """The end of a step rings the wake-up descriptor."""
     rig = rigs()
     go = threading.Event()
     look = rig.tower._look
@@ -329,7 +330,8 @@ def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
 
 @pytest.mark.requirement("D2")
 def test_a_step_that_hangs_is_late(rigs: Callable[..., Rig]) -> None:
-    """Nobody waits for it; whoever looks for its end finds that it failed. One behind a slow one is not."""
+    """No caller waits for a hung step; the next check finds the failure. A step behind a slow step is not
+    late."""
     rig = rigs(step_timeout=deadline(60.0))
     go = threading.Semaphore(0)
     look = rig.tower._look

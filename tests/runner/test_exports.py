@@ -1,4 +1,4 @@
-"""A sequence that one runner prefills and another decodes: tokens and logits are those of one alone."""
+"""One runner prefills a sequence and another decodes: tokens and logits equal those of a single runner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES = ["llama", "mistral", "qwen3_next", "deepseek_v3", "glm_dsa", "deepsee
 
 
 def chunks(side: Side, slot: int, exports: bool, micro_batches: int = 1, drafts: int = 0) -> p.StepResult:
-    """Prefills the prompt; the result of the last chunk."""
+    """Prefill the prompt in chunks. Return the result of the last chunk."""
     ops = side.enter(slot, PROMPT, END, 0, side.tables_for(END + 32))
     for begin, end in itertools.pairwise(CHUNKS):
         if exports:
@@ -64,7 +64,7 @@ def land(sender: Side, receiver: Side) -> None:
 
 
 def spoil(side: Side) -> None:
-    """What is not transferred is not read."""
+    """Fill the caches with NaN, so that a read of an entry without a transfer shows."""
     for tensor in (t for layer in side.runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
 
@@ -81,7 +81,7 @@ def same(
 
 
 def open_room(sender: Side, receiver: Side, start: int = 0, cached: int = 0) -> list[list[int]]:
-    """Both know of the room; returns where the receiver has reserved blocks."""
+    """Open the transfer at both sides. Return the blocks reserved by the receiver."""
     tables = receiver.tables_for(END + 32)
     assert receiver.runner.transfer is not None
     assert sender.runner.transfer is not None
@@ -94,7 +94,7 @@ def open_room(sender: Side, receiver: Side, start: int = 0, cached: int = 0) -> 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., list[Side]]]:
-    """(whole, sender, receiver) of a family and two block sizes."""
+    """Yield a factory of (single runner, sender, receiver) for a family and two block sizes."""
     torch.set_num_threads(1)
     made: list[Side] = []
 
@@ -132,7 +132,7 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
     token = chunks(sender, 0, exports=True)
-    tables = open_room(sender, receiver)  # only now: what was computed has waited
+    tables = open_room(sender, receiver)  # opened late: the exports have waited
     land(sender, receiver)
     receiver.run(receive(receiver, 1, tables, int(token.tokens[0])))
     same(decoded(receiver, 1), reference, exact=True)
@@ -142,7 +142,7 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
 def test_layers_are_told_when_both_micro_batches_have_passed_them(
     make: Callable[..., list[Side]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each at once, whatever it has."""
+    """Each layer is reported at once, whatever its size."""
     monkeypatch.setattr(exports, "ENOUGH", 1)
     whole, sender, receiver = make(family)
     chunks(whole, 0, exports=False)
@@ -160,7 +160,7 @@ def test_layers_are_told_when_both_micro_batches_have_passed_them(
 def test_the_senders_own_prefix_hit_goes_along_and_the_receivers_stays(
     make: Callable[..., list[Side]], family: str
 ) -> None:
-    """Positions that only the sender had, that only the receiver has, and that each has."""
+    """Some positions are cached only at the sender, some only at the receiver, some at both."""
     whole, sender, receiver = make(family, (16, 16))
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
@@ -192,7 +192,7 @@ def zip_pools(side: Side, slot: int) -> Any:
 def test_a_chunk_of_one_token_is_exported_where_decode_steps_are_replayed(
     make: Callable[..., list[Side]],
 ) -> None:
-    """With decode rows beside it, and behind steps that were captured."""
+    """Decode rows run beside the chunk, and captured steps came before."""
     whole, sender, receiver = make("qwen3_next", (8, 8))
     for side in (whole, sender):
         chunks(side, 3, exports=False)
@@ -221,7 +221,7 @@ DRAFTS = 2
 def test_a_drafters_entries_go_along(
     make: Callable[..., list[Side]], blocks: tuple[int, int], next_k: int
 ) -> None:
-    """All of them, also where its hidden states would wait: the first drafts are those of one runner."""
+    """All drafter entries are transferred, even deferred ones: the first drafts equal those of one runner."""
     speculation = {"speculative_method": "mtp", "num_speculative_tokens": DRAFTS}
     whole, sender, receiver = make("deepseek_v3", blocks, **speculation)
     chunks(whole, 0, exports=False, drafts=next_k)
@@ -282,7 +282,8 @@ def test_caches_on_a_gpu_are_staged_and_others_where_they_are_asked_to(
 
 @pytest.mark.requirement("E21")
 def test_only_groups_with_a_role_have_threads_and_sockets(make: Callable[..., list[Side]]) -> None:
-    """One for transfers each; and one that computes beside the loop of the head that prefills."""
+    """Each group with a role has one transfer thread; the prefill group also computes beside the engine's
+    loop."""
     before = set(threading.enumerate())
     _, sender, receiver = make("llama")
     names = sorted(thread.name for thread in set(threading.enumerate()) - before)
@@ -302,7 +303,7 @@ def test_a_group_describes_what_each_of_its_ranks_allocates(tmp_path: Path, fami
     config = config_of(tmp_path, family, 8, "prefill", tensor_parallel_size=ranks, threads=1)
     dims = dims_of(config, config.kv)
     assert dims.ranks == ranks
-    tensors = tensors_of(dims)  # raises where a tensor has not a rank's share of heads
+    tensors = tensors_of(dims)  # raises where a tensor does not match the rank's share of heads
     alone = config_of(tmp_path, family, 16, "decode")
     assert compatible(dims, dims_of(alone, alone.kv)) is None
     for kind, pool in zip(tensors, config.kv.pools, strict=True):

@@ -1,4 +1,4 @@
-"""What a cache in 8 bits takes: as reckoned, as allocated, and in blocks of the same memory."""
+"""Memory of an 8-bit cache: calculated, allocated, and as number of blocks in the same memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_bytes_are_those_allocated(name: str, dtype: str) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """In bf16: keys and values of 128 numbers take 132 bytes, not 256; a latent 512 + 4 + 128 for 1152."""
+    """In bf16, keys and values of 128 numbers take 132 bytes instead of 256; a latent 512 + 4 + 128
+    instead of 1152."""
     assert block_bytes(_spec(KINDS["full"]).caches[0], 64, "bfloat16") == 64 * 2 * 2 * 132
     assert block_bytes(KINDS["full"], 64, "bfloat16") == 64 * 2 * 2 * 256
     latent = _spec(KINDS["latent"]).caches[0]
@@ -61,7 +62,7 @@ def test_the_same_memory_holds_more() -> None:
 
 
 def test_what_has_no_lines_stays_as_it_is() -> None:
-    """States and compressed entries; a model of nothing else is refused, naming the flag."""
+    """States and compressed entries stay. A model with nothing else is refused, with the name of the flag."""
     state = CacheSpec(
         kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4, 4), wide=True),), form="delta"
     )

@@ -1,4 +1,4 @@
-"""The runner on a CUDA device: graphs give the tokens of launches, and nothing waits for the device."""
+"""The runner on a CUDA device: graphs give the tokens of launches, and the host does not wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(folder: Path, **settings: Any) -> EngineCore:
 
 
 def answers(core: EngineCore) -> dict[int, list[int]]:
-    """The tokens of ``arrivals``, run to the end."""
+    """Run ``arrivals`` to the end and return the tokens."""
     made = run(core, arrivals(12))
     assert all(answer.error is None for answer in made.values())
     return {number: answer.tokens for number, answer in made.items()}
@@ -46,7 +46,7 @@ def answers(core: EngineCore) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
-    """Deterministic kernels, so that the padding of a bucket cannot change a bit."""
+    """Kernels are deterministic, so that padding of a bucket cannot change a bit."""
     settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
     captured, launched = engine(folder, **settings), engine(folder, decode_graphs=False, **settings)
     assert captured.runner.graphs is not None
@@ -58,7 +58,7 @@ def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
 
 
 def test_fast_kernels_with_graphs(folder: Path) -> None:
-    """In float32 the tokens of the CPU, but for what rounding decides: most of them."""
+    """In float32 most tokens equal the CPU's tokens; rounding decides the others."""
     there = engine(folder, dtype="float32")
     here = engine(folder, dtype="float32", device="cpu")
     a, b = answers(there), answers(here)
@@ -84,7 +84,7 @@ def test_a_replay_does_not_wait(folder: Path) -> None:
 
         return call
 
-    answers(core)  # compiles what the eager steps launch
+    answers(core)  # compiles the kernels of eager steps
     runner.forward, runner.sample = watched(forward), watched(sample)  # type: ignore[method-assign]
     assert all(answers(core).values())
     core.close()
@@ -94,7 +94,7 @@ PARAMS = every_way_of_sampling(9)
 
 
 def test_the_sampler_never_waits_for_the_device() -> None:
-    """Every class of rows in one step, and the tokens of the CPU."""
+    """Every class of rows in one step, with the tokens of the CPU."""
     torch.manual_seed(0)
     count, length = len(PARAMS), 20
     logits, history = torch.randn(count + 1, VOCAB), torch.randint(0, VOCAB, (count, 32), dtype=torch.int32)
@@ -146,7 +146,7 @@ def test_the_sampler_never_waits_for_the_device() -> None:
 
 
 def test_no_prompt_waits_for_a_kernel_to_be_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the start; prompts of several lengths, alone and in steps with others."""
+    """After the start, prompts of several lengths run alone and beside others without a compile."""
     import triton
 
     core = engine(folder, dtype="bfloat16", max_num_batched_tokens=256)

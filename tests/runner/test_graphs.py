@@ -1,6 +1,6 @@
-"""Captured decode steps give the tokens of steps launched op by op, and padding touches nobody.
+"""Captured decode steps give the tokens of eager steps, and padding changes no other data.
 
-On the CPU the "captured" function is the closure itself, called again for every replay: everything but the
+On the CPU the "captured" function is the closure, called again for every replay. Everything except the
 capture is the code that runs on a GPU.
 """
 
@@ -69,7 +69,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def arrivals(count: int) -> list[list[Any]]:
-    """Requests of every kind of sampling, a few a step, so that the number of rows goes up and down."""
+    """Return requests with every kind of sampling, a few in each step, so that the number of rows varies."""
     rng = random.Random(5)
     steps: list[list[Any]] = [[] for _ in range(3 * count)]
     for i in range(count):
@@ -87,7 +87,7 @@ def arrivals(count: int) -> list[list[Any]]:
 def test_tokens_equal_those_of_steps_launched_op_by_op(
     folder: Path, depth: int, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows within and beyond the largest bucket, contexts across buckets, mixed steps in between."""
+    """Rows within and beyond the largest bucket, contexts in several buckets, and mixed steps in between."""
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     asked = arrivals(12)
     eager, _ = make_engine(folder, depth=depth, chunk=7, max_num_seqs=12)
@@ -98,13 +98,13 @@ def test_tokens_equal_those_of_steps_launched_op_by_op(
     assert {i: a.tokens for i, a in made.items()} == {i: a.tokens for i, a in expected.items()}
     assert runner.graphs is not None
     assert runner.graphs.replayed > 20
-    # A step with a prompt in it is never replayed, and every pure decode step that fits is.
+    # A step with a prompt is never replayed. Every pure decode step that fits is replayed.
     pure = [p for p in runner.plans if not p.prefill.rows and 0 < p.decode.rows <= max_rows]
     assert runner.graphs.replayed == len(pure) < len(runner.plans)
 
 
 def test_graphs_of_ranks_are_captured_when_needed_and_dropped_with_the_epoch(folder: Path) -> None:
-    """As where communicators are captured: for buckets of rows, in the step that needs one first."""
+    """Graphs with communicators are captured per bucket of rows, in the first step that needs the bucket."""
     asked, captures = arrivals(12), 0
 
     def computed(run: Callable[[], None]) -> Callable[[], None]:
@@ -132,7 +132,7 @@ def test_graphs_of_ranks_are_captured_when_needed_and_dropped_with_the_epoch(fol
 
 
 def prefilled(folder: Path, rows: int) -> tuple[EngineCore, Recorder]:
-    """An engine whose next steps decode ``rows`` rows."""
+    """Return an engine whose next steps decode ``rows`` rows."""
     engine, runner = with_graphs(folder, 8, max_num_seqs=8)
     for i in range(rows):
         engine.submit(submit(i + 1, [5 + i, 9, 3 * i], TokenParams(temperature=0.0, max_tokens=9), request=i))
@@ -174,7 +174,7 @@ def test_padding_touches_the_null_block_and_the_spare_slot_alone(folder: Path) -
 
 
 def test_the_column_that_graphs_read_never_moves(folder: Path) -> None:
-    """Staging buffers may be reallocated as they like: a replay reads its own memory."""
+    """Staging buffers may be reallocated: a replay reads its own memory."""
     engine, runner = prefilled(folder, 5)
     assert runner.graphs is not None
     address = runner.graphs._slots.data_ptr()
@@ -222,7 +222,7 @@ def test_which_steps_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_which_steps_of_replicas_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in which nobody has more than the largest pad, once such a step was met before."""
+    """Steps are replayed if no replica exceeds the largest pad, from the second such step on."""
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     engine, runner = with_graphs(folder, 6, most_each=2, lazy=True)
     one = plan_of(slot=[0], start=[5])

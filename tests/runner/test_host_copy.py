@@ -1,4 +1,4 @@
-"""Results on their way to the host: a deadline, and none that an aborted collective had a part in."""
+"""Results on the way to the host: deadlines, and refusal of results with an aborted collective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.types.plan import Segment, StepPlan
 
 
 class Event:
-    """A device's, which is reached when it is let go."""
+    """A device event that is reached when the test releases the event."""
 
     reached = False
 
@@ -27,7 +27,7 @@ class Event:
 
 
 def copy_of(event: Event) -> HostCopy:
-    """As of a GPU: its copies are there with ``event``."""
+    """Return a copy as on a GPU, which is complete with ``event``."""
     none = torch.zeros(0, dtype=torch.int64)
     made = HostCopy(SampleOutput(tokens=none, error=none.bool(), logprobs=None, prompt_logprobs=None))
     made._cuda, made._event = True, event  # type: ignore[assignment]
@@ -35,7 +35,7 @@ def copy_of(event: Event) -> HostCopy:
 
 
 def test_what_an_abort_let_through_is_refused() -> None:
-    """Kernels that wait for a peer end when their communicator is aborted, like any others."""
+    """Kernels that wait for a peer end normally when their communicator is aborted."""
     launcher, event = Launcher(), Event()
     copy = copy_of(event)
     event.reached = True

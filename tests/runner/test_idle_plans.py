@@ -1,4 +1,4 @@
-"""A plan without rows is carried out like any other, in every family: what idle replicas run."""
+"""A plan without rows, as idle replicas run, works in every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One description of every cache: what sizing reckons with is what torch allocates, on every rank."""
+"""One description of every cache: calculated sizes equal the allocated sizes of torch on every rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cache_of(spec: ModelSpec, dtype: str) -> KVConfig:
 
 
 def allocated(kv: KVConfig, dtype: str) -> list[tuple[TensorLayout, torch.Tensor]]:
-    """All tensors of a rank, each with what says what it is."""
+    """Return all tensors of a rank, each with its layout."""
     memory = stacked(kv, DTYPES[dtype], CPU)
     states = States(kv, memory, torch.zeros(7, dtype=torch.int64), DTYPES[dtype])
     found = []
@@ -81,7 +81,7 @@ def test_what_is_reckoned_is_what_is_allocated(folder: Path, family: str, dtype:
         for layout, tensor in tensors:
             assert tensor.nbytes == layout.nbytes
             assert tensor.numel() == math.prod(layout.shape)
-            flat = layout.dims[1][0] == "block" and layout.dims[2][0] == "head"  # snapshots lie in one line
+            flat = layout.dims[1][0] == "block" and layout.dims[2][0] == "head"  # snapshots are flat
             assert tuple(tensor.shape) == (
                 (*layout.shape[:2], math.prod(layout.shape[2:])) if flat else layout.shape
             )
@@ -116,7 +116,7 @@ def test_ranks_have_their_heads_of_what_is_sharded_and_all_of_the_rest(folder: P
 
 
 def described(spec: ModelSpec) -> list[TensorLayout]:
-    """Of pools and slots of the same sizes, whatever the ranks."""
+    """Return the layouts for pools and slots of the same sizes, whatever the number of ranks."""
     kv = cache_of(spec, "float32")
     found: list[TensorLayout] = []
     for pool in kv.pools:
@@ -126,7 +126,7 @@ def described(spec: ModelSpec) -> list[TensorLayout]:
 
 
 def test_dims_by_hand() -> None:
-    """Of each kind, as attention and the states' layers index them."""
+    """The dimensions of each KV cache group, as attention and state layers index the tensors."""
 
     def dims(tensors: tuple[TensorLayout, ...]) -> list[str]:
         return [" ".join(f"{name}={size}" for name, size in tensor.dims) for tensor in tensors]

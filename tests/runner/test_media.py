@@ -1,4 +1,4 @@
-"""Images on a rank: what is held, which rows read it, how positions count, without a model."""
+"""Images on a rank without a model: stored embeddings, rows that read an embedding, positions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Made:
 
 
 class CountingTower:
-    """Row r of an image is (its first byte, r); of level n, n more."""
+    """A tower: row r of an image is (first byte, r), and n more at level n."""
 
     def embed(self, image: torch.Tensor) -> Made:
         frames, height, width, colours = image.shape
@@ -72,7 +72,7 @@ def bind(slot: int, start: int, count: int, *blocks: int) -> BindMedia:
 
 
 def prefill(*rows: tuple[int, int, int]) -> Segment:
-    """Rows of (slot, start, count)."""
+    """Return a segment with rows of (slot, start, count)."""
     slot, start, count = (column(list(values)) for values in zip(*rows, strict=True))
     zero = column([0] * len(rows))
     return Segment(slot=slot, gen=zero, start=start, count=count, logits=zero, sample=zero, next_k=zero)
@@ -143,7 +143,7 @@ def test_what_leaves_for_the_host_comes_back_as_it_was() -> None:
 
 
 def test_what_leaves_and_what_ranks_exchange_is_up_to_others() -> None:
-    """They are called in the order of the ops, with rows of the memory that transfers share."""
+    """The callbacks run in the order of the updates, with rows of the memory that transfers share."""
     said: list[object] = []
 
     def gather(pool: torch.Tensor, index: torch.Tensor, count: int) -> None:
@@ -183,7 +183,7 @@ def test_what_contradicts_the_store_is_an_error() -> None:
 
 
 def items(*places: tuple[int, int, int]) -> list[MediaItem]:
-    """Images at (start, rows, columns), in tokens."""
+    """Return images at (start, rows, columns), in tokens."""
     return [
         MediaItem(key=b"", start=start, count=rows * columns, grid=(1, 2 * rows, 2 * columns))
         for start, rows, columns in places
@@ -202,7 +202,7 @@ def test_positions_count_by_images_as_in_the_reference(places: list[tuple[int, i
     positions = np.arange(30)
     made = spans.rope_positions(torch.full((30,), 2), torch.from_numpy(positions))
     assert made.tolist() == rope_positions(mine, positions).tolist()
-    for text in (0, 3):  # never allocated, and the spare slot
+    for text in (0, 3):  # a slot that was never allocated, and the spare slot
         alone = spans.rope_positions(torch.full((30,), text), torch.from_numpy(positions))
         assert alone.tolist() == [positions.tolist()] * 3
 

@@ -1,4 +1,4 @@
-"""What a rank does about embeddings between groups: telling what may leave, and making shares whole."""
+"""Embeddings between groups in a rank: reports of finished embeddings, and exchange of shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = RoomKey(1, 2, 3)
 
 
 class Told:
-    """A rank's transfers, which note what they are told."""
+    """The transfers of a rank, which record calls."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -60,7 +60,7 @@ def test_what_leaves_has_as_many_blocks_as_its_rows_take(blocks: tuple[int, ...]
 
 @pytest.mark.requirement("D11")
 def test_an_embedding_may_leave_only_once_it_is_there() -> None:
-    """Of a plan that encodes and sends: the transfers hear of it behind the tower, not before."""
+    """A plan encodes and sends. The transfers are notified after the tower, not before."""
     seen: list[torch.Tensor] = []
     store = MediaStore(
         CountingTower(), LIMITS, torch.device("cpu"), send=lambda op: seen.append(store.pool[:, 3:5].clone())
@@ -73,7 +73,7 @@ def test_an_embedding_may_leave_only_once_it_is_there() -> None:
 
 
 class Threads:
-    """The ranks of a group as threads, which meet at a barrier."""
+    """The ranks of a group as threads with a barrier."""
 
     def __init__(self, ranks: int) -> None:
         self.given: list[Any] = [None] * ranks

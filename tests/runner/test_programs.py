@@ -1,4 +1,4 @@
-"""Captured calls do what the function that was captured does."""
+"""Captured calls do the work of the captured function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES = ["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32"
 
 
 def test_every_kind_of_argument_and_result() -> None:
-    """Views, lists with holes, numbers for tensors, several results, types, and what is written in place."""
+    """Views, lists with None, numbers as tensors, several results, dtypes, and writes in place."""
     x, table, out = torch.arange(12.0).view(3, 4), torch.randn(9, 2), torch.zeros(3, 6)
     index = torch.tensor([0, 4, 8])
 
@@ -48,7 +48,7 @@ def test_every_kind_of_argument_and_result() -> None:
 
 
 def test_memory_of_what_nobody_reads_is_given_back() -> None:
-    """A result that is read again later is the same; the last value of a register is not kept."""
+    """A result that is read again later stays equal. The last value of a register is not kept."""
     x, out = torch.ones(4), torch.zeros(4)
     made: list[Any] = []
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
 
 
 def test_lists_of_tensors() -> None:
-    """What splits, unbinds or computes with lists, of which some tensors are never read."""
+    """Operators that split, unbind or compute with lists; some tensors of the lists are never read."""
     x, out = torch.zeros(3, 6), torch.zeros(3, 4)
 
     def run() -> None:
@@ -123,7 +123,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False) -> Any:
-    """(logits by seed and position, steps replayed) of five sequences of different lengths."""
+    """Return (logits by seed and position, replayed steps) of five sequences of different lengths."""
     engine, runner = make_engine(folder, dtype, "cpp", max_num_seqs=4, replay=replay)
     if broken:
         assert runner.graphs is not None
@@ -135,7 +135,8 @@ def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: boo
 
 
 def test_steps_are_cold_until_they_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps that were captured took longer than those like them will; nothing is learned from them."""
+    """Captured decode steps took longer than later steps will. The cost model does not learn from these
+    steps."""
     engine, runner = make_engine(folder, "float32", "cpp", max_num_seqs=4, replay=True)
     seen: list[tuple[int, bool]] = []
     before = [0]
@@ -180,7 +181,7 @@ def test_an_engine_goes_on_without_what_cannot_be_captured(folder: Path) -> None
 
 
 def test_what_cannot_be_captured_is_computed_once() -> None:
-    """Also what comes behind it; and states are not moved twice."""
+    """Calls behind the uncapturable call run once as well, and states are not moved twice."""
     x, seen = torch.zeros(4), []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The device's table follows ops, and a plan that contradicts it stops the group."""
+"""The table on the device follows slot updates. A plan that contradicts the table stops the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging: columns come back as written, nothing is shared, recycled buffers are spoiled on request."""
+"""Staging: columns come back as written, nothing is shared, returned buffers are overwritten on request."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Recurrent states saved and loaded: against a plain loop over rows, layers and parts."""
+"""Recurrent states saved and loaded, against a plain loop over rows, layers and parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kv_config() -> KVConfig:
 
 
 class Bench:
-    """States full of NaN where nothing was written, and a copy of it all in plain Python."""
+    """States full of NaN before the first write, with a copy in plain Python."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.kv = kv_config()
@@ -75,13 +75,13 @@ class Bench:
                         value = self.blocks.get((kind, block))
                         found = snapshots[layer, block]
                         assert (found == (0 if value is None else value + layer)).all()
-            assert self.memory[kind][0][:, SLOTS].isnan().all()  # nobody's slot
+            assert self.memory[kind][0][:, SLOTS].isnan().all()  # the spare slot
 
 
 @pytest.mark.parametrize("passing", [0, 1, 300, 64 << 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_of_many_ops(seed: int, passing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``passing``: the bytes of a batch, as on a GPU; 0 for rows one by one."""
+    """``passing``: bytes of a batch, as on a GPU; 0 for row by row."""
     monkeypatch.setattr(module, "PASSING_BYTES", passing)
     rng, bench = random.Random(seed), Bench()
     for one in bench.states._kinds.values():

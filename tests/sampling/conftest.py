@@ -73,7 +73,7 @@ def processed(
 
 
 def kept_tokens(x: list[Any], params: TokenParams) -> tuple[list[int], float]:
-    """Step 6: (kept ids in order, how far the nearest undecided comparison was from its threshold)."""
+    """Step 6. Return (kept ids in order, distance of the nearest undecided comparison from its threshold)."""
     margin = INF
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
     if params.top_k > 0:
@@ -110,7 +110,7 @@ def plain_sample(
     num_prompt: int,
     vocab: int,
 ) -> tuple[int | None, float]:
-    """(the token, or None for a row error; the smallest margin of a comparison that rounding could turn)."""
+    """Return (token, or None for a row error; smallest margin of a comparison that rounding could change)."""
     with np.errstate(all="ignore"):
         raw = [float(v) for v in logits[:vocab]]
         x = processed(logits, params, history, num_prompt, vocab)
@@ -134,7 +134,7 @@ def plain_sample(
 
 
 def plain_logprobs(logits: np.ndarray, token: int, top: int) -> tuple[list[int], list[float], int]:
-    """(token and the top ids, their log probabilities, the token's rank) of untouched logits, in float64."""
+    """Return (token and top ids, log probabilities, rank of the token) of raw logits, in float64."""
     x = [float(v) for v in logits]
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     lse = max(x) + math.log(math.fsum(math.exp(v - max(x)) for v in x))
@@ -151,7 +151,7 @@ def build(
     num_prompt: Sequence[int] | None = None,
     device: str = "cpu",
 ) -> Sampler:
-    """A sampler whose slot i has ``params[i]``."""
+    """Return a sampler whose slot i has ``params[i]``."""
     sampler = Sampler(len(params), vocab, torch.device(device))
     for slot, of in enumerate(params):
         prompt = num_prompt[slot] if num_prompt else 1
@@ -224,5 +224,5 @@ def plain() -> SimpleNamespace:
 
 @pytest.fixture(scope="session")
 def make() -> SimpleNamespace:
-    """Builders of real samplers and their arguments."""
+    """Return builders of real samplers and their arguments."""
     return SimpleNamespace(sampler=build, rows=make_rows, scene=scene)

@@ -1,4 +1,4 @@
-"""The fast forms of the rule against its plain ones, and the distribution of what is drawn."""
+"""The fast forms of the rule against the plain forms, and the distribution of sampled tokens."""
 
 from __future__ import annotations
 

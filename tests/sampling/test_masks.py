@@ -1,6 +1,4 @@
-"""Masks of grammars in the sampler: rule 1, in every form of the rule, for the entries that have one
-alone.
-"""
+"""Masks of grammars in the sampler: rule 1, in every form of the rule, for entries with a mask only."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_a_mask_that_leaves_nothing_is_an_error_of_its_row(
     if not native:
         monkeypatch.setattr(direct, "serves", lambda logits: False)
     of = make.scene(4, VOCAB)
-    of.logits[2, 700] = float("nan")  # where the mask does not allow it, too
+    of.logits[2, 700] = float("nan")  # at a place that the mask excludes, too
     sampler = make.sampler([params] * 4, vocab=VOCAB, seeds=of.seeds)
     words = np.zeros((3, WORDS), np.int32)
     words[1:, 0] = 6
@@ -218,7 +216,7 @@ def test_masks_that_cannot_be_right_are_refused() -> None:
 
 
 class _NoReadBack(TorchDispatchMode):
-    """Fails on what makes a GPU's host wait for one value."""
+    """Fails on operators that make the host of a GPU wait for one value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"

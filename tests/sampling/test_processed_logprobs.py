@@ -1,4 +1,4 @@
-"""``--logprobs-mode processed_logprobs``: logprobs of what a token was drawn from."""
+"""``--logprobs-mode processed_logprobs``: logprobs of the distribution that a token was sampled from."""
 
 from __future__ import annotations
 

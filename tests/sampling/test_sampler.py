@@ -40,7 +40,7 @@ def build(make: SimpleNamespace, of: SimpleNamespace, params: list[TokenParams],
 
 
 def entry(made: module.SampleOutput, index: int) -> tuple:
-    """Everything entry ``index`` got, without the padding that other entries cause."""
+    """Return all results of entry ``index``, without the padding for other entries."""
     result = (int(made.tokens[index]), bool(made.error[index]))
     if made.logprobs is None or index not in made.logprobs.entries:
         return result
@@ -240,7 +240,7 @@ def test_slots_forget_their_last_sequence(make: SimpleNamespace) -> None:
 
 
 class _NoReadBack(TorchDispatchMode):
-    """Fails on what makes a GPU's host wait for one value."""
+    """Fails on operators that make the host of a GPU wait for one value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"

@@ -1,9 +1,10 @@
-"""A runner without a model, and the configurations and requests that go with it.
+"""A runner without a model, and helpers that make configurations and requests for the runner.
 
-The runner's model is a deterministic function of the whole history, seed and choice. It keeps slots, block
-tables and the content of every cache position (as a hash of the token prefix that wrote it) from plans and
-ops alone, and fails an assertion as soon as a plan breaks its contract. A recurrent state is the hash of the
-prefix that it is after. Rows with drafts verify guesses of its own, some of them wrong.
+The model of the runner is a deterministic function of the whole history, the seed and the choice. The runner
+keeps slots, block tables and the content of every cache position. The content of a position is a hash of the
+tokens up to the position. All of this state comes from plans and slot updates alone. An assertion fails as
+soon as a plan breaks the contract. A recurrent state is the hash of the prefix that the state has read. The
+runner proposes the drafts of rows with drafts; some drafts are wrong.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from weft.types.plan import (
 from weft.types.sampling import TokenParams
 
 Row: TypeAlias = tuple[int, int, int, int, int, int, int]
-"""slot, gen, start, count, logits, sample, next_k."""
+"""(slot, gen, start, count, logits, sample, next_k)."""
 Made: TypeAlias = tuple[int, list[int], list[int], bool, int]
-"""A plan's row with logits: its number, and what ``_run_row`` returns."""
+"""A row with logits: its number in the plan, followed by the values of ``_run_row``."""
 
 VOCAB = 50
 BAD_SEED = 666
@@ -75,10 +76,11 @@ def kv_config(
     copies: int = 1,
     media: MediaLimits | None = None,
 ) -> KVConfig:
-    """Pools of a full and, where asked for, other kinds.
+    """Return a configuration with a full pool by default and with the requested further KV cache groups.
 
-    ``window`` and ``sliding`` are the windows of a window kind and of latent lines that slide, ``ratio`` the
-    positions that a compressed line stands for, ``states`` snapshots that each of two recurrent kinds has.
+    ``window`` and ``sliding`` are the windows of the window group and of the sliding latent group. ``ratio``
+    is the number of positions in one compressed entry. ``states`` is the number of snapshots in each of two
+    recurrent groups.
     """
     pools = []
     if full:
@@ -99,6 +101,7 @@ def kv_config(
         least = -(-max_model_len // size)
         pools.append(PoolSpec(cache=spec, block_size=size, num_blocks=max(least, blocks * block // size)))
     unit = math.lcm(block, *(pool.block_size for pool in pools))
+    # A state block covers as many positions as the least common multiple of all other block sizes.
     for layer in (4, 5) if states else ():
         parts = (StatePart(name="state", shape=(1,), wide=True),)
         spec = CacheSpec(kind="state", layers=(layer,), parts=parts, form="delta")
@@ -132,7 +135,7 @@ def submit(
     media: tuple[MediaItem, ...] = (),
     **params: object,
 ) -> Submit:
-    """A Submit; ``params`` are fields of TokenParams."""
+    """Return a Submit. ``params`` are fields of ``TokenParams``; ``max_tokens`` is 6 by default."""
     params.setdefault("max_tokens", 6)
     return Submit(
         sequence=sequence,
@@ -154,7 +157,8 @@ def submit(
 
 
 def prefix_hashes(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[int]:
-    """h[p]: what position p's cache content depends on, tokens[0 .. p] and the rows of images there."""
+    """Return one hash per position p, over tokens[0 .. p] with the rows of images in place of
+    placeholders."""
     hashes, state = [], 7
     rows = {item.start + row: (item.pixels, row) for item in media for row in range(item.count)}
     for position, token in enumerate(tokens):
@@ -164,13 +168,13 @@ def prefix_hashes(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[
 
 
 def embedding(tokens: list[int], pooling: str) -> list[float]:
-    """Of a whole prompt."""
+    """Return the embedding of a whole prompt: two floats."""
     states = [state % 1000 for state in prefix_hashes(tokens)]
     return [float(states[-1]), 1.0] if pooling == "last" else [sum(states) / len(states), 2.0]
 
 
 def next_token(prefix: int, seed: int, choice: int, made: int, params: TokenParams) -> int:
-    """The model: the output token number ``made`` (from 0) after a history of hash ``prefix``."""
+    """Return output token number ``made`` (from 0) of the model after a history with the hash ``prefix``."""
     token = hash((prefix, seed, choice)) % VOCAB
     while made < params.min_tokens and token in params.stop_ids:
         token = (token + 1) % VOCAB
@@ -178,7 +182,7 @@ def next_token(prefix: int, seed: int, choice: int, made: int, params: TokenPara
 
 
 def alone(request: Submit, max_model_len: int) -> tuple[list[int], str]:
-    """(output tokens after the emitted ones, finish) of a sequence that is by itself in the world."""
+    """Return (tokens after the emitted tokens, finish reason) of a sequence that runs alone."""
     prompt = ids_from_bytes(request.prompt_ids).tolist()
     tokens = prompt + ids_from_bytes(request.emitted_ids).tolist()
     params, first = request.params, len(tokens)
@@ -205,7 +209,7 @@ class SlotSequence:
     tables: list[list[int]]
     live: int = 0
     next_k: int = 0
-    """Drafts that its last row has left for the next."""
+    """Drafts that the last row of the sequence left for the next row."""
     media: tuple[MediaItem, ...] = ()
 
     def push(self, token: int) -> None:
@@ -215,40 +219,43 @@ class SlotSequence:
 
 @dataclass
 class FakeRunner:
-    """Applies plans in order, at launch. ``committed`` says which of them the scheduler has heard back of."""
+    """Applies plans in order, at launch. ``committed`` marks the steps whose results the scheduler has
+    read."""
 
     kv: KVConfig
     in_slot: dict[int, SlotSequence] = field(default_factory=dict)
     gens: dict[int, int] = field(default_factory=dict)
     memory: list[dict[tuple[int, int], int]] = field(default_factory=list)
     named: dict[int, tuple[dict[int, None], list[dict[int, None]]]] = field(default_factory=dict)
-    """Step in flight -> slots, and for each kind blocks, that it uses."""
+    """Step in flight -> (slots in use, blocks in use for each KV cache group)."""
     verifying: dict[int, dict[int, None]] = field(default_factory=dict)
-    """Step in flight -> slots whose drafts it verifies."""
+    """Step in flight -> slots with drafts to verify in the step."""
     saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
-    """Step in flight -> (kind, block) of the snapshots that it makes."""
+    """Step in flight -> (KV cache group, block) of the snapshots that the step saves."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """(slot, kind, copy) -> the prefix that the state is after; outlives sequences, as memory does."""
+    """(slot, KV cache group, copy) -> hash of the prefix in the state. Entries outlive sequences, like
+    memory."""
     exports: list[Export] = field(default_factory=list)
-    """Of all plans, in order."""
+    """The exports of all plans, in order."""
     right: float = 0.7
-    """Share of drafts that are."""
+    """Share of correct drafts."""
     accepted: int = 0
     rejected: int = 0
     saved: int = 0
     loaded: int = 0
     last_step: int = -1
     media_of: Callable[[int], tuple[MediaItem, ...]] = lambda slot: ()
-    """The images of a slot's sequence, as whoever submitted it knows them."""
+    """Returns the images of the sequence in a slot, from the submitting side."""
     images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    """By block of the pool of embeddings: the pixels of what is in it, and which of its blocks."""
+    """Block of the embedding pool -> (pixels of the stored image, number of the block within the image)."""
     host_images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    """Likewise in the second tier."""
+    """The same mapping for the pool in host memory."""
     host_shares: set[int] = field(default_factory=set)
     shares: set[int] = field(default_factory=set)
-    """Blocks that came from another group, of which ranks have their shares of rows alone."""
+    """Blocks that were received from another group. Each rank has only a shard of the rows of such a
+    block."""
     touched: dict[int, set[int]] = field(default_factory=dict)
-    """Step in flight -> blocks of embeddings that it reads or writes."""
+    """Step in flight -> embedding blocks that the step reads or writes."""
     encoded: int = 0
     moved: int = 0
     overwritten: int = 0
@@ -258,7 +265,7 @@ class FakeRunner:
         self.kinds = [number for number, pool in enumerate(self.kv.pools) if pool.cache.kind == "state"]
 
     def anew(self) -> FakeRunner:
-        """A runner that knows of no sequence, and goes on counting."""
+        """Return a runner without any sequence. The counters, ``gens`` and settings continue."""
         names = (
             "right",
             "accepted",
@@ -301,6 +308,7 @@ class FakeRunner:
         made: list[Made] = []
         told: list[int] = []
         embeddings: list[tuple[int, list[float]]] = []
+        # Only rows with logits have a result. Drafts are appended for every row, in plan order.
         for number, row in enumerate(rows):
             answer = self._run_row(plan.step, row, number >= plan.prefill.rows)
             if row[4]:
@@ -352,7 +360,7 @@ class FakeRunner:
             assert 0 <= block <= pool.num_blocks
             if block == 0:
                 assert pool.cache.window
-            elif entry * pool.block_size >= occupant.op.num_cached:  # a block of its own
+            elif entry * pool.block_size >= occupant.op.num_cached:  # a block of the slot's own
                 for _, blocks in self.named.values():
                     assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
 
@@ -390,7 +398,7 @@ class FakeRunner:
         self.loaded += 1
 
     def _export(self, plan: StepPlan, op: Export) -> None:
-        """It goes with a row, or with the snapshots of a state that no row of the plan changes."""
+        """Check that the export belongs to a prefill row, or to state snapshots without a row in the plan."""
         rows = {row[0]: row for row in self._rows(plan.prefill)}
         if op.states:
             assert op.slot not in rows
@@ -402,7 +410,7 @@ class FakeRunner:
         self.exports.append(op)
 
     def _media(self, plan: StepPlan) -> None:
-        """No position of an image is computed whose embedding is not held, or that is not said to be it."""
+        """Apply the media updates. Check that each image read by a row is bound to its complete embedding."""
         patches: list[int] = []
         bound: dict[tuple[int, int], BindMedia] = {}
         touched = self.touched[plan.step] = set()
@@ -443,6 +451,7 @@ class FakeRunner:
             limits = self.kv.media
             assert limits is not None
             assert sum(patches) <= limits.encode_patches or len(patches) == 1
+        # Every image that overlaps a prefill row needs exactly one BindMedia with the whole embedding.
         for slot, _, start, count, *_ in self._rows(plan.prefill):
             for item in self.in_slot[slot].media:
                 if item.start < start + count and start < item.start + item.count:
@@ -478,7 +487,8 @@ class FakeRunner:
         return list(zip(*(c.tolist() for c in columns), strict=True))
 
     def _run_row(self, step: int, row: Row, decode: bool) -> tuple[list[int], list[int], bool, int]:
-        """(sampled ids, prompt ids with logits, whether it failed, drafts accepted)."""
+        """Run one row. Return (sampled ids, prompt ids with logits, True if the row failed, accepted
+        drafts)."""
         slot, gen, start, count, logits, sample, next_k = row
         occupant = self.in_slot[slot]
         assert occupant.gen == gen, "a row names another occupant"
@@ -487,6 +497,7 @@ class FakeRunner:
         assert 0 <= next_k < self.kv.copies
         assert sample or not next_k, "drafts behind an unfinished prompt"
         begin = occupant.num_computed
+        # Drafts in flight make the length uncertain: the planned start may then be too far, never too near.
         loose = any(slot in slots for slots in self.verifying.values())
         assert start >= begin if loose else start == begin
         assert len(occupant.history) > begin, "a position whose id nobody knows"
@@ -522,7 +533,8 @@ class FakeRunner:
     def _sampled(
         self, occupant: SlotSequence, content: list[int], drafts: list[int]
     ) -> tuple[list[int], bool, int]:
-        """(a token behind each of ``content``, whether the last that counts is an error, drafts accepted)."""
+        """Return (a token after each of ``content``, True if the last accepted one fails, accepted
+        drafts)."""
         op, made = occupant.op, len(occupant.history) - occupant.op.num_prompt
         tokens = [
             next_token(prefix, op.seed, op.choice, made + number, op.params)
@@ -542,7 +554,7 @@ class FakeRunner:
         return tokens, accepted == fails, accepted
 
     def _drafts(self, occupant: SlotSequence, count: int) -> list[int]:
-        """Guesses at the next ids, often right."""
+        """Return ``count`` guesses of the next ids. The share ``right`` of the guesses is correct."""
         op, drafts = occupant.op, list[int]()
         prefix, made = occupant.prefix[-1], len(occupant.history) - occupant.op.num_prompt
         for number in range(count):
@@ -553,7 +565,8 @@ class FakeRunner:
         return drafts
 
     def _recur(self, slot: int, occupant: SlotSequence, begin: int, content: list[int], decode: bool) -> None:
-        """Advances the recurrent states over ``content``, what the positions from ``begin`` on stand for."""
+        """Advance the recurrent states over ``content``, the prefix hashes of the positions from ``begin``
+        on."""
         for kind in self.kinds:
             if begin:
                 state = self.states.get((slot, kind, occupant.live))
@@ -565,7 +578,8 @@ class FakeRunner:
     def _touch(
         self, step: int, slot: int, occupant: SlotSequence, bound: int, start: int, content: list[int]
     ) -> None:
-        """Writes ``content`` to the positions from ``start`` on, and reads what they attend to."""
+        """Write ``content`` to the positions from ``start`` on, and check every position that attention
+        reads."""
         slots, blocks = self.named[step]
         slots[slot] = None
         end, whole = start + len(content), occupant.prefix[:start] + content
@@ -578,7 +592,7 @@ class FakeRunner:
             assert len(table) * size >= bound, "the block table does not cover the row"
             for p in range(start, end):
                 assert table[p // size] != 0
-                if (p + 1) % ratio == 0:  # the last of its group
+                if (p + 1) % ratio == 0:  # the last position of a compressed entry
                     memory[table[p // size], p % size // ratio] = whole[p]
             for p in range(first, end):
                 block = table[p // size]

@@ -1,4 +1,4 @@
-"""A rig that drives the real scheduler with the fake runner, and random loads for it."""
+"""A rig that drives the real scheduler with the fake runner, and random loads for the rig."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 @dataclass
 class Told:
-    """What a client heard of one sequence."""
+    """The events that a client received for one sequence."""
 
     request: Submit
     tokens: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Told:
 
 
 def audit(scheduler: Scheduler) -> None:
-    """Every block and slot is in exactly one place, and the pool's counts agree with the tables."""
+    """Check that every block and slot is in exactly one place, and that all counts agree with the tables."""
     state = scheduler._state
     for kind in state.caches.kinds:
         pool = kind.pool  # type: ignore[attr-defined]
@@ -62,6 +62,7 @@ def audit(scheduler: Scheduler) -> None:
         else:
             tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
         on_hold = [[block] * count for block, count in pool._holds.items()]
+        # Count the references of each block: tables, releases that wait for a step, and pins.
         for blocks in [*tables, *pool._pending.values(), *on_hold]:
             for block in blocks:
                 held[block] = held.get(block, 0) + 1
@@ -81,6 +82,7 @@ def audit(scheduler: Scheduler) -> None:
     states = [type(s.state).__name__ for s in state.live.values()]
     assert len(state.running) == states.count("Running")
     assert len(state.waiting) == states.count("Waiting")
+    # The fair shares must agree with the live sequences, and the queue with the fair shares.
     waiting, shares = state.waiting, list(state.waiting._shares.values())
     assert all(any(s.share is share for share in shares) for s in state.live.values())
     for share in shares:
@@ -99,7 +101,7 @@ def audit(scheduler: Scheduler) -> None:
 
 
 class Rig:
-    """The real scheduler and the fake runner, with ``depth`` steps in flight."""
+    """The real scheduler and the fake runner, with up to ``depth`` steps in flight."""
 
     def __init__(self, kv: KVConfig, depth: int = 2, adaptive: bool = False, **section: object) -> None:
         section.setdefault("max_num_seqs", 8)
@@ -117,10 +119,10 @@ class Rig:
         self.most_preempted = 0
         self.followers: dict[int, Follower] = {}
         self.masks: dict[int, TokenMasks] = {}
-        """Of each constrained step."""
+        """Step -> masks, for constrained steps."""
 
     def submit(self, request: Submit) -> None:
-        """Whatever the grammar of one that has any, it allows all tokens: see ``Follower``."""
+        """Add a sequence. Any grammar becomes a ``Follower``, which allows every token."""
         events = self.scheduler.add(request, self.now)
         self.told[request.sequence] = Told(request)
         self.hear(events)
@@ -149,18 +151,19 @@ class Rig:
         return plan
 
     def media_of(self, slot: int) -> tuple[MediaItem, ...]:
-        """The images of the sequence in ``slot``, with what is in them."""
+        """Return the images of the sequence in ``slot``, with pixels."""
         return self.scheduler._state.in_slot[slot].media  # type: ignore[no-any-return]
 
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
         self.hear(self.scheduler.commit(plan, result, self.now))
-        self.scheduler.observe(plan, 1e-3)  # whatever is in it: so drafts pay
+        self.scheduler.observe(plan, 1e-3)  # a constant step time, so that drafts pay
         self.runner.committed(plan.step)
         self.mask()
 
     def mask(self) -> None:
-        """The masks of the oldest step in flight, if it has any: those of each row that samples and lives."""
+        """Compute and check the masks of the oldest step in flight, if the step is constrained and has no
+        masks yet."""
         if not self.in_flight or self.in_flight[0][0].step in self.masks:
             return
         plan = self.in_flight[0][0]
@@ -169,14 +172,14 @@ class Rig:
             masks.check(plan, VOCAB)
 
     def step(self) -> None:
-        """One turn of an engine's loop."""
+        """Run one iteration of an engine's loop."""
         while len(self.in_flight) < self.depth and self.plan() is not None:
             pass
         if self.in_flight:
             self.commit()
 
     def lose(self) -> None:
-        """The ranks are lost, with what is in flight, and formed anew: empty, at the same step."""
+        """Lose the ranks and all steps in flight, then form the group again. The new runner is empty."""
         ran, waited = len(self.scheduler._state.running), self.scheduler.stats().waiting
         events = self.scheduler.requeue_all()
         self.in_flight.clear()
@@ -213,7 +216,7 @@ class Rig:
             told.error = event.error
 
     def check_told(self) -> None:
-        """Everyone heard one end, and the tokens they would have got alone."""
+        """Check that each sequence got exactly one end and the tokens of a run alone."""
         for sequence, told in self.told.items():
             tokens, finish = alone(told.request, self.kv.max_model_len)
             if (follower := self.followers.get(sequence)) is not None:
@@ -234,6 +237,7 @@ class Rig:
             assert told.error == (ROW_ERROR if finish == "error" else None)
             params = told.request.params
             prompt = ids_from_bytes(told.request.prompt_ids).tolist()
+            # Prompt logprobs are expected only for choice 0 of a sequence without emitted tokens.
             whole = params.prompt_logprobs >= 0 and told.request.choice == 0 and not told.request.emitted_ids
             got = [ids[0] for ids in told.prompt_logprob_ids]
             assert got == (prompt[1:] if whole and (tokens or finish != "error") else got[:0])
@@ -245,7 +249,7 @@ class Rig:
                 assert not told.logprob_ids
 
     def check_idle(self) -> None:
-        """Nothing is held by anyone, and nobody was preempted often."""
+        """Check that no block, slot or sequence is in use, and that preemptions were bounded."""
         assert self.most_preempted <= PROTECT_AFTER + MOST_YIELDS
         assert not self.scheduler.has_work()
         stats = self.scheduler.stats()
@@ -254,11 +258,12 @@ class Rig:
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
 
     def audit(self) -> None:
-        """See ``audit``."""
+        """Call ``audit`` for the scheduler of the rig."""
         audit(self.scheduler)
 
     def _check_snapshots(self, plan: StepPlan) -> None:
-        """What a plan saves is the state after the very prefix that it will be found by."""
+        """Check that each saved snapshot is the state of exactly the prefix named by the key of the
+        snapshot."""
         state = self.scheduler._state
         for kind in state.caches.kinds:
             for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
@@ -283,7 +288,7 @@ class Rig:
 
 
 class Follower:
-    """A matcher that allows everything, and knows what it was told."""
+    """A matcher that allows every token and records the accepted tokens."""
 
     ended = False
 
@@ -311,18 +316,19 @@ R = TypeVar("R", bound=Rig)
 
 
 def random_bases(rng: random.Random) -> list[list[int]]:
-    """Prompts to take prefixes of: two of their own, and one that repeats itself."""
+    """Return three prompts to cut prefixes from: two random prompts and one prompt of a repeated token."""
     return [*([rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)), [rng.randrange(VOCAB)] * 40]
 
 
 def next_turn(rng: random.Random, rig: Rig) -> list[int]:
-    """A prompt to take prefixes of: what somebody asked and was answered."""
+    """Return the prompt and the output of an earlier sequence, cut to 40 tokens."""
     told = rng.choice(list(rig.told.values()))
     return (ids_from_bytes(told.request.prompt_ids).tolist() + told.tokens)[:40]
 
 
 def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
-    """One request of 1 to 3 choices; its prompt may share a prefix with others."""
+    """Return the sequences of one request, 1 to 3 choices. The prompt may share a prefix with other
+    prompts."""
     base = rng.choice(bases)
     length = rng.choice([rng.randint(1, 40), len(base)])
     prompt = base[: min(length, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
@@ -352,7 +358,8 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
 
 
 def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R] = Rig) -> R:  # type: ignore[assignment]
-    """A rig with small pools of random kinds; some rows have drafts, if there may be any."""
+    """Return a rig with small pools and random KV cache groups. Some rows have drafts if ``drafts`` is
+    true."""
     window = rng.choice([None, None, 1, 3, 6, 9])
     kv = kv_config(
         blocks=rng.choice([12, 18, 64]),
@@ -380,12 +387,13 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R
 
 
 def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0) -> Rig:
-    """A random load to its end, with everything checked. ``losses``: chance that ranks are lost at a turn."""
+    """Run a random load to the end, with all checks. Ranks are lost with probability ``losses`` per round."""
     rng = random.Random(seed)
     rig = random_rig(rng, depth, drafts)
     rig.runner.right = rng.choice([0.0, 0.5, 0.8, 1.0])
     bases = random_bases(rng)
     request = 0
+    # Submits, aborts, losses, plans and commits interleave in any order.
     for _ in range(150):
         if rng.random() < 0.3 and len(rig.told) < 40:
             turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []

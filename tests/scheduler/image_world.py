@@ -1,8 +1,10 @@
-"""A scheduler that takes images from groups that encode, with a fake runner, a front, and a world of rooms.
+"""A scheduler that receives images from encode groups: fake runner, simulated API server, simulated
+transfers.
 
-The world keeps the contract of ``ReceivingRooms``: a room that was answered with blocks is written at any
-time until it has landed, or failed and was freed; it may fail at any time, and is freed later. What is
-written is what the fake runner finds in the blocks: it compares that with the images of whoever reads them.
+The world follows the contract of ``ReceivingRooms``. The memory of a transfer with reserved blocks may be
+written at any time, until the transfer is received or is freed after a failure. A transfer may fail at any
+time. Written blocks go to the fake runner, which compares the content with the images of the reading
+sequences.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MINE = Unavailable("planted").info()
 
 
 def limits(**changes: object) -> MediaLimits:
-    """Of a group that encodes nothing itself; a block has 3 rows."""
+    """Return the limits of a group without a vision tower. A block has 3 rows."""
     given = MediaLimits(
         patch=1,
         merge=1,
@@ -51,11 +53,11 @@ def limits(**changes: object) -> MediaLimits:
 
 @dataclass
 class Room:
-    """One room, as the machine of the receiver knows it."""
+    """One transfer of an image, from the view of the receiving engine."""
 
     key: RoomKey
     item: MediaItem
-    """With its pixels."""
+    """The image, with pixels."""
     seconds: float
     state: str = "new"
     asked: bool = False
@@ -66,12 +68,12 @@ class Room:
 
 @dataclass
 class Stream:
-    """What a client asked for, and has heard."""
+    """One client request for one sequence, and the received output."""
 
     request: Submit
-    """With all pixels."""
+    """The request, with the pixels of all images."""
     room_choices: bool
-    """Whether each of its choices has rooms of its own."""
+    """True if the sequence has a transfer for each image."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     attempts: int = 0
@@ -80,12 +82,12 @@ class Stream:
 
 
 class World(Rig):
-    """The world of one scheduler, on virtual time."""
+    """One scheduler with transfers and clients, on virtual time."""
 
     def __init__(
         self, kv: KVConfig, depth: int = 1, seed: int = 0, harm: float = 0.0, **section: object
     ) -> None:
-        """``harm``: how often rooms fail, or are slow."""
+        """Build the world. ``harm`` scales how often transfers fail or are slow; 0 means never."""
         super().__init__(kv, depth, **section)
         self.rng = random.Random(seed)
         self.harm = harm
@@ -93,9 +95,9 @@ class World(Rig):
         self.streams: list[Stream] = []
         self.of: dict[int, Stream] = {}
         self.by_hand = False
-        """Whether rooms do nothing by themselves."""
+        """True if the test moves the transfers, instead of timers."""
         self.asked: list[r.RoomRequest] = []
-        """All that was asked of rooms."""
+        """All transfer requests of the scheduler, in order."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self.written = 0
@@ -104,8 +106,11 @@ class World(Rig):
     # ---- the front
 
     def ask(self, request: Submit, *, rooms: bool = True, here: bool = False) -> Stream:
-        """A client asks; request 0 is one of its own. ``rooms``: its images come by rooms; else it is a
-        sibling of one whose do. ``here``: they are encoded here."""
+        """Submit a sequence and return its stream. Request number 0 gets a fresh number.
+
+        With ``rooms`` each image has a transfer. Without ``rooms`` the sequence relies on the transfers of a
+        parallel sample. With ``here`` this group encodes the images.
+        """
         request = msgspec.structs.replace(request, request=request.request or 1000 + len(self.streams))
         stream = Stream(request, rooms)
         self.streams.append(stream)
@@ -138,7 +143,7 @@ class World(Rig):
             if item.room is not None:
                 room = Room(item.room.key, request.media[place], item.room.seconds)
                 self.rooms[room.key] = room
-                forgotten = self.rng.random() < 0.02 * self.harm  # nobody ever encodes it
+                forgotten = self.rng.random() < 0.02 * self.harm  # no encoder starts this image
                 if not (self.by_hand or forgotten):
                     self.later(self.delay(), lambda room=room: self.offer(room))  # type: ignore[misc]
         self.hear(events)
@@ -166,7 +171,7 @@ class World(Rig):
             assert stream.sequence == event.sequence, "an event of an attempt that has ended"
             assert stream.finish is None
             stream.tokens += event.token_ids
-            if event.error is not None and event.error.code == "engine_dead":  # lost too often
+            if event.error is not None and event.error.code == "engine_dead":  # too many losses
                 stream.aborted = True
             if event.finish == "evicted" and stream.aborted:
                 stream.finish = "abort"
@@ -197,7 +202,8 @@ class World(Rig):
         return self.rng.random() * (6.0 if slow else 0.05)
 
     def turn(self) -> None:
-        """One turn of an engine's loop."""
+        """Advance time by 10 ms, run due events and one iteration of an engine's loop, and check the
+        state."""
         self.now += 0.01
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
@@ -214,7 +220,7 @@ class World(Rig):
         self.check()
 
     def run(self, seconds: float = 400.0) -> None:
-        """Until nobody waits for anything."""
+        """Run until every stream has ended and no transfer or event is left. Fail after ``seconds``."""
         end = self.now + seconds
         while not self.idle():
             assert self.now < end, [(s.finish, s.attempts) for s in self.streams]
@@ -226,7 +232,7 @@ class World(Rig):
         )
 
     def lose(self) -> None:
-        """Ranks are lost, and formed anew."""
+        """Lose the ranks and form the group again. All open transfers fail."""
         for room in list(self.rooms.values()):
             if room.state in ("new", "bound"):
                 self.fail(room)
@@ -257,6 +263,7 @@ class World(Rig):
         match request:
             case r.ReserveRoom(key, start, (blocks,)):
                 if room is None or room.state != "new":
+                    # The transfer has failed in the meantime: report the blocks as free.
                     self.tell(r.RoomFreed(key))
                     return
                 assert room.asked
@@ -272,7 +279,7 @@ class World(Rig):
                 assert room is None or room.state == "failing", request
 
     def offer(self, room: Room) -> None:
-        """The encoder has it in its queue."""
+        """Report that the encoder has queued the image of ``room``."""
         if room.state != "new" or room.asked:
             return
         room.asked = True
@@ -281,7 +288,7 @@ class World(Rig):
         self.tell(r.RoomWanted(room.key, Admitted(key=room.key, num_prompt=room.item.count, dims=DIMS)))
 
     def move(self, room: Room) -> None:
-        """Some of it comes, or all."""
+        """Write the image, and then complete the transfer, fail the transfer, or try again later."""
         if room.state != "bound":
             return
         self.write(room)
@@ -293,7 +300,7 @@ class World(Rig):
             self.later(self.delay(), lambda: self.move(room))
 
     def write(self, room: Room, right: bool = True) -> None:
-        """Its bytes, or half of them."""
+        """Write the image to the blocks of ``room``; with ``right=False`` write wrong bytes."""
         busy = set().union(*self.runner.touched.values())
         assert busy.isdisjoint(room.blocks), "a room writes where a plan in flight reads"
         for number, block in enumerate(room.blocks):
@@ -317,7 +324,7 @@ class World(Rig):
             self.later(self.delay() if bound else 0.0, lambda: self.free(room))
 
     def free(self, room: Room) -> None:
-        """Nobody touches its memory any more."""
+        """Complete the failure: no process touches the memory of the transfer any more."""
         self.write(room, right=False)
         self.rooms.pop(room.key, None)
         self.tell(r.RoomFreed(room.key))
@@ -325,11 +332,12 @@ class World(Rig):
     # ---- what must be
 
     def check(self) -> None:
-        """Blocks are in one place each, and those that rooms may write are nobody's else."""
+        """Check that each block is in one place and that writable blocks of transfers are pinned."""
         self.audit()
         state = self.scheduler._state
         cache, images = state.media.cache, state.images
         writing = {id(room.held): room.held for room in images._rooms.values() if room.held is not None}
+        # Blocks on the device: cached embeddings, and embeddings that transfers still write.
         near = {id(held): held for held in cache if not held.on_host} | writing
         taken = [block for held in near.values() for block in held.blocks]
         assert len(set(taken)) == len(taken) == cache.blocks - cache.available
@@ -346,7 +354,7 @@ class World(Rig):
         assert awaiting == set(images._images) | {s.id for s in images.landed}
 
     def check_end(self) -> None:
-        """Everybody has the tokens that they would have got alone, and nothing is left of anybody."""
+        """Check the tokens of each stream against a run alone, and check that no state is left."""
         for stream in self.streams:
             tokens, finish = alone(stream.request, self.kv.max_model_len)
             if stream.aborted:

@@ -1,8 +1,9 @@
-"""Two schedulers with fake runners, joined by the real rooms, a bad network, and ranks that copy at any time.
+"""Two schedulers with fake runners, joined by the real transfer classes over an unreliable network.
 
-Bytes are the prefixes that the fake runner keeps for each cache position: what is read in the wrong block, or
-written to one that somebody else has by then, is noticed by whoever reads it next, and by ``_check_blocks``.
-A front hears both heads, puts their tokens together by position, and sends again what is given back.
+Ranks copy at any time. Bytes are the prefix hashes that the fake runner keeps for each cache position. A read
+of a wrong block, or a write to a block of another sequence, therefore fails at the next reader, or in
+``_check_blocks``. A simulated API server receives the events of both engines, joins their tokens by position,
+and submits returned sequences again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MINE = Unavailable("planted").info()
 
 
 def dims_of(kv: KVConfig) -> GroupDims:
-    """One tensor of each kind, whatever the kind has."""
+    """Return the dimensions of the caches, with one tensor for each KV cache group."""
     kinds = []
     for pool in kv.pools:
         cache = pool.cache
@@ -73,20 +74,20 @@ def dims_of(kv: KVConfig) -> GroupDims:
 
 @dataclass
 class Part:
-    """A room as the ranks of one side see it."""
+    """A transfer, from the view of the ranks of one side."""
 
     offer: r.Admitted
     bound: r.Bound
     num_cached: int
     tables: list[dict[int, int]]
-    """For each kind: entry -> block."""
+    """For each KV cache group: entry of the block table -> block."""
     copied: dict[tuple[int, int], None] = field(default_factory=dict)
-    """(kind, position) that have come."""
+    """(KV cache group, position) of the copied positions."""
     done: bool = False
 
 
 class Head:
-    """One side: scheduler, fake runner, rooms and ranks."""
+    """One side: scheduler, fake runner, transfers and ranks."""
 
     def __init__(self, world: World, name: str, kv: KVConfig, depth: int, section: SchedulerSection) -> None:
         self.world, self.name, self.kv, self.depth = world, name, kv, depth
@@ -103,16 +104,16 @@ class Head:
             else ReceivingRooms(self.dims, patience=PATIENCE)
         )
         self.parts: dict[RoomKey, Part] = {}
-        """Of the ranks, from Push or Expect to Stop."""
+        """Transfers that the ranks work on, from Push or Expect to Stop."""
         self.promised: dict[RoomKey, dict[tuple[int, int], None]] = {}
-        """(kind, block) that the other side may read, or these ranks may write, until the room has ended."""
+        """Transfer -> (KV cache group, block) that the transfer may read or write until it ends."""
         self.ended: dict[int, str] = {}
-        """Sequence -> its end here."""
+        """Sequence -> finish reason at this side."""
         self.exported: dict[RoomKey, list[Any]] = {}
         self.stops: dict[RoomKey, None] = {}
         self.seen: set[str] = set()
         self.lag = world.rng.random() * 0.1
-        """Seconds from the front to here."""
+        """Seconds for a message from the API server to this side."""
 
     # ---- what the front does
 
@@ -122,7 +123,7 @@ class Head:
             self.feed(ev.Open(ticket.key, ticket.peer, ticket.seconds))
         self.hear(events)
         if request.grammar is not None and not events:
-            # Compiled here while the other side is at it, or has done it long ago.
+            # The grammar may be compiled before or after the other side's part of the work.
             delay = self.lag * (1 + request.sequence % 3)
             self.world.later(delay, lambda: self._constrain(request.sequence, request.params.stop_ids))
 
@@ -131,7 +132,8 @@ class Head:
         self.drain()
 
     def _mask(self) -> None:
-        """What is sampled next is masked, by matchers that are where their sequences are."""
+        """Check the masks of the oldest step, and that each matcher has accepted the output of its
+        sequence."""
         if self.in_flight and self.in_flight[0][0].constrained:
             self.scheduler.masks(self.in_flight[0][0]).check(self.in_flight[0][0], VOCAB)
             self.seen.add("masks")
@@ -146,7 +148,7 @@ class Head:
     # ---- steps
 
     def turn(self) -> None:
-        """One turn of an engine's loop, now and then only half of one."""
+        """Run one iteration of an engine's loop. Some iterations plan without a commit."""
         self.hear(self.scheduler.expire(self.world.now))
         self.drain()
         while len(self.in_flight) < self.depth and self.scheduler.has_work():
@@ -168,7 +170,7 @@ class Head:
         audit(self.scheduler)
 
     def lose(self) -> None:
-        """One of the ranks is lost, and formed anew; what the other one has in memory stays."""
+        """Lose rank 0 and form the group again. The memory of the runner stays."""
         events = self.scheduler.requeue_all()
         self.in_flight.clear()
         memory = self.runner.memory
@@ -234,7 +236,7 @@ class Head:
                     if isinstance(event, r.RoomLanded | r.RoomFreed):
                         self.promised.pop(event.key, None)
                 case ev.Revoke():
-                    pass  # it will answer in the end
+                    pass  # the transfer ends without help
 
     def _promise(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
         promised = self.promised.setdefault(key, {})
@@ -262,7 +264,7 @@ class Head:
                 self._promise(op.key, op.blocks)
 
     def _check_blocks(self, plan: StepPlan) -> None:
-        """Nobody is given a block that a room of somebody else may still touch."""
+        """Check that the plan gives no sequence a block that another transfer may still touch."""
         state = self.scheduler._state
         cached = {op.slot: op.num_cached for op in plan.ops if isinstance(op, AllocSlot)}
         length: dict[tuple[int, int], int] = {}
@@ -279,7 +281,7 @@ class Head:
                 entry = length.get((slot, kind), 0)
                 length[slot, kind] = entry + 1
                 if block == 0 or entry * self.kv.pools[kind].block_size < cached.get(slot, 0):
-                    continue  # shared, or come by a room
+                    continue  # a cached block, or a received block
                 mine = state.in_slot[slot].room if slot >= 0 and state.in_slot[slot] else None
                 for key, blocks in self.promised.items():
                     if mine is None or key != mine.key:
@@ -297,7 +299,7 @@ class Head:
 
 @dataclass
 class Stream:
-    """What a client asked for, and has heard."""
+    """One client request for one sequence, and the received output."""
 
     request: Submit
     tokens: dict[int, int] = field(default_factory=dict)
@@ -306,7 +308,7 @@ class Stream:
     attempt: int = 0
     sequence: int = 0
     local: bool = False
-    """Whether the group that decodes computes its prompt, too."""
+    """True if the decode group also computes the prompt."""
 
     @property
     def told(self) -> list[int]:
@@ -318,11 +320,14 @@ class Stream:
 
 
 class World:
-    """Both heads, the network, the ranks' copies and the front, on virtual time."""
+    """Both engines, the network, the copies of the ranks and the API server, on virtual time."""
 
     def __init__(self, seed: int, harm: float = 1.0, tight: int = 0) -> None:
-        """``tight``: sequences that may run at once where caches hold little more than one sequence, and
-        some prompts are computed where they are decoded; 0: there is more room, and none is."""
+        """Build the world. With ``tight`` > 0 the decode caches hold little more than one sequence.
+
+        ``tight`` is also ``max_num_seqs`` of the decode side, and some prompts are then computed at the
+        decode side. With 0 caches are larger and no prompt is.
+        """
         self.tight = tight
         self.rng = rng = random.Random(seed)
         self.harm = harm
@@ -331,9 +336,9 @@ class World:
         self._number = 0
         self.streams: dict[int, Stream] = {}
         self.of: dict[int, Stream] = {}
-        """Sequence of an attempt -> its stream."""
+        """Sequence of an attempt -> the stream of the sequence."""
         self.submits: dict[int, Submit] = {}
-        """Sequence -> what its attempt began with."""
+        """Sequence of an attempt -> the submitted message."""
         self._sequences = 0
         self.copied = 0
         facts: dict[str, Any] = {
@@ -383,7 +388,7 @@ class World:
         return rng.random() * (0.02 if rng.random() > 0.1 * self.harm else 2.0)
 
     def run(self, seconds: float) -> None:
-        """Time passes; heads take turns."""
+        """Advance time for at most ``seconds``, until all is idle. Both engines run in turn."""
         end = self.now + seconds
         while self.now < end:
             self.now += 0.01
@@ -420,7 +425,7 @@ class World:
     # ---- ranks
 
     def _copy(self) -> None:
-        """Some of what is computed goes over; ranks report when there is nothing left."""
+        """Copy computed positions and states. The ranks report ``done`` when a transfer is complete."""
         for key in list(self.receiver.parts):
             mine, theirs = self.receiver.parts.get(key), self.sender.parts.get(key)
             if mine is None or theirs is None or mine.done or self.rng.random() < 0.3:
@@ -429,6 +434,7 @@ class World:
             for op in sent:
                 for kind, blocks in enumerate(op.blocks):
                     theirs.tables[kind].update(enumerate(ids_of(blocks), blocks.first))
+            # The sender's ranks have all positions below `reach`: found in the cache or exported by a step.
             reach = max([theirs.num_cached, *(op.end for op in sent)])
             whole = self._copy_positions(key, mine, theirs, reach)
             if whole and self._copy_states(key, mine, theirs, sent):
@@ -483,14 +489,14 @@ class World:
     # ---- front
 
     def submit(self, requests: list[Submit]) -> None:
-        """New streams, of one prompt."""
+        """Start one stream for each request. All requests have the same prompt."""
         for request in requests:
             local = self.tight > 0 and self.rng.random() < 0.4
             stream = self.streams[len(self.streams)] = Stream(request, local=local)
             self._try(stream)
 
     def abort(self, stream: Stream) -> None:
-        """Its client goes away."""
+        """Close the connection of the client."""
         if stream.finish is None:
             stream.finish, stream.aborted = "abort", True
             self._end(stream.sequence)
@@ -507,10 +513,12 @@ class World:
         assert event.prompt_logprobs is None or head is self.sender
         if event.logprobs is not None:
             assert event.logprobs.arrays()[0][:, 0].tolist() == list(event.token_ids)
+        # Both engines report the first token: the values must be equal.
         for number, token in enumerate(event.token_ids, event.position):
             assert stream.tokens.setdefault(number, token) == token, "the two heads tell different tokens"
         if event.finish is not None:
             head.seen.add(event.finish)
+        # "moved" ends the sequence at the prefill engine only; "evicted" starts the next attempt.
         if event.finish in (None, "moved", "abort") or stream.finish is not None:
             return
         if stream.sequence != event.sequence:
@@ -528,7 +536,7 @@ class World:
         begun = len(stream.request.emitted_ids) // 4
         stream.tokens |= dict(enumerate(event.token_ids, begun + len(stream.tokens)))
         if event.error is not None and event.error.code == "engine_dead":
-            stream.aborted = True  # its group was lost too often
+            stream.aborted = True  # lost too many times with the group
         stream.finish = stream.finish or event.finish
 
     def _try(self, stream: Stream) -> None:
@@ -548,7 +556,7 @@ class World:
         for head, other in ((self.sender, self.receiver), (self.receiver, self.sender)):
             ticket = RoomTicket(key=key, sends=head is self.sender, peer=other.peer, seconds=seconds)
             both = msgspec.structs.replace(sent, room=ticket)
-            # In order, as one connection has it; one head may hear of it much later than the other.
+            # Each engine gets messages in order, as on one connection, but one engine may be much later.
             self.later(head.lag, lambda head=head, both=both: head.submit(both))  # type: ignore[misc]
 
     def _end(self, sequence: int) -> None:
@@ -558,7 +566,7 @@ class World:
     # ---- what has to hold in the end
 
     def check_end(self) -> None:
-        """Everybody heard all of its tokens and one end, and nothing is left on either side."""
+        """Check that each stream got all tokens and one end, and that neither side has state left."""
         for stream in self.streams.values():
             tokens, finish = alone(stream.request, self.sender.kv.max_model_len)
             if stream.aborted:

@@ -49,8 +49,8 @@ def test_outcomes_are_of_the_sequence_that_had_them() -> None:
 
 def test_later_places_count_where_they_were_reached() -> None:
     made, _ = shares()
-    see(made, 0, 3, 1, 100)  # the second is always wrong, the third never looked at
-    see(made, 1, 1, 1, 100)  # there is none
+    see(made, 0, 3, 1, 100)  # the second draft is always wrong; the third is never verified
+    see(made, 1, 1, 1, 100)  # no draft
     made.learn()
     assert made.later[0] < 0.2
     assert made.later[1] == EXPECTED

@@ -1,4 +1,4 @@
-"""Commit by hand-made plans: rows with drafts, and results that do not fit their plan."""
+"""Commits of hand-made plans: rows with drafts, and results that contradict the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.types.plan import EMPTY, StepPlan, StepResult, column
 
 
 def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
-    """Puts a verify row of ``drafts`` drafts of sequence 0 in flight."""
+    """Put a verify row with ``drafts`` drafts of sequence 0 in flight. Return the plan and the state."""
     state = rig.scheduler._state
     sequence = state.live[0]
     run = sequence.state
@@ -69,7 +69,7 @@ def test_an_end_among_the_drafts_cuts_what_follows() -> None:
 
 
 def test_drafts_behind_an_end_are_not_accepted() -> None:
-    """They were right, but they are none of the sequence's tokens."""
+    """The drafts were correct, but lie behind a stop id, so the sequence does not get the tokens."""
     rig = started(stop_ids=(7,))
     plan, _ = verify_step(rig, 2)
     (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], 2))

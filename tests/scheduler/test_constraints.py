@@ -1,4 +1,4 @@
-"""Constraints of a grammar: masks along drafts against one token at a time, and how sequences end by them."""
+"""Constraints of a grammar: masks along drafts against a token-by-token reference, and ends by a grammar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.types.sampling import TokenParams
 
 GRAMMAR = Text("anything")
 WIDE = 70
-"""A vocabulary that ends within a word."""
+"""A vocabulary whose size is not a multiple of the word size of masks."""
 WORDS = -(-WIDE // 32)
 
 
@@ -34,7 +34,7 @@ def ids(mask: np.ndarray) -> set[int]:
 def reachable(
     automaton: Automaton, tokens: list[int], drafts: list[int], params: TokenParams
 ) -> list[set[int]]:
-    """By the rule, one token at a time: what may be sampled at each position of a row that can be reached."""
+    """Return the allowed tokens at each reachable position of a row, computed token by token."""
     made = []
     hidden = set(automaton.ends) - set(params.stop_ids)
     for draft in [*drafts, None]:
@@ -74,7 +74,7 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(seed: int) -> None:
         right = a_path_from(rng, automaton, tokens, count)
         drafts = [one if rng.random() < 0.8 else rng.randrange(WIDE) for one in right]
         drafts += [rng.randrange(WIDE) for _ in range(count - len(drafts))]
-        constraint.drafts = [*drafts, 7, 7]  # a row may verify fewer than were proposed
+        constraint.drafts = [*drafts, 7, 7]  # a row may verify fewer drafts than were proposed
         masks = np.full((1 + count, WORDS), 0x5A5A5A5A, np.int32)
         expected = reachable(automaton, tokens, drafts, params)
         before = list(matcher.path)
@@ -115,7 +115,8 @@ def test_entries_are_numbered_as_the_results_tokens_and_rows_that_left_have_none
     plan = StepPlan(step=4, prefill=prefill, decode=decode, constrained=True)
     constrained = np.array([True, False, True, True])
     masks = masks_of(plan, WIDE, gens, constrained, in_slot)
-    # 0 | 1 of slot 0 | 2 of one that left | 3 4 of slot 1 | 5 6 7 of slot 2, whose second draft is refused
+    # Entries: 0, 1 of slot 0; 2 of a sequence that left; 3, 4 of slot 1; 5, 6, 7 of slot 2 (second draft
+    # refused).
     assert masks.entries.tolist() == [1, 5, 6]
     assert [ids(mask) for mask in masks.words.reshape(3, -1)] == [{1, 2}, {1, 2}, {3}]
     masks.check(plan, WIDE)
@@ -131,7 +132,7 @@ def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
 
 
 def test_many_masks_at_once_and_who_fails() -> None:
-    """Rows of matchers that work are those of ``fill``; those of others say why, and are nobody's mask."""
+    """``fill_each`` equals ``fill`` for working matchers. A failed matcher returns an error and no mask."""
     rng = random.Random(5)
     automata = [random_automaton(rng, WIDE, (3, 4, 40)) for _ in range(6)]
     made = [
@@ -160,7 +161,7 @@ def test_many_masks_at_once_and_who_fails() -> None:
 
 
 class Fixed(Follower):
-    """Allows the same ids everywhere, and ends behind ``ends_after`` tokens."""
+    """Allows the same ids at every position, and ends after ``ends_after`` tokens."""
 
     def __init__(self, allowed: set[int], ends: tuple[int, ...] = (), ends_after: int = 1000) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ class Broken(Follower):
 
 
 class Stuck(Follower):
-    """A library's matcher that comes to a limit behind ``limit`` tokens; nothing can be taken back then."""
+    """A library's matcher with a limit of ``limit`` tokens. Rollback is impossible after the limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class Stuck(Follower):
 
 
 def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **params: Any) -> Rig:
-    """Sequence 1 with ``matcher``, and sequence 2 without a grammar."""
+    """Return a rig with sequence 1 under ``matcher`` and sequence 2 without a grammar."""
     rig = Rig(kv_config(copies=1 + drafts), 2)
     for number, grammar in ((1, GRAMMAR), (2, None)):
         request = submit(number, [1, 2, 3], grammar=grammar, **(params if grammar else {}))
@@ -233,7 +234,7 @@ def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **par
 
 
 def fail_row(rig: Rig, sequence: int, at: int) -> None:
-    """The sampler finds nothing to sample for ``sequence`` at its output token ``at``: as of all -inf."""
+    """Make the sampler fail for ``sequence`` at output token ``at``, as if all logits were -inf."""
     launch = rig.runner.launch
 
     def failing(plan: StepPlan) -> StepResult:
@@ -363,7 +364,8 @@ def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts: int) -> None:
-    """With drafts it does so while it is walked along them, and cannot be taken back."""
+    """With drafts the matcher reaches the limit while masks of the drafts are filled, and cannot roll
+    back."""
     rig = rig_with(Stuck(6), drafts=drafts, max_tokens=20)
     rig.drain()
     told = rig.told[1]
@@ -376,7 +378,7 @@ def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts
 
 
 def test_a_finished_output_that_no_id_can_end_stops_by_itself() -> None:
-    """As with ``ignore_eos``: the grammar's end id is none of the sequence's stop ids."""
+    """The end id of the grammar is not a stop id of the sequence, as with ``ignore_eos``."""
     rig = rig_with(Fixed(set(range(VOCAB)), (7,), ends_after=3), (7,), max_tokens=9)
     rig.drain()
     assert (rig.told[1].finish, rig.told[1].stop_id) == ("stop", None)

@@ -1,4 +1,4 @@
-"""What drafts may lose: prices, fading, steps that tell nothing."""
+"""The budget of drafts: prices of plain steps, decay, and steps without information."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from weft.types.plan import Segment, StepPlan, column
 
 
 def plan(count: int = 1, next_k: int = 0, prompt: bool = False) -> StepPlan:
-    """One row of ``count`` tokens, which leaves ``next_k`` drafts; perhaps beside a prompt."""
+    """Return a plan with one decode row of ``count`` tokens and ``next_k`` next drafts, optionally with a
+    prompt."""
     one = {"slot": column([0]), "gen": column([0]), "start": column([9])}
     decode = Segment(**one, count=column([count]), next_k=column([next_k]))
     return StepPlan(step=0, decode=decode, prefill=decode if prompt else Segment())
 
 
 def test_a_price_is_of_a_plain_step_behind_another() -> None:
-    """The first ones behind drafts take longer; so do those behind a prompt beside drafts."""
+    """The first plain steps after drafts, or after drafts beside a prompt, do not set the price."""
     budget = DraftBudget()
     for before in (plan(next_k=2), plan(count=3), plan(count=3, prompt=True)):
         budget.step(before, 9.0, 0, uncaptured=False)
@@ -41,8 +42,10 @@ def test_sums_fade_by_the_time_that_passed_at_rest_too() -> None:
 
 
 def budget_at(price: float, *outcomes: int) -> DraftBudget:
-    """Plain steps take ``price``. Each outcome is a verified row of 3 drafts, of which as many were right; it
-    gained and lost nothing."""
+    """Return a budget after plain steps of ``price`` seconds and one verified row for each outcome.
+
+    Each row has 3 drafts; the outcome is the number of correct drafts. No row gains or loses time.
+    """
     budget = DraftBudget()
     for _ in range(2 * SETTLED):
         budget.step(plan(), price, 0, uncaptured=False)
@@ -54,7 +57,7 @@ def budget_at(price: float, *outcomes: int) -> DraftBudget:
 @pytest.mark.parametrize(
     ("price", "outcomes", "most"),
     [
-        (3e-4, (), 124),  # of fast steps all that is granted: a capture takes as long as a hundred
+        (3e-4, (), 124),  # fast steps get the whole grant: a capture takes as long as a hundred steps
         (1e-2, (), 1),
         (1e-2, (0, 0, 0), 1),
         (1e-2, (1, 0, 0), 40),
@@ -65,7 +68,7 @@ def budget_at(price: float, *outcomes: int) -> DraftBudget:
 def test_what_may_be_lost_at_the_start_goes_by_what_drafts_were_right(
     price: float, outcomes: tuple[int, ...], most: int
 ) -> None:
-    """``most``: plain steps lost by a step that was captured, after which another try (of 4) is allowed."""
+    """``most``: plain steps that one captured step may lose before the next try (of 4) is refused."""
     for lost, allowed in ((most - 0.5, True), (most + 1.5, False)):
         budget = budget_at(price, *outcomes)
         budget.step(plan(next_k=3), (1 + lost) * price, 0, uncaptured=True)

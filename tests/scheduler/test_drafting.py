@@ -1,4 +1,4 @@
-"""The policy that chooses the number of drafts, on a machine whose costs are known."""
+"""The policy that chooses the number of drafts, on a simulated machine with known costs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import Segment, StepPlan, column
 
 MOST = 3
-#: Reading weights bounds a step: more tokens cost nearly nothing.
+#: Memory-bound: reading weights takes the time of a step, so that more tokens cost nearly nothing.
 MEMORY = {"step": 8e-3, "tokens_to_16": 2e-5, "decode_row": 5e-5, "draft_pass": 6e-4}
-#: Arithmetic does: a token more costs what a token costs.
+#: Compute-bound: each further token costs the full time of a token.
 COMPUTE = {"step": 5e-4, "tokens_to_16": 1e-3, "tokens_to_64": 1e-3, "draft_pass": 3e-4, "verify": 3e-4}
 
 
@@ -29,7 +29,8 @@ def machine(seconds: dict[str, float]) -> CostModel:
 
 @dataclass
 class World:
-    """Sequences that decode without end; ``right``: of each, the chance that its next draft is right."""
+    """Sequences that decode without end. ``right``: for each sequence, the chance that the next draft is
+    correct."""
 
     cost: CostModel
     right: np.ndarray
@@ -37,7 +38,7 @@ class World:
     most: int = MOST
     noise: float = 0.05
     lag: int = 0
-    """Steps after which it is known what became of one."""
+    """Steps between launch and the known outcome of a draft."""
 
     def __post_init__(self) -> None:
         rows = len(self.right)
@@ -55,7 +56,7 @@ class World:
         self.unknown = deque[tuple[StepPlan, np.ndarray, float]]()
 
     def run(self, steps: int) -> float:
-        """Tokens a second of that many steps."""
+        """Run ``steps`` steps. Return tokens per second."""
         seconds, tokens = self.seconds, self.tokens
         for step in range(steps):
             self._step(step)
@@ -97,7 +98,7 @@ class World:
 
 
 def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
-    """Tokens a second with always as many drafts, in the long run."""
+    """Return tokens per second in the long run with a constant number of drafts."""
     rows = len(right)
     plan = StepPlan(
         step=0,
@@ -118,11 +119,13 @@ def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
 def test_it_is_about_as_fast_as_the_best_number_of_drafts(
     seconds: dict[str, float], rows: int, right: float
 ) -> None:
-    """Never slower than without; and where a tenth can be gained, most of that. Less may go unseen: whether
-    drafts are right is known from a few dozen of them."""
+    """The policy is never slower than without drafts, and reaches most of any gain above a tenth.
+
+    Smaller gains may be missed: the acceptance is estimated from a few dozen drafts.
+    """
     cost, chances = machine(seconds), np.full(rows, right)
     world = World(cost, chances)
-    world.run(100)  # it tries everything first
+    world.run(100)  # the policy tries every number first
     got = world.run(1500)
     by_number = [fixed(cost, chances, drafts) for drafts in range(MOST + 1)]
     assert got >= 0.97 * by_number[0], "slower than without drafts"
@@ -142,14 +145,13 @@ def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
 
 @dataclass
 class UncapturedWorld(World):
-    """Steps of a kind take as long as some the first ``uncaptured`` times they are met: then they are
-    captured, the last of those times.
-    """
+    """Steps of a new shape are ``times`` slower the first ``uncaptured`` times. The last of these is the
+    capture."""
 
     uncaptured: int = 2
     times: float = 4.0
     capture: float = 0.0
-    """Seconds beside."""
+    """Extra seconds of the capture itself."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,7 +172,7 @@ class UncapturedWorld(World):
 
 
 def test_what_steps_cost_before_they_are_captured_does_not_count() -> None:
-    """Trials of them are made again; without that, drafts would seem to cost four times as much."""
+    """Trials with uncaptured steps are repeated. Otherwise drafts would seem four times as slow."""
     cost, chances = machine(MEMORY), np.full(1, 0.9)
     world = UncapturedWorld(cost, chances)
     world.run(150)
@@ -179,7 +181,7 @@ def test_what_steps_cost_before_they_are_captured_does_not_count() -> None:
 
 @dataclass
 class CountedWorld(UncapturedWorld):
-    """Keeps what was lost after each step: seconds beyond those of plain steps for as many tokens."""
+    """Records the time lost after each step: seconds beyond the time of plain steps for as many tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,7 +196,7 @@ class CountedWorld(UncapturedWorld):
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
 @mostly_slow("rows", [1, 8, 32], [8])
 def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: float) -> None:
-    """Whatever trials cost: a share of the time, or what is granted, and the try that went over it."""
+    """The loss is a share of the time, or the grant, plus the tries that exceeded the limit."""
     world = CountedWorld(machine(COMPUTE), np.full(rows, right), times=8.0, noise=0.0)
     world.starts[:] = 1000
     world.run(3000)
@@ -212,7 +214,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
 def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
     rows: int, most: float, step: float, more: float, lag: int
 ) -> None:
-    """In any run from 512 steps on; ``more``: what a token more takes, in plain steps."""
+    """Bounds the loss after 512 steps and more. ``more``: time of a further token, in plain steps."""
     cost = machine({"step": step, "tokens_to_16": more * step, "draft_pass": 1e-4})
     world = CountedWorld(cost, np.zeros(rows), times=1.2, capture=0.05, noise=0.02, lag=lag)
     world.run(4096)
@@ -238,7 +240,7 @@ def test_a_single_stream_gains_from_its_first_steps_on() -> None:
 
 
 class Belief(CostFitter):
-    """A model that nothing changes."""
+    """A cost model that never changes."""
 
     def __init__(self, model: CostModel) -> None:
         super().__init__(model)
@@ -249,7 +251,7 @@ class Belief(CostFitter):
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_a_model_that_is_wrong_costs_little(rows: int) -> None:
-    """It says for ever that drafts cost nothing, and they are dear."""
+    """The model always predicts free drafts, but drafts are expensive."""
     world = CountedWorld(machine(COMPUTE), np.full(rows, 0.5), noise=0.0)
     world.policy.fitter = Belief(machine({"step": 8e-3}))
     world.run(5000)
@@ -259,7 +261,7 @@ def test_a_model_that_is_wrong_costs_little(rows: int) -> None:
 
 
 def test_a_model_may_say_that_a_step_costs_nothing() -> None:
-    """As one that has seen few steps can: then what plain steps took counts."""
+    """A model fitted to few steps can predict zero seconds. The measured time of plain steps counts then."""
     world = World(machine(MEMORY), np.full(2, 0.9))
     world.policy.fitter = Belief(machine({"verify": 1e-3, "prefill_row": 1e-2}))
     world.run(100)
@@ -295,7 +297,7 @@ def test_it_comes_back_when_drafts_become_right() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_it_comes_back_soon(rows: int) -> None:
-    """Also after a long rest: within some of the longest pauses between two probes."""
+    """Drafts return soon even after the pauses between probes have reached the maximum."""
     world = World(machine(MEMORY), np.zeros(rows))
     world.run(3000)
     assert not any(chosen.any() for chosen in world.chosen[-20:])
@@ -305,7 +307,7 @@ def test_it_comes_back_soon(rows: int) -> None:
 
 
 def test_what_it_costs_to_look_is_little() -> None:
-    """Nothing is ever right: the drafts that are tried all the same are few, and fewer with time."""
+    """No draft is ever correct. Few drafts are tried, and fewer with time."""
     world = World(machine(MEMORY), np.full(2, 0.0))
     world.run(2000)
     tried = np.array([chosen.any() for chosen in world.chosen])

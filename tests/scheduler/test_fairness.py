@@ -1,4 +1,4 @@
-"""Slots are shared by client requests: whoever asks for much does not keep out whoever asks for little."""
+"""Slots are shared between client requests: a large request does not keep out a small request."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ def running(rig: Rig) -> list[int]:
 
 
 def flood(rig: Rig, count: int, first: int = 0, owner: int = LARGE, **params: Any) -> None:
-    """One client request of ``count`` sequences, four choices to a prompt."""
+    """Submit one client request of ``count`` sequences, with four choices for each prompt."""
     params.setdefault("max_tokens", 40)
     for number in range(first, first + count):
         prompt, choice = divmod(number - first, 4)
         request = first + 4 * prompt
         tokens = [prompt % VOCAB, owner % 7, 3]
-        seed = number + 1000  # tells who is admitted
+        seed = number + 1000  # identifies the sequence in AllocSlot
         rig.submit(submit(number, tokens, request=request, choice=choice, owner=owner, seed=seed, **params))
 
 
 def admissions(rig: Rig) -> list[int]:
-    """Ids in the order of their first slots."""
+    """Return the numbers of the sequences in the order of their first slots."""
     seeds = [op.seed for plan in rig.plans for op in plan.ops if isinstance(op, AllocSlot)]
     return list(dict.fromkeys(seeds))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) -> None:
-    """With one slot, so that nobody ever runs more than another: the turn decides alone."""
+    """With one slot no client request ever runs more than another. The position in the queue alone
+    decides."""
     rig = Rig(kv_config(), depth, max_num_seqs=1)
     for number in range(4):
         rig.submit(submit(number, [number], seed=number, max_tokens=2, owner=LARGE))
@@ -56,7 +57,7 @@ def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) 
         rig.submit(submit(number, [number], seed=number, max_tokens=2, owner=OTHER))
     rig.drain()
     rig.check_told()
-    # turns: 0, 1, 2, 3 of the large one; 1, 2, 3; 4, 5; of equal turns who came first
+    # Positions: 0, 1, 2, 3 for the large request; 1, 2, 3; 4, 5. Equal positions: by arrival.
     assert admissions(rig) == [0, 1, 4, 2, 5, 3, 6, 7, 8]
     assert rig.scheduler.stats().preemptions == 0
 
@@ -68,7 +69,7 @@ def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) 
 def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
     depth: int, policy: str, spare: int
 ) -> None:
-    """``spare``: slots for each sequence that may run; an engine has as many as steps in flight."""
+    """``spare``: slots for each running sequence; an engine has one for each step in flight."""
     kv = kv_config(blocks=400, slots=8 * spare)
     rig = Rig(kv, depth, max_num_seqs=8, max_queued_requests=2048, step_policy=policy)
     flood(rig, 1024)
@@ -84,16 +85,16 @@ def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
         assert 5000 in running(rig)
         rig.step()
     assert [rig.scheduler._state.live[n].yielded for n in ran] == [False] * 7 + [True]  # the last in order
-    assert rig.scheduler.stats().preemptions == 1  # not one a step while the slot is not free yet
+    assert rig.scheduler.stats().preemptions == 1  # no second preemption while the slot is not yet free
     for _ in range(depth + 1):
         rig.step()
-    assert len(running(rig)) == 8  # the large one has its slot again
+    assert len(running(rig)) == 8  # the large request has the slot again
     rig.audit()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
-    """Three clients that all want all slots: each gets a third of them, and then nobody gives way again."""
+    """Three clients want all slots. Each gets a third, and then no sequence gives up a slot again."""
     rig = Rig(kv_config(blocks=900, slots=12), depth, max_num_seqs=12, max_queued_requests=2048)
     for client in range(3):
         flood(rig, 60, 100 * client, LARGE + client)
@@ -103,7 +104,7 @@ def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
     assert counts == [4, 4, 4]
     preempted = rig.scheduler.stats().preemptions
     assert preempted == 6 + 4  # 12 -> 6, 6 -> 4, 4, 4
-    for _ in range(15):  # nobody ends meanwhile
+    for _ in range(15):  # no sequence ends meanwhile
         rig.step()
         rig.audit()
     assert rig.scheduler.stats().preemptions == preempted
@@ -115,7 +116,7 @@ def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
 @pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
-    """More of them than there are slots, without end: the large one goes on as one client among many."""
+    """A stream of small requests exceeds the slots. The large request progresses as one client among many."""
     rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4, max_queued_requests=2048)
     flood(rig, 24, max_tokens=12)
     number, waits = 1000, list[int]()
@@ -156,7 +157,7 @@ def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
 
 
 def test_giving_way_brings_no_protection() -> None:
-    """Only preemptions for want of blocks do: who is protected may be kept waiting for a guarantee."""
+    """Only preemptions for lack of blocks protect a sequence, because protection may delay a fair share."""
     sequence = Sequence(submit(0, [1]), array("i", [1]), 1, 9, 0)
     protected = []
     for sequence.preemptions, sequence.yielded in ((1, True), (2, True), (3, True), (1, False), (2, False)):
@@ -189,7 +190,7 @@ def test_fairness_is_among_equal_priorities() -> None:
     rig.submit(submit(100, [1], seed=100, max_tokens=2, priority=1))  # less urgent
     rig.submit(
         submit(101, [2], seed=101, max_tokens=2, priority=-1)
-    )  # more urgent: the next slot, nobody's own
+    )  # more urgent: gets the next free slot; no running sequence gives up a slot
     for _ in range(3):
         rig.step()
     assert running(rig) == before
@@ -201,7 +202,7 @@ def test_fairness_is_among_equal_priorities() -> None:
 
 
 def test_where_blocks_are_missing_nobody_gives_way() -> None:
-    """The slot would be of no use: the late one waits for blocks."""
+    """A slot would not help: the late sequence waits for blocks."""
     rig = Rig(kv_config(blocks=13, caching=False), 1, max_num_seqs=4)
     flood(rig, 4, max_tokens=8)
     for _ in range(2):
@@ -217,7 +218,7 @@ def test_where_blocks_are_missing_nobody_gives_way() -> None:
 
 
 class Arrivals(SequenceQueue):
-    """First come, first served, by (priority, arrival): what the queue of waiting sequences once was."""
+    """First come, first served, by (priority, arrival). This reference replaces the fair queue."""
 
     large = 0
 
@@ -241,6 +242,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
     depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(seed: int) -> Rig:
+        # The random numbers depend only on the seed, so that both queues get the same load.
         rng = random.Random(seed)
         rig = Rig(kv_config(blocks=rng.choice([14, 64]), slots=3 * depth), depth, max_num_seqs=3)
         for number in range(40):
@@ -269,7 +271,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
 def test_random_loads_of_several_clients(
     depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are those that each sequence gets alone, whoever gave way to whom."""
+    """Each sequence gets the tokens of a run alone, in any order of preemptions."""
     monkeypatch.setattr(crowding_module, "TURN", turn)
     yielded = 0
     for seed in seeds:
@@ -309,7 +311,7 @@ LONG = {"max_model_len": 40 * TURN, "blocks": 500}
 
 @pytest.fixture
 def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are given up for shares alone."""
+    """Disable turns: slots are given up for fair shares only."""
     monkeypatch.setattr(crowding_module, "TURN", 1 << 30)
 
 
@@ -320,7 +322,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: None, depth: int) -> None:
-    """Each of them is a client of its own: none runs more than another."""
+    """Each sequence is a client request: no client request runs more than another."""
     rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
     for number in range(4):
         rig.submit(submit(number, [number], max_tokens=30 * TURN))
@@ -333,9 +335,9 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
         while rig.told[number].finish is None:
             rig.step()
         waits.append(len(rig.plans) - before)
-        while len(running(rig)) < 4:  # who gave way is back
+        while len(running(rig)) < 4:  # the preempted sequence runs again
             rig.step()
-    # the first four find somebody who had a turn; the next ones wait until somebody had another
+    # The first four find a sequence with a completed turn. The next wait until another turn is complete.
     assert max(waits[:4]) <= 8
     assert max(waits) <= TURN + 8
     yielded = [rig.scheduler._state.live[n].yielded for n in range(4)]
@@ -366,7 +368,7 @@ def test_nobody_gives_way_for_ever(short_turns: None, depth: int) -> None:
 
 
 def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: None) -> None:
-    """Then the order is first come, first served: long requests end in the order in which they came."""
+    """Afterwards the order is first come, first served: long requests end in order of arrival."""
     rig = Rig(kv_config(slots=2, **LONG), 1, max_num_seqs=2)
     for number in range(4):
         rig.submit(submit(number, [number], max_tokens=10 * TURN))
@@ -376,7 +378,7 @@ def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: No
         for number in range(4):
             if number not in first and rig.told[number].tokens:
                 first[number] = len(rig.plans)
-    assert first[2] <= TURN + 8  # not when one of the first two has ended
+    assert first[2] <= TURN + 8  # no sequence of the first two has ended yet
     ends = []
     while len(ends) < 4:
         rig.step()
@@ -389,7 +391,7 @@ def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: No
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_siblings_do_not_take_turns(short_turns: None, depth: int) -> None:
-    """Nobody waits but the client whose sequences run: it gains nothing when one of them begins later."""
+    """Only sequences of one client request wait. A later start of one sample gains nothing for the client."""
     rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
     flood(rig, 12, max_tokens=4 * TURN)
     rig.drain()
@@ -414,7 +416,7 @@ def test_newcomers_of_a_large_request_do_not_take_slots_of_small_ones(short_turn
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
-    """One that is admitted in the same plan is not: they can't free a slot that they never heard of."""
+    """A sequence admitted in the same plan does not give up a slot: ranks cannot free an unknown slot."""
     for steps in range(4):
         rig = Rig(kv_config(blocks=400, slots=4), depth, max_num_seqs=4)
         flood(rig, 3)
@@ -427,7 +429,7 @@ def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
         rig.plan()
         for _ in range(steps):
             rig.step()
-        rig.submit(submit(200, [5], max_tokens=3))  # here before 101 is admitted, or after it
+        rig.submit(submit(200, [5], max_tokens=3))  # before or after the admission of 101
         rig.drain()
         rig.check_told()
         rig.check_idle()
@@ -446,11 +448,11 @@ def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None
 
 
 def test_the_queue_keeps_its_order_whatever_changes() -> None:
-    """Against a plain sort of all that waits, and a list of who was passed by how often."""
+    """The queue equals a plain sort of all waiting sequences, with a list of how often each was passed by."""
     rng, queue = random.Random(0), FairQueue()
     waiting: list[Sequence] = []
     runs: list[Sequence] = []
-    passed: dict[int, int] = {}  # by priority, in the order of who was passed by for longest
+    passed: dict[int, int] = {}  # by priority; the priority that was passed by for longest comes first
     overdue = 0
     for number in range(4000):
         kind = rng.randrange(5)

@@ -1,4 +1,5 @@
-"""Images that other groups encode: when their sequences wait, what is reserved for them, who gives it up."""
+"""Images from encode groups: when sequences wait, which blocks are reserved, which sequence gives up
+blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SECTION = ("max_num_seqs", "long_prefill_token_threshold")
 
 
 def world_of(depth: int = 1, **facts: object) -> World:
-    """By hand."""
+    """Return a world with transfers that the test moves by hand."""
     section = {name: facts.pop(name) for name in list(facts) if name in SECTION}
     world = World(kv_config(media=limits(**facts)), depth, **section)
     world.by_hand = True
@@ -50,7 +51,7 @@ def bring(world: World, room: Room) -> None:
 
 @pytest.mark.requirement("D15", "D16", "D17")
 def test_a_sequence_waits_for_all_its_images_and_holds_nothing_meanwhile() -> None:
-    """They come in any order, from several rooms."""
+    """The images arrive in any order, in several transfers."""
     world = world_of()
     stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
     one, two = rooms_of(world, stream)
@@ -75,7 +76,7 @@ def test_a_sequence_waits_for_all_its_images_and_holds_nothing_meanwhile() -> No
 
 @pytest.mark.requirement("D16")
 def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
-    """4, 2 and 2 blocks of 6: the second one gets none while the first one has some, and is then served."""
+    """Two sequences need 4 and 2 + 2 of 6 blocks. The second gets no block while the first has some."""
     world = world_of(cache_bytes=18)
     first, second = world.ask(ask(0, [3], 4, [5])), world.ask(ask(0, 1, [3], 2, [5]))
     (one,), (two, three) = rooms_of(world, first), rooms_of(world, second)
@@ -97,7 +98,7 @@ def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
 
 @pytest.mark.requirement("D16")
 def test_nobody_is_let_in_before_who_comes_first() -> None:
-    """However small it is: else the first one might never find enough."""
+    """A small sequence waits as well. Otherwise the oldest sequence might never find enough blocks."""
     world = world_of(cache_bytes=18)
     held, large, small = (world.ask(ask(0, [3], name, [5])) for name in (1, 4, 3))
     (one,), (two,), (three,) = (rooms_of(world, stream) for stream in (held, large, small))
@@ -124,8 +125,10 @@ def test_nobody_is_let_in_before_who_comes_first() -> None:
 @pytest.mark.requirement("D16")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_images_that_are_encoded_here_leave_room_for_who_comes_before_them(depth: int) -> None:
-    """However many there are: one waits for 6 of 6 blocks, and each of the others encodes an image of 2,
-    which it reads for some steps. Those that run already go on."""
+    """One sequence waits for 6 of 6 blocks; the others each encode an image of 2 blocks here.
+
+    Running sequences continue. Later local images wait until the first sequence has its blocks.
+    """
     world = world_of(depth, tower=True, cache_bytes=18, max_num_seqs=8, long_prefill_token_threshold=1)
     for number in range(4):
         world.ask(ask(0, [3], 211 + 5 * number, [5]), here=True)
@@ -156,7 +159,7 @@ def test_an_image_that_is_held_or_came_meanwhile_is_not_sent() -> None:
     (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
     world.offer(two)
     world.offer(one)
-    assert (two.state, one.state) == ("bound", "new")  # it is coming
+    assert (two.state, one.state) == ("bound", "new")  # the image is arriving
     world.land(two)
     assert (one.state, one.start, one.blocks) == ("bound", 10, [])
     world.land(one)
@@ -220,7 +223,7 @@ def test_what_landed_though_it_was_cancelled_is_found_by_others() -> None:
     world.offer(one)
     world.offer(two)
     world.abort(stream)
-    one.state = "bound"  # the word of it was on its way
+    one.state = "bound"  # the reservation was in flight
     world.land(one)
     world.free(two)
     world.check_end()
@@ -249,7 +252,7 @@ def test_images_that_are_late_end_the_attempt() -> None:
 
 
 def test_an_offer_is_kept_until_there_is_room() -> None:
-    """Its sender need not ask again."""
+    """The sender need not repeat the offer."""
     world = world_of(cache_bytes=12)
     first, second = world.ask(ask(0, [3], 4, [5])), world.ask(ask(0, [3], 9, [5]))
     (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
@@ -352,7 +355,7 @@ def test_what_the_host_has_comes_back_for_a_room_and_is_not_sent() -> None:
     for name in (4, 9):
         stream = world.ask(ask(0, [3], name, [5]))
         world.offer(rooms_of(world, stream)[0])
-        go(world, 10)  # what goes is moved by a plan of its own
+        go(world, 10)  # eviction needs a separate plan
         world.land(rooms_of(world, stream)[0])
         world.run()
     third = world.ask(ask(0, [8], 4, [5]))
@@ -367,7 +370,8 @@ def test_what_the_host_has_comes_back_for_a_room_and_is_not_sent() -> None:
 
 
 def test_one_that_runs_gets_room_that_is_kept_for_one_that_waits() -> None:
-    """Its image is encoded here; the other one's, which has the only slot's turn next, is asked for again."""
+    """The running sequence encodes an image here. The waiting sequence loses its image and requests a new
+    one."""
     world = world_of(cache_bytes=12, tower=True, max_num_seqs=1)
     waits = world.ask(ask(0, [3], 4, [5]))
     (room,) = rooms_of(world, waits)
@@ -384,7 +388,7 @@ def test_one_that_runs_gets_room_that_is_kept_for_one_that_waits() -> None:
 
 
 def test_who_has_the_only_slot_gets_room_from_who_waits_for_it() -> None:
-    """However urgent that one is: each would wait for what the other has."""
+    """The waiting sequence may be more urgent. Without this rule each would wait for the other."""
     world = world_of(cache_bytes=12, tower=True, max_num_seqs=1)
     world.harm = 99.0  # encoded here
     runs = world.ask(ask(0, [2] * 24, 9, [5]))
@@ -400,7 +404,7 @@ def test_who_has_the_only_slot_gets_room_from_who_waits_for_it() -> None:
 
 
 def test_one_that_runs_waits_for_room_that_a_transfer_may_write() -> None:
-    """And that is no lack of progress, before its deadline."""
+    """The wait is not reported as a lack of progress before the deadline."""
     world = world_of(cache_bytes=12, tower=True)
     coming = world.ask(ask(0, [3], 4, [5]))
     (room,) = rooms_of(world, coming)
@@ -417,7 +421,7 @@ def test_one_that_runs_waits_for_room_that_a_transfer_may_write() -> None:
 
 
 def test_a_cache_is_offered_to_who_decodes_only_once_all_images_are_there() -> None:
-    """Of a group that prefills: a room of its cache and rooms of its images, one after the other."""
+    """A prefill group first receives all images, and then offers the cache to the decode group."""
     kv = kv_config(media=limits())
     transfer = TransferSection(role="prefill", take_embeddings=True)
     scheduler = Scheduler(
@@ -451,7 +455,7 @@ def test_a_cache_is_offered_to_who_decodes_only_once_all_images_are_there() -> N
 
 
 def test_who_needs_what_is_coming_for_another_waits_with_a_room_of_its_own() -> None:
-    """It does not hold up the queue: how long that takes is up to another group."""
+    """The wait does not block the queue: another group decides how long the transfer takes."""
     world = world_of()
     leader, sibling = (
         world.ask(ask(0, [3], 4, [5], request=7, choice=choice), rooms=choice == 0) for choice in range(2)

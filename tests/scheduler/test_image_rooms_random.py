@@ -1,6 +1,7 @@
-"""Random loads of images from other groups: nobody starves, and no block is lost, or given away too early.
+"""Random loads of images from other groups: no starvation, no lost block, no early reuse of a block.
 
-Rooms fail, are slow, are answered late; ranks are lost; clients leave; pools are small. See ``image_world``.
+Transfers fail, are slow or are answered late. Ranks are lost, clients leave, pools are small. See
+``image_world``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from weft.types.grammar import Text
 
 
 def random_world(seed: int, harm: float = 1.0) -> World:
-    """With ``harm`` 0 nothing fails, nobody leaves, and no ranks are lost."""
+    """Return a world after a random load. With ``harm`` 0 nothing fails, no client leaves, no rank is
+    lost."""
     rng = random.Random(seed)
     tower = harm > 0 and rng.random() < 0.4
     kv = kv_config(
@@ -58,13 +60,13 @@ def random_world(seed: int, harm: float = 1.0) -> World:
             world.abort(rng.choice(world.streams))
         if rng.random() < 0.04 * harm:
             world.lose()
-    world.run(120.0)  # four times what the slowest takes
+    world.run(120.0)  # four times the slowest case
     world.check_end()
     return world
 
 
 def load(world: World, rng: random.Random, number: int) -> None:
-    """A request of 1 to 3 choices."""
+    """Submit one request of 1 to 3 choices."""
     parts = random_parts(rng)
     own = rng.random() < 0.5
     for choice in range(rng.choice([1, 1, 1, 3])):
@@ -110,8 +112,10 @@ def test_random_loads(seeds: range) -> None:
 
 @pytest.mark.requirement("D17")
 def test_where_nothing_fails_nobody_is_sent_again() -> None:
-    """Whatever is short: slots, blocks, room for embeddings. Nobody's wait is longer than a room may take.
-    But who was preempted, or has no rooms, may have to ask for what is needed again."""
+    """No sequence waits longer than a transfer may take, whichever resource is short.
+
+    Preempted sequences and sequences without transfers may still have to request images again.
+    """
     calm = 0
     for seed in range(30):
         world = random_world(seed, harm=0.0)
@@ -124,7 +128,7 @@ def test_where_nothing_fails_nobody_is_sent_again() -> None:
 
 
 def test_many_requests_with_many_images_and_room_for_one() -> None:
-    """The pool holds the images of one request: they are served in order, and all of them."""
+    """The pool holds the images of one request. All requests are served, in order."""
     world = World(kv_config(blocks=64, media=limits(cache_bytes=18 * 3)), 2, max_num_seqs=4)
     for number in range(40):
         world.ask(ask(0, 5 * number + 4, [3], 5 * number + 3, [4], 5 * number + 9, [number % 7]))
@@ -141,7 +145,7 @@ _ANSWER = ImageRooms._reserve
 
 
 def _greedy(rooms: ImageRooms, images: Any) -> bool:
-    """Blocks for one image are enough to begin."""
+    """Planted bug: reserve blocks as soon as one image fits."""
     counts = images.counts
     for key in list(counts):
         images.counts = {key: counts[key]}
@@ -151,7 +155,7 @@ def _greedy(rooms: ImageRooms, images: Any) -> bool:
 
 
 def _hasty(cache: EmbeddingCache, blocks: int, victims: Any) -> bool:
-    """What plans in flight touch is given away."""
+    """Planted bug: reuse blocks that plans in flight still touch."""
     if not cache._make_room(blocks, victims):
         return False
     cache._free += cache._leaving
@@ -168,7 +172,7 @@ def _freed_with_the_sequence(rooms: ImageRooms, room: Any) -> Any:
 
 
 def _come(rooms: ImageRooms, room: Any, held: Any) -> None:
-    """It is there, and its pin stays."""
+    """Planted bug: mark the image as ready, but never release the pin."""
     rooms._coming.pop(held.key, None)
     held.ready, held.whole = True, not rooms._book.shards
 
@@ -194,7 +198,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.requirement("D16")
 @pytest.mark.parametrize("bug", list(BUGS))
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the random loads above."""
+    """The random loads above detect each planted bug."""
     where, name, what = BUGS[bug]
     monkeypatch.setattr(where, name, what, raising=False)
     with pytest.raises((AssertionError, EngineDead, KeyError, InvalidRequest)):

@@ -1,4 +1,5 @@
-"""What the step loop needs of the scheduler: drafts sealed once, plans of ops alone, what is awaited."""
+"""The scheduler as the step loop needs it: drafts of plans frozen once, plans of updates alone, blocked
+work."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from weft.types.messages import Submit
 from weft.types.plan import Agreement, AppendBlocks, Rebalance, column
 
 FAR = 1e9
-"""A deadline that does not pass."""
+"""A deadline that never passes."""
 
 
 def started(**section: object) -> Rig:
@@ -26,13 +27,13 @@ def started(**section: object) -> Rig:
 
 
 def listened(rig: Rig, sequence: int, **more: object) -> Submit:
-    """A Submit that the rig listens for."""
+    """Return a Submit, and register the sequence with the rig."""
     one = submit(sequence, [5, 2, 3], max_tokens=4, **more)
     rig.told[sequence] = Told(one)
     return one
 
 
-# ---- build and seal
+# ---- build and freeze
 
 
 def test_fields_set_on_a_builder_are_in_its_plan() -> None:
@@ -62,7 +63,7 @@ def test_a_builder_is_sealed_once_and_before_the_next() -> None:
 
 
 def test_only_the_plan_that_ran_commits() -> None:
-    """A copy of it, equal in every column, is not what is in flight."""
+    """A copy of the plan, equal in every column, is refused."""
     rig = started()
     plan = rig.plan()
     assert plan is not None
@@ -73,7 +74,7 @@ def test_only_the_plan_that_ran_commits() -> None:
     rig.check_told()
 
 
-# ---- ops alone
+# ---- slot updates alone
 
 
 def test_ops_without_rows_are_a_plan_like_any_other() -> None:
@@ -122,7 +123,7 @@ def test_an_op_goes_with_its_sequence() -> None:
     rig.check_idle()
 
 
-# ---- what is awaited
+# ---- blocked sequences
 
 
 def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
@@ -171,7 +172,8 @@ def test_an_awaiting_sequence_can_end_and_its_siblings_go_on() -> None:
 
 
 def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
-    """Ranks are lost while somebody outside still writes to blocks: nobody gets these before that ended."""
+    """Ranks are lost while an outside writer has pinned blocks. The blocks are not reused before the pin
+    ends."""
     rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
     rig.submit(submit(0, list(range(1, 12)), max_tokens=9))
     rig.step()
@@ -189,7 +191,7 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
     rig.runner = rig.runner.anew()
     assert scheduler.stats().free_blocks == (3,)
     taken = []
-    for _ in range(3 * MAX_EMPTY_PLANS):  # it needs more than three blocks to end
+    for _ in range(3 * MAX_EMPTY_PLANS):  # the sequence needs more than three blocks
         plan = rig.plan()
         if plan is None:
             break
@@ -211,7 +213,7 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
 
 
 def starved(until: float) -> tuple[Rig, list[int]]:
-    """A rig whose only sequence lacks blocks: as many are on hold as it needs."""
+    """Return a rig whose only sequence lacks blocks, because enough blocks are pinned."""
     rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
     rig.submit(submit(0, list(range(1, 12)), max_tokens=9))
     rig.step()
@@ -226,7 +228,7 @@ def starved(until: float) -> tuple[Rig, list[int]]:
 
 
 def plan_for_ever(rig: Rig, now: float, ops: bool = False) -> None:
-    """As a loop does that asks the scheduler whether there is work."""
+    """Plan repeatedly, as a loop does while the scheduler reports work."""
     for _ in range(3 * MAX_EMPTY_PLANS):
         rig.scheduler.expire(now)
         if ops:
@@ -258,7 +260,7 @@ def test_a_leaked_hold_does_not_hide_a_lack_of_progress() -> None:
 
 
 def test_a_hold_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequence waits for something else, such as a slot that nobody gives back."""
+    """The sequence waits for a slot that is never freed. The pinned block does not excuse the stall."""
     rig = started()
     kind = rig.scheduler._state.caches.kinds[0]
     assert isinstance(kind, FullKind)

@@ -1,4 +1,4 @@
-"""Images in the scheduler: nothing is computed of an image whose embedding is not held, and nothing leaks."""
+"""Images in the scheduler: no image position is computed without the embedding, and no embedding leaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SIZES = [(1, 2), (2, 2), (2, 3), (3, 3), (2, 5)]
 
 
 def limits(**changes: object) -> MediaLimits:
-    """By default a block has one row: an embedding takes as many blocks as the image has tokens."""
+    """Return limits with one row for each block: an embedding takes as many blocks as the image has
+    tokens."""
     given = MediaLimits(
         patch=1,
         merge=1,
@@ -42,7 +43,7 @@ def limits(**changes: object) -> MediaLimits:
 
 
 def image(name: int, start: int = 0) -> MediaItem:
-    """One of a few images; ``name`` is what is in it."""
+    """Return one of a few images. ``name`` determines the pixels and the size."""
     rows, columns = SIZES[name % len(SIZES)]
     return MediaItem(
         key=name.to_bytes(16, "little"),
@@ -54,7 +55,7 @@ def image(name: int, start: int = 0) -> MediaItem:
 
 
 def prompt(*parts: int | list[int]) -> tuple[list[int], tuple[MediaItem, ...]]:
-    """Tokens and images; a part is the name of an image, or a list of tokens."""
+    """Return tokens and images. A part is the name of an image, or a list of tokens."""
     tokens: list[int] = []
     items = []
     for part in parts:
@@ -80,7 +81,7 @@ def book_of(rig: Rig) -> MediaBook:
 
 
 def check_book(rig: Rig) -> None:
-    """The book and the ranks agree, and only sequences in slots use anything."""
+    """Check that the book and the runner agree, and that only sequences in slots use embeddings."""
     book = book_of(rig)
     cache = book.cache
     device = [held for held in cache if not held.on_host]
@@ -143,14 +144,15 @@ def test_one_image_alone_may_be_more_than_a_step_encodes() -> None:
 
 @pytest.mark.requirement("D28")
 def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() -> None:
-    """Without a prefix to share, only the embedding is found; with equal ids and another image, nothing."""
+    """Without a shared prefix only the embedding is found. With equal ids and another image nothing is
+    found."""
     rig = Rig(kv_config(media=limits()), 1)
     rig.submit(ask(0, [3], 4, [5, 6, 7, 8]))
     drain(rig)
     rig.submit(ask(1, [9], 4, [5, 6, 7, 8]))
     drain(rig)
     assert (rig.runner.encoded, rig.scheduler.stats().image_hits) == (1, 1)
-    rig.submit(ask(2, [3], 9, [5, 6, 7, 8]))  # as large as the first one
+    rig.submit(ask(2, [3], 9, [5, 6, 7, 8]))  # the same size as the first image
     drain(rig)
     assert rig.told[2].num_cached == 0
     assert rig.told[2].tokens != rig.told[0].tokens
@@ -161,7 +163,7 @@ def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() ->
 
 
 def test_a_prefix_may_end_within_an_image() -> None:
-    """Two blocks of it are cached; the rest of its rows is read from an embedding."""
+    """Two blocks of the image's positions are cached. The other rows are read from the embedding."""
     rig = Rig(kv_config(media=limits()), 1)
     rig.submit(ask(0, [3], 4, [5], max_tokens=1))
     drain(rig)
@@ -174,7 +176,7 @@ def test_a_prefix_may_end_within_an_image() -> None:
 
 
 def test_the_same_tokens_and_images_in_other_places() -> None:
-    """Of two images that touch, where one ends and the other begins is in the hash."""
+    """Two images touch. The hash includes the place where one image ends and the other begins."""
     rig = Rig(kv_config(media=limits()), 1)
     rig.submit(ask(0, 1, 4, [5, 6], max_tokens=1))
     drain(rig)
@@ -225,7 +227,7 @@ def test_the_host_keeps_what_somebody_waits_for() -> None:
 
 
 def test_who_comes_first_gets_room_that_later_ones_use() -> None:
-    """A later sequence is in the middle of its image when an urgent one needs the room."""
+    """An urgent sequence needs space while a later sequence is in the middle of an image."""
     rig = Rig(kv_config(media=limits(cache_bytes=10)), 1, long_prefill_token_threshold=2)
     rig.submit(ask(0, 4, [5, 6], max_tokens=2))
     rig.step()
@@ -334,7 +336,7 @@ def random_ask(rng: random.Random, number: int, request: int, choice: int, parts
 
 
 def random_parts(rng: random.Random) -> list[int | list[int]]:
-    """Few images and few texts, so that prompts are often alike but for an image."""
+    """Return few distinct images and texts, so that prompts often differ only in an image."""
     parts: list[int | list[int]] = []
     length = 0
     for _ in range(rng.randint(1, 6)):
@@ -349,7 +351,7 @@ def random_parts(rng: random.Random) -> list[int | list[int]]:
 
 
 def random_load(seed: int, depth: int) -> Rig:
-    """Small pools, little room, ends from outside, lost ranks, drafts, recurrent states."""
+    """Run a random load: small pools, aborts, lost ranks, drafts and recurrent states."""
     rng = random.Random(seed)
     kv = kv_config(
         blocks=rng.choice([12, 18, 64]),
@@ -418,7 +420,7 @@ def _without_moves(cache: EmbeddingCache, step: int) -> list[Any]:
 
 _USE = MediaBook._use
 _TAKE_OPS = EmbeddingCache.take_ops
-#: What is broken -> where, and what takes its place.
+#: Bug -> (object, attribute, replacement).
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "images are not in the hashes": (state_module, "media_keys", lambda items, block: {}),
     "where they begin is not in the hashes": (
@@ -446,7 +448,7 @@ def random_loads(seeds: range) -> None:
 @pytest.mark.requirement("D28")
 @pytest.mark.parametrize("bug", list(BUGS))
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the random loads above."""
+    """The random loads above detect each planted bug."""
     monkeypatch.setattr(*BUGS[bug])
     with pytest.raises((AssertionError, EngineDead, KeyError)):
         random_loads(range(40))

@@ -1,4 +1,4 @@
-"""Why a prompt was not found further in the prefix cache."""
+"""Reasons why a prompt was not found further in the prefix cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMY: dict[str, Any] = {"blocks": 400, "slots": 8, "max_model_len": 200}
 
 
 class Explaining(Rig):
-    """Remembers prompts, and keeps what it is told of misses."""
+    """A rig that remembers prompts and records the reported misses."""
 
     def __init__(self, kv: Any, depth: int = 1, most: int = 1 << 20, **section: Any) -> None:
         super().__init__(kv, depth, **section)
@@ -36,7 +36,7 @@ class Explaining(Rig):
                 self.misses[event.sequence] = event.cache_miss
 
     def ask(self, number: int, prompt: list[int], **more: Any) -> tuple[str, int]:
-        """Runs a prompt to its end: why it missed, and where."""
+        """Run a prompt to the end. Return the reason and the position of the cache miss."""
         self.submit(msgspec.structs.replace(submit(number, prompt, **more), explain=True))
         self.drain()
         miss = self.misses[number]
@@ -52,10 +52,10 @@ def test_each_reason() -> None:
     assert rig.ask(2, [*base[:18], 40, 41, 42, 43]) == ("differs", 18)
     output = rig.told[1].tokens
     assert ids_from_bytes(rig.misses[2].theirs).tolist() == [18, 19, *output][:32]
-    assert rig.ask(3, [*base, *output, 1, 2, 3, 4, 5]) == ("new", 24)  # it goes on where others ended
+    assert rig.ask(3, [*base, *output, 1, 2, 3, 4, 5]) == ("new", 24)  # continues after others
     assert rig.ask(4, base, salt="x") == ("salt", 0)
     assert rig.ask(5, [40, *base]) == ("new", 0)
-    assert rig.ask(6, [0, 1, 2]) == ("none", 0)  # there is no full block in it
+    assert rig.ask(6, [0, 1, 2]) == ("none", 0)  # the prompt has no full block
     assert rig.ask(7, base, prompt_logprobs=0) == ("disabled", 0)
     assert rig.ask(8, [*base[:6], 49, *base[7:]]) == ("differs", 6)
     rig.check_told()
@@ -129,6 +129,7 @@ def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
     reasons = set()
     for seed in range(8):
         rng = random.Random(seed)
+        # The smaller limit holds about ten blocks, so that the memory of prompts must evict old prompts.
         most = rng.choice([RECORD_COST + 10 * BLOCK_COST, 1 << 20])
         states = rng.choice([0, 5])
         window = rng.choice([None, 6])
@@ -171,7 +172,7 @@ def test_the_memory_forgets_the_oldest_and_what_was_gone_on_from() -> None:
         return hashes
 
     first = take(0, [1] * 12)
-    longer = take(1, [1] * 20)  # goes on from it
+    longer = take(1, [1] * 20)  # continues the first prompt
     assert len(memory) == 1
     found = memory.having(first[0])
     assert found is not None
@@ -195,7 +196,7 @@ def test_sequences_that_one_overtakes_are_forgotten_however_many_are_older() -> 
         memory.remember(number, "", root, tokens, prompt_hashes(tokens.tobytes(), "", BLOCK))
 
     most = CANDIDATES + 1
-    for number, blocks in enumerate(range(most, 0, -1)):  # the first is none of the latest, but remembered
+    for number, blocks in enumerate(range(most, 0, -1)):  # the oldest prompt is remembered as well
         take(number, blocks)
     for number in range(most):
         memory.reached(number, most * BLOCK)

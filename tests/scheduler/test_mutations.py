@@ -1,6 +1,6 @@
-"""Planted bugs: the checker behind the random loads must see each of them.
+"""Planted bugs: the checks behind the random loads must detect each bug.
 
-Without one it sees nothing in the same loads: ``test_random.py``.
+Without a planted bug the same loads pass: ``test_random.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEEN_BY = {
     "name_a_snapshot_wrongly": 13,
     "load_nothing": 5,
 }
-"""Bug -> the seed that showed it: tried first, then all others."""
+"""Bug -> the seed that detected the bug before. This seed is tried first."""
 _release, _free_slot, _first_read = BlockPool.release, SlotTable.release, WindowKind._first_read
 _full_hit, _slide = FullKind.hit, WindowKind.slide
 _save, _acquire = StateKind.save, StateKind.acquire
@@ -116,7 +116,7 @@ def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
 
 
 def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked for, as if every boundary were where a row ends."""
+    """Plant a bug: save the newest state for every request, as if each boundary were the end of a row."""
     patch.setattr(
         StateKind,
         "save",
@@ -125,7 +125,7 @@ def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def save_too_late(patch: pytest.MonkeyPatch) -> None:
-    """After the row that goes on from the boundary, which has written over it."""
+    """Plant a bug: save after the next row, which has overwritten the state."""
     launched = SchedulerState.launched
 
     def forgetting(self: SchedulerState, plan: StepPlan) -> None:
@@ -203,7 +203,7 @@ ANY_DEPTH = [
     load_nothing,
 ]
 DEPTH_1 = [save_the_last_state]
-"""What can only go wrong where the state before the last is asked for: with drafts, one step at a time."""
+"""Bugs that only show when an earlier state is requested: with drafts, one step in flight."""
 
 
 @pytest.mark.parametrize("plant", DEPTH_2 + ANY_DEPTH)

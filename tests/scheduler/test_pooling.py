@@ -1,4 +1,4 @@
-"""Sequences that end with an embedding and no token."""
+"""Sequences that end with an embedding and without a token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 
 
 class Embedder(Rig):
-    """Keeps the embeddings that sequences get, and checks the events that bring them."""
+    """A rig that records the embeddings of sequences and checks the events with embeddings."""
 
     def __init__(self, *args: object, **more: object) -> None:
         super().__init__(*args, **more)  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ class Embedder(Rig):
     def check(self, request: Submit) -> None:
         event = self.ends[request.sequence]
         if event.finish == "abort" or (event.error is not None and event.error.code == "engine_dead"):
-            assert not event.embedding  # its client went away, or the group was lost with it too often
+            assert not event.embedding  # aborted, or lost too many times with the group
         elif request.seed == BAD_SEED:
             assert (event.finish, event.embedding) == ("error", b"")
             assert event.error is not None
@@ -79,7 +79,7 @@ def test_a_mean_reads_no_cache_and_both_fill_it() -> None:
 
 
 def test_a_prompt_may_be_as_long_as_the_context() -> None:
-    """Nothing comes behind it. The pool holds one sequence of that length, and no more."""
+    """No token follows the prompt. The pool holds exactly one sequence of the longest length."""
     rig = Embedder(kv_config(blocks=12, slots=2), 2, max_num_seqs=2)
     longest = rig.kv.max_model_len
     requests = [submit(n, [n] * longest, pooling="last") for n in range(2)]
@@ -108,7 +108,7 @@ def test_what_has_no_sense_with_it_is_refused() -> None:
 @mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_random_loads(depth: int, drafts: int) -> None:
-    """Among others, with little memory, ends from outside and lost ranks."""
+    """Embedding sequences run beside others, with little memory, aborts and lost ranks."""
     preempted = again = 0
     for seed in range(12):
         rng = random.Random(seed)

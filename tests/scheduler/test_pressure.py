@@ -1,4 +1,4 @@
-"""Small pools: everyone finishes, nobody is preempted often, nothing stalls quietly."""
+"""Small pools: every sequence finishes, preemptions are few, and no stall is silent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_one_and_a_half_sequences(depth: int, policy: str, window: int | None) -
 
 
 def test_a_long_tail_of_growing_sequences() -> None:
-    """All want the whole context: the worst case for recompute."""
+    """All sequences use the whole context: the worst case for recomputation."""
     rig = Rig(kv_config(blocks=18, max_model_len=48, caching=False), 2)
     for number in range(40):
         rig.submit(submit(number, [number], max_tokens=47))
@@ -72,9 +72,9 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
         rig.plan()
     assert rig.scheduler.stats().free_blocks == (0,)
     rig.commit()
-    rig.finish(0)  # a plan in flight names its blocks
+    rig.finish(0)  # a plan in flight uses the blocks of the sequence
     assert rig.scheduler.stats().free_blocks == (0,)
-    assert rig.plan() is None  # the other needs one, and sits out
+    assert rig.plan() is None  # the other sequence lacks a block and is left out
     rig.commit()
     assert rig.scheduler.stats().free_blocks == (6,)
     rig.drain()
@@ -84,7 +84,7 @@ def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
 
 @pytest.mark.requirement("F11")
 def test_one_sequence_alone_passes_a_minimal_pool() -> None:
-    """A window kind whose pool holds little more than the window: chunks are cut to fit."""
+    """A window group has a pool that holds little more than the window. Chunks are cut to fit."""
     kv = kv_config(full=False, window=6, window_blocks=3, max_model_len=48, caching=False)
     rig = Rig(kv, 2)
     rig.submit(submit(0, [5] * 40, max_tokens=8))
@@ -113,7 +113,7 @@ def test_budget_that_leaves_prefill_less_than_a_block_is_refused() -> None:
 
 @pytest.mark.requirement("F31")
 def test_full_queue_is_refused_and_the_admitted_finish() -> None:
-    """As many as can run at once, and the queue: also when they come before the first step."""
+    """The limit is ``max_num_seqs`` plus the queue, also before the first step."""
     rig = Rig(kv_config(), max_num_seqs=2, max_queued_requests=3)
     for number in range(5):
         rig.submit(submit(number, [1, 2, 3]))
@@ -153,13 +153,13 @@ def test_waiting_for_a_commit_is_not_taken_for_a_stall() -> None:
 
 
 def test_blocks_promised_to_prefills_are_not_there_for_admission() -> None:
-    """A long prompt that is read in chunks gets all the blocks it will need, though they are free for now."""
+    """A long prompt in chunks keeps a claim on all needed blocks, even on blocks that are still free."""
     rig = Rig(kv_config(blocks=12, caching=False), 1, long_prefill_token_threshold=8)
     rig.submit(submit(0, [1] * 40, max_tokens=2))
-    rig.submit(submit(1, [2] * 8, max_tokens=2))  # beside it in its first step
+    rig.submit(submit(1, [2] * 8, max_tokens=2))  # fits in the first step
     rig.plan()
     rig.commit()
-    rig.submit(submit(2, [3] * 8, max_tokens=2))  # beside its prefill under way
+    rig.submit(submit(2, [3] * 8, max_tokens=2))  # arrives during the prefill
     while not rig.told[0].tokens:
         assert [s.id for s in rig.scheduler._state.running] == [0]
         rig.step()

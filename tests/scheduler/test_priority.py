@@ -1,4 +1,4 @@
-"""Priority: who is admitted, who loses its blocks, who gives up a slot, and that nobody waits for ever."""
+"""Priority decides admission, preemption and giving up slots, and no sequence waits forever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_admission_follows_priority_and_of_equals_arrival() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_where_blocks_are_short_the_least_urgent_goes(depth: int) -> None:
-    """The urgent one came last: by arrival it would be the victim."""
+    """The urgent sequence came last. By arrival alone it would lose its blocks."""
     rig = Rig(kv_config(blocks=13, slots=3 * depth), depth, max_num_seqs=3)
     for number, priority in enumerate([1, 2, 0]):
         rig.submit(submit(number, [number] * 12, max_tokens=30, priority=priority))
@@ -41,7 +41,7 @@ def test_where_blocks_are_short_the_least_urgent_goes(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_urgent_newcomer_gets_a_slot_after_a_turn(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from clients that run no more than its own does; not from those that are as urgent as it."""
+    """Clients with no more running sequences give up a slot too, except clients of the same priority."""
     monkeypatch.setattr(crowding_module, "TURN", TURN)
     rig = Rig(kv_config(slots=3 * depth, **LONG), depth, max_num_seqs=3)
     for number in range(2):
@@ -49,12 +49,12 @@ def test_an_urgent_newcomer_gets_a_slot_after_a_turn(depth: int, monkeypatch: py
     rig.submit(submit(2, [2], max_tokens=30 * TURN, owner=99))
     for _ in range(TURN + 2):
         rig.step()
-    rig.submit(submit(50, [5], max_tokens=2 * TURN, owner=99))  # its own client runs one already
+    rig.submit(submit(50, [5], max_tokens=2 * TURN, owner=99))  # owner 99 runs 2 already
     before = len(rig.plans)
     while 50 not in running(rig):
         rig.step()
     assert len(rig.plans) - before <= 3
-    assert running(rig) == [2, 50, 0]  # the last in order gave way
+    assert running(rig) == [2, 50, 0]  # the last in order gave up its slot
     rig.drain()
     rig.check_told()
     rig.check_idle()
@@ -80,7 +80,7 @@ def test_nobody_gives_way_before_a_turn_or_too_often(monkeypatch: pytest.MonkeyP
 def test_the_least_urgent_get_one_slot_in_so_many(
     depth: int, priorities: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Urgent ones never stop coming; each other priority gets its sequences done all the same."""
+    """Urgent sequences arrive without end. Sequences of every other priority still finish."""
     monkeypatch.setattr(queue_module, "PASSES", 6)
     rig = Rig(kv_config(slots=2 * depth), depth, max_num_seqs=2)
     late = {priority: 1000 + priority for priority in priorities}
@@ -106,7 +106,7 @@ def test_the_least_urgent_get_one_slot_in_so_many(
 
 @mostly_slow("depth", [1, 2], [2])
 def test_random_priorities_change_no_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sequence gets the tokens that it gets alone, in whatever order they ran."""
+    """Each sequence gets the tokens of a run alone, in any order."""
     monkeypatch.setattr(crowding_module, "TURN", 3)
     monkeypatch.setattr(queue_module, "PASSES", 5)
     yielded = 0

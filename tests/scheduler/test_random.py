@@ -1,4 +1,4 @@
-"""Random loads on small pools: everyone gets the tokens they would have got alone, and nothing is lost."""
+"""Random loads on small pools: each sequence gets the tokens of a run alone, and no block or slot is lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.slow import mostly_slow
 @pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 40), marks=pytest.mark.grid)])
 @mostly_slow("depth", [1, 2], [2])
 def test_random_loads(depth: int, seeds: range) -> None:
-    """Those of test_mutations: nothing is seen without a planted bug."""
+    """The loads of ``test_mutations`` pass without a planted bug."""
     preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0
     for seed in seeds:
         rig = random_run(seed, depth)
@@ -30,7 +30,7 @@ def test_random_loads(depth: int, seeds: range) -> None:
         saved += rig.runner.saved
         loaded += rig.runner.loaded
         rejected += rig.runner.rejected
-        # Of the rows that were still alive when they committed.
+        # The scheduler counts only rows that were alive at commit.
         assert sum(stats.drafts_accepted) <= rig.runner.accepted
         assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
     assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         many = random_submits(rng, len(self.rig.told), self.requests, turn or self.bases)
         for number, one in enumerate(many):
             if number and late and self.rig.scheduler.has_work():
-                self.rig.step()  # a sibling that arrives after its leader was planned
+                self.rig.step()  # a parallel sample arrives after the first sample was planned
             self.rig.submit(one)
         self.requests += 1
 

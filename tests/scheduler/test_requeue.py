@@ -1,4 +1,4 @@
-"""Ranks that are lost: whoever ran is computed again, and hears the tokens it would have heard."""
+"""Lost ranks: running sequences are recomputed, and clients get the same tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_steps_in_flight_are_forgotten_and_the_order_is_kept() -> None:
     assert rig.in_flight
     rig.lose()
     with_slot = [s.id for s in rig.scheduler._state.waiting]
-    assert with_slot == [1, 2, 3, 0]  # by priority and arrival, as at first
+    assert with_slot == [1, 2, 3, 0]  # by priority and arrival, as before the loss
     assert rig.scheduler.stats().requeued == 2
     rig.audit()
     rig.drain()
@@ -42,11 +42,11 @@ def test_steps_in_flight_are_forgotten_and_the_order_is_kept() -> None:
 
 
 def test_who_may_be_why_is_given_up() -> None:
-    """After three losses in a row without a token; one token, and it counts from the start."""
+    """A sequence fails after three losses in a row without a token. A token resets the count."""
     rig = Rig(kv_config(), depth=1, max_num_seqs=2, max_num_batched_tokens=100)
     for number in (1, 2, 3):
         rig.submit(submit(number, [number] * 9, request=number, max_tokens=30))
-    for _ in range(6):  # two losses between tokens are fine
+    for _ in range(6):  # two losses between tokens are allowed
         rig.lose()
         rig.step()
         rig.lose()

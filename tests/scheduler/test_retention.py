@@ -1,4 +1,4 @@
-"""What sessions have cached is evicted after all else for a while."""
+"""Cached blocks of sessions are evicted after all other blocks, for a limited time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 
 class Timed(Rig):
-    """A rig whose clock is set by hand, and that keeps sessions for ``SECONDS``."""
+    """A rig with a clock set by hand, which retains sessions for ``SECONDS``."""
 
     def __init__(self, kv: Any, depth: int = 1, seconds: float = SECONDS, **section: Any) -> None:
         super().__init__(kv, depth, **section)
@@ -32,7 +32,7 @@ class Timed(Rig):
         return super().plan()
 
     def ask(self, number: int, prompt: list[int], **more: Any) -> int:
-        """Runs a prompt to its end; how much of it was cached."""
+        """Run a prompt to the end. Return the number of cached positions."""
         self.submit(submit(number, prompt, **more))
         self.drain()
         return self.told[number].num_cached
@@ -69,7 +69,7 @@ def test_but_not_for_ever() -> None:
 
 
 def test_and_whoever_needs_blocks_gets_them() -> None:
-    """All of the pool that is not in use is available, kept or not."""
+    """All blocks that are not in use are available, retained or not."""
     rig = Timed(kv_config(blocks=13, slots=2), max_num_seqs=2)
     for number in range(3):
         rig.ask(number, [number] * 20, session=f"s{number}")
@@ -85,9 +85,9 @@ def test_and_whoever_needs_blocks_gets_them() -> None:
 def test_a_later_turn_takes_the_place_of_an_earlier_one() -> None:
     rig = Timed(kv_config(blocks=24, slots=2), max_num_seqs=1)
     rig.ask(0, [*BASE[:8], 40, 41, 42, 43, 44, 45, 46, 47, 48], session="s")
-    rig.ask(1, [*BASE, 1], session="s")  # parts from it after 8 tokens
+    rig.ask(1, [*BASE, 1], session="s")  # diverges after 8 tokens
     others(rig, 10, 7)
-    assert rig.ask(2, [*BASE[:8], 40, 41, 42, 43, 44]) == 8  # the branch that was left has gone
+    assert rig.ask(2, [*BASE[:8], 40, 41, 42, 43, 44]) == 8  # the abandoned branch was evicted
     assert rig.ask(3, [*BASE, 2]) == 20
 
 
@@ -101,7 +101,7 @@ def test_sessions_together_keep_a_share_and_the_oldest_go_first() -> None:
     assert list(retention._sessions) == ["s3", "s4", "s5"]
     rig.ask(
         9, list(range(49)) + list(range(40)), session="long", max_tokens=1
-    )  # more than the share: its head
+    )  # more than the share: only the beginning is retained
     assert retention.blocks <= SHARE * 40
     assert "long" in retention._sessions
 
@@ -155,7 +155,7 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     pool.unkeep(keys[2])
     pool.unkeep(keys[1])
     assert [pool.take() for _ in range(4)] == [blocks[2], blocks[3], blocks[0], blocks[1]]
-    pool.publish(blocks[1], keys[1])  # its content is kept still
+    pool.publish(blocks[1], keys[1])  # the content is still retained
     pool.publish(blocks[3], keys[3])
     pool.release(blocks[1], -1)
     pool.release(blocks[3], -1)
@@ -166,21 +166,22 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
 
 
 def test_what_was_evicted_and_cached_again_is_kept_as_often_as_somebody_keeps_it() -> None:
-    """The end of one session takes nothing from another one, whose turn has computed the same again."""
+    """The end of one session does not release blocks that another session has computed again."""
     rig = Timed(kv_config(blocks=12, slots=2), max_num_seqs=1)
     rig.ask(0, BASE, session="a")
-    rig.ask(1, [9] * 47, max_tokens=1)  # takes all blocks, kept or not
+    rig.ask(1, [9] * 47, max_tokens=1)  # takes all blocks, retained or not
     rig.now = SECONDS / 2
     rig.ask(2, BASE, session="b")
     assert rig.told[2].num_cached == 0
-    rig.now = SECONDS + 0.1  # a has ended, b has not
+    rig.now = SECONDS + 0.1  # session a has ended, session b has not
     others(rig, 10, 7)
     assert list(rig.scheduler._state.retention._sessions) == ["b"]
     assert rig.ask(30, [*BASE, 1]) >= 16
 
 
 def test_a_session_that_ends_takes_no_snapshot_from_another() -> None:
-    """Both have the same beginning; each keeps its last snapshot, and gives up that alone."""
+    """Two sessions share a beginning. Each retains only its last snapshot, and releases only this
+    snapshot."""
     rig = Timed(kv_config(blocks=100, slots=2, states=6, stride=4, max_model_len=100), max_num_seqs=1)
     rig.ask(0, [*BASE, *BASE, 1], session="long")
     rig.now = SECONDS / 2

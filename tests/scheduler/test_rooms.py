@@ -1,4 +1,4 @@
-"""Rooms as one scheduler sees them: what it asks, hears and tells, step by step."""
+"""Transfers from the view of one scheduler: requests, events and tokens, step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key_of(sequence: int) -> RoomKey:
 
 
 class Side:
-    """A scheduler of one role and a fake runner; the test is everything else."""
+    """A scheduler of one role with a fake runner. The test plays everything else."""
 
     def __init__(
         self,
@@ -114,7 +114,8 @@ class Side:
     def land(
         self, sequence: int, reserved: r.RoomRequest, request: Submit, logprobs: bytes = b""
     ) -> list[TokenEvent]:
-        """Everything comes that the room was to bring."""
+        """Write the whole cache of ``sequence`` and report the transfer as received. Return the token
+        events."""
         assert isinstance(reserved, r.ReserveRoom)
         known = np.frombuffer(request.prompt_ids + request.emitted_ids, "<i4").tolist()
         prefix = prefix_hashes(known)
@@ -240,7 +241,7 @@ def test_a_sequence_that_ends_with_prefill_needs_no_room(facts: dict[str, Any], 
     side.drain()
     _, cancel = side.scheduler.room_requests()
     assert isinstance(cancel, r.CancelRoom)
-    assert cancel.error is None  # nothing has failed: the front gets the end from here
+    assert cancel.error is None  # not a failure: the API server gets the end from this side
     assert [event.finish for event in side.events] == [finish]
     side.room(r.RoomFailed(key_of(1), ERROR))
     assert side.held == 3
@@ -250,7 +251,7 @@ def test_a_sequence_that_ends_with_prefill_needs_no_room(facts: dict[str, Any], 
 
 @pytest.mark.requirement("E5")
 def test_states_leave_in_the_plan_after_and_wait_for_a_snapshot() -> None:
-    """With two snapshots of each kind, the third that moves waits until the room of another has landed."""
+    """With two snapshots for each group, the third handed-off sequence waits until another transfer ends."""
     side = Side("prefill", kv_config(states=2, caching=False), max_num_batched_tokens=64)
     for number in (1, 2, 3):
         side.submit(number, [number] * 10)
@@ -364,7 +365,7 @@ def test_a_lost_group_gives_back_what_ran_and_keeps_on_hold_what_rooms_read() ->
     assert names(side.scheduler.room_requests()) == ["CancelRoom"]
     assert side.held == 2
     assert isinstance(side.state(2), Waiting)
-    side.drain()  # the second was not begun
+    side.drain()  # the second transfer was not begun
     assert side.events[-1].finish == "moved"
     side.room(r.RoomFreed(key_of(1)))
     side.room(r.RoomLanded(key_of(2)))
@@ -381,7 +382,7 @@ def test_siblings_have_rooms_of_their_own_and_share_what_is_full() -> None:
         offers = [request for request in asked if isinstance(request, r.OfferRoom)]
         assert [(offer.key.room, offer.num_cached) for offer in offers] == [(0, 0), (1, 8), (2, 8)]
         assert names(asked).count("FinishRoom") == 3
-        assert side.held == 2 + 3  # two full blocks, and the last of each
+        assert side.held == 2 + 3  # two full blocks, and the last block of each sequence
         for choice in (1, 0, 2):
             side.room(r.RoomLanded(key_of(choice)))
         side.check_idle()
@@ -412,6 +413,7 @@ def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth:
     assert side.held == 0
     plan = side.plan()
     assert plan is not None
+    # The received token is the only id without a cache entry: the first row is a decode row at position 10.
     assert (plan.prefill.rows, plan.decode.rows) == (0, 1)
     assert plan.decode.start.tolist() == [10]
     (alloc,) = [op for op in plan.ops if isinstance(op, AllocSlot)]
@@ -510,7 +512,8 @@ def test_running_sequences_keep_a_share_of_the_blocks() -> None:
 @pytest.mark.requirement("E6")
 @pytest.mark.parametrize(("max_tokens", "taken"), [(9, 4), (2, 3)])
 def test_a_reservation_has_room_for_the_drafts_of_the_first_step(max_tokens: int, taken: int) -> None:
-    """The first token, and two drafts behind it, within the sequence's limit. Blocks have four tokens."""
+    """The reservation covers the first token and two drafts, within ``max_tokens``. Blocks have four
+    tokens."""
     kv = kv_config(copies=3)
     side = Side("decode", kv)
     request = side.submit(1, max_tokens=max_tokens)
@@ -522,7 +525,7 @@ def test_a_reservation_has_room_for_the_drafts_of_the_first_step(max_tokens: int
     assert blocks() == taken
     side.land(1, reserved, request)
     plan = side.plan()
-    if max_tokens > 2:  # else the token that came is followed by the last one
+    if max_tokens > 2:  # otherwise the last token follows the received token
         assert plan is not None
         assert plan.decode.next_k.tolist() == [2]
     assert blocks() == taken
@@ -573,7 +576,8 @@ def test_a_sequence_that_ended_at_the_other_end_is_no_eviction(
 @pytest.mark.parametrize("when", ["awaiting", "fetching"])
 @pytest.mark.parametrize("how", ["abort", "late", "failed", "lost"])
 def test_a_receiver_ends_before_its_room(when: str, how: str) -> None:
-    """Its blocks stay on hold until nobody writes to them; the room is told, unless it told that itself."""
+    """The blocks stay pinned until the writes end. The transfer is cancelled unless the transfer failed
+    first."""
     side = Side("decode", kv_config(states=2))
     side.submit(1, seconds=5.0)
     asked = side.want(1) if when == "fetching" else []
@@ -581,7 +585,7 @@ def test_a_receiver_ends_before_its_room(when: str, how: str) -> None:
     if how == "abort":
         events = side.scheduler.finish(1)
     elif how == "late":
-        if when == "awaiting":  # its sender may have a long queue: that counts from the offer on
+        if when == "awaiting":  # the deadline counts from the offer, because the sender's queue may be long
             assert side.scheduler.expire(1e3) == []
             side.scheduler._state.caches.fits = lambda *args, **kwargs: False  # type: ignore[method-assign]
             assert names(side.want(1)) == ["PostponeRoom"]
@@ -654,13 +658,13 @@ def test_what_has_landed_waits_its_turn_for_a_slot_and_passes_by_who_lacks_block
     assert order == [1, 2, 3]
     side.check_idle()
     side = Side("decode", kv_config(blocks=12), max_num_seqs=2)
-    side.local(1, [1] * 40, max_tokens=3)  # first, and there will be no blocks for it
+    side.local(1, [1] * 40, max_tokens=3)  # the oldest sequence, which will lack blocks
     request = side.submit(2, [2] * 10, max_tokens=3)
     reserved = side.want(2)
     side.land(2, reserved[0], request)
     side.submit(3, [3] * 10)
     side.step()
-    assert names(side.want(3)) == ["PostponeRoom"]  # not before the one that starves
+    assert names(side.want(3)) == ["PostponeRoom"]  # not before the starving sequence
     side.drain()
     assert [event.sequence for event in side.events if event.finish] == [2, 1]
 

@@ -1,6 +1,6 @@
-"""Planted bugs of transfers: the checks behind the random loads of two groups must see each of them.
+"""Planted bugs of transfers: the checks behind the random loads of two groups must detect each bug.
 
-Without one they see nothing in the same loads: ``test_rooms_random.py``.
+Without a planted bug the same loads pass: ``test_rooms_random.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEEN_BY = {
     "save_the_state_and_tell_nobody": 2,
     "hit_what_is_not_there": 4,
 }
-"""Bug -> the seed that showed it: tried first, then all others."""
+"""Bug -> the seed that detected the bug before. This seed is tried first."""
 _reset, _on, _save, _ended = BlockPool.reset, SchedulerRooms.on, SchedulerState.save, RoomBook.ended
 _export, _leaves, _adopt = RoomBook.export, RoomBook.leaves, StateKind.adopt
 
@@ -41,7 +41,7 @@ def forget_holds_with_the_ranks(patch: pytest.MonkeyPatch) -> None:
         holds, self._holds = self._holds, {}
         _reset(self)
         self._holds = holds
-        for block in holds:  # so that nobody stumbles over the hold's own end
+        for block in holds:  # so that the end of the pin does not fail first
             self._references[block] = 0
 
     patch.setattr(BlockPool, "reset", reset)
@@ -57,7 +57,7 @@ def give_back_before_the_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_a_deadline(patch: pytest.MonkeyPatch) -> None:
-    """A sequence that ends has its blocks back at once."""
+    """Plant a bug: a sequence that ends gets its blocks back at once."""
 
     def ended(self: RoomBook, sequence: object, finish: str, error: object) -> None:
         record = self.of(sequence)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def say_nothing_of_who_is_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit_what_is_not_there(patch: pytest.MonkeyPatch) -> None:
-    """Of a window, as if what is below the hit were never read."""
+    """Plant a bug: the window group hits without the blocks below the hit position."""
     patch.setattr(
         WindowKind,
         "fetch_hit",

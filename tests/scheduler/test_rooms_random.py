@@ -1,4 +1,4 @@
-"""Random loads of two groups: everybody gets the tokens they would have got alone, whatever happens."""
+"""Random loads of two groups: each sequence gets the tokens of a run alone, under any faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.support.slow import mostly_slow
 
 
 def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.0, tight: int = 0) -> World:
-    """Streams come while anything happens; then ``patience`` seconds of peace at most, until all is over."""
+    """Run streams under faults, then at most ``patience`` seconds without new streams, until all have
+    ended."""
     world = World(seed, harm, tight)
     rng = random.Random(seed + 1)
     bases = random_bases(rng)
@@ -72,7 +73,8 @@ def test_random_loads_of_two_groups(seeds: range) -> None:
 
 
 def test_without_faults_little_is_given_back() -> None:
-    """Only who ended with the first token, and whom others needed the blocks of."""
+    """Only sequences that ended with the first token, and sequences whose blocks others needed, are
+    returned."""
     for seed in range(6):
         world = play(seed, harm=0.0)
         world.check_end()
@@ -84,7 +86,7 @@ def test_without_faults_little_is_given_back() -> None:
 
 @mostly_slow("tight", [1, 2, 4], [2])
 def test_local_sequences_and_those_that_come_share_a_small_cache(tight: int) -> None:
-    """Each of them gets on, whoever holds the blocks."""
+    """Local and received sequences all progress, whichever sequence has the blocks."""
     preempted = evicted = 0
     for seed in range(12):
         world = play(seed, harm=0.3, tight=tight)

@@ -1,4 +1,4 @@
-"""Rooms beside other work: who gets blocks first, what time counts, and how losses are told."""
+"""Transfers beside other work: order of reservations, deadlines, and reports of losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_small_offers_do_not_pass_a_large_one_for_ever() -> None:
     assert names(side.want(2, 40)) == ["PostponeRoom"]
     side.submit(3, [3] * 10)
     side.submit(4, [4] * 10)
-    assert names(side.want(3)) == ["PostponeRoom"]  # it would fit
+    assert names(side.want(3)) == ["PostponeRoom"]  # the transfer would fit
     assert names(side.want(4)) == ["PostponeRoom"]
     side.land(1, reserved[0], request)
     side.drain()
@@ -49,14 +49,14 @@ def test_small_offers_do_not_pass_a_large_one_for_ever() -> None:
 
 
 def reserved_now(side: Side) -> list[int]:
-    """Who gets blocks though no sender has asked again, in order."""
+    """Return the transfers that get blocks without a repeated offer, in order."""
     asked = side.scheduler.room_requests()
     return [request.key.room for request in asked if isinstance(request, r.ReserveRoom)]
 
 
 @pytest.mark.parametrize("ends", ["length", "abort", "freed"])
 def test_who_was_put_off_gets_blocks_when_they_are_free_and_is_not_asked_again(ends: str) -> None:
-    """Its stream would stand still until then."""
+    """Otherwise the stream would stall until the sender repeats the offer."""
     side = Side("decode", kv_config(blocks=12, caching=False))
     request = side.submit(1, [1] * 40, max_tokens=3)
     (reserved,) = side.want(1, 40)
@@ -69,11 +69,11 @@ def test_who_was_put_off_gets_blocks_when_they_are_free_and_is_not_asked_again(e
         side.drain()
     else:
         side.scheduler.finish(1)
-        assert reserved_now(side) == []  # its room may still be written to
+        assert reserved_now(side) == []  # the transfer may still write
         side.room(r.RoomFreed(key_of(1)) if ends == "freed" else r.RoomLanded(key_of(1), ()))
     assert reserved_now(side) == [2]
     assert side.scheduler.room_requests() == []
-    assert names(side.want(2, 40)) == []  # this message was on its way
+    assert names(side.want(2, 40)) == []  # this message was in flight
 
 
 def test_who_was_put_off_is_answered_in_order_of_arrival() -> None:
@@ -93,7 +93,7 @@ def test_who_was_put_off_is_answered_in_order_of_arrival() -> None:
 
 
 def test_who_was_put_off_finds_what_has_come_for_another() -> None:
-    """Then it lacks less than when it was asked."""
+    """A postponed transfer finds blocks that another transfer has brought, and needs fewer blocks."""
     side = Side("decode", kv_config(blocks=16))
     first = side.submit(1, [1] * 36, max_tokens=20)
     (reserved,) = side.want(1, 36)
@@ -147,7 +147,7 @@ def test_a_large_offer_that_ends_keeps_nobody_out(how: str) -> None:
 def test_blocks_that_a_prompt_under_way_will_take_are_not_given_to_rooms() -> None:
     side = Side("decode", kv_config(blocks=12, caching=False), long_prefill_token_threshold=4)
     side.local(1, [1] * 36, max_tokens=2)
-    side.step()  # it has one block, and wants ten
+    side.step()  # has one block, needs ten
     side.submit(2, [2] * 10)
     assert names(side.want(2)) == ["PostponeRoom"]
     side.drain()
@@ -156,7 +156,7 @@ def test_blocks_that_a_prompt_under_way_will_take_are_not_given_to_rooms() -> No
 
 
 def test_the_time_of_a_room_counts_from_its_offer() -> None:
-    """However long the queue of the sender is; its blocks are excused as long."""
+    """The length of the sender's queue does not count. The pinned blocks are excused for as long."""
     side = Side("prefill", kv_config())
     side.submit(1, seconds=10.0)
     side.now = 1e3
@@ -177,7 +177,7 @@ def test_the_end_of_an_attempt_is_not_told_of_the_next_one() -> None:
     side = Side("decode", kv_config())
     side.submit(1)
     side.submit(2)
-    side.scheduler._state.evict(side.scheduler._state.live[1], "planted")  # and nobody asked for events yet
+    side.scheduler._state.evict(side.scheduler._state.live[1], "planted")  # and the events were not read yet
     side.scheduler._state.evict(side.scheduler._state.live[2], "planted")
     assert [(e.sequence, e.finish) for e in side.scheduler.finish(1)] == [(1, "evicted")]
     again = submit(1, PROMPT)
@@ -208,7 +208,7 @@ def test_who_ran_when_ranks_were_lost_is_given_back_with_a_code_of_its_own(role:
     side.events.clear()
     side.in_flight.clear()
     side.scheduler.lose()
-    events = side.scheduler.expire(0.0)  # told at once, not only when the group is whole again
+    events = side.scheduler.expire(0.0)  # reported at once, before the group is formed again
     assert [(e.sequence, e.finish, e.error.code if e.error else "") for e in events] == [
         (1, "evicted", "group_lost")
     ]

@@ -1,4 +1,4 @@
-"""One sequence's life: validation, ends, siblings, prompt logprobs, prefix hits, states."""
+"""The life of one sequence: validation, ends, parallel samples, prompt logprobs, prefix hits, states."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_siblings_share_the_prompt(caching: bool, late: bool) -> None:
     rig.check_told()
     rig.check_idle()
     assert [rig.told[n].num_cached for n in range(3)] == [0, 28, 28]
-    assert most <= 7 + 3 * 3  # seven shared blocks; each has a tail of its own
+    assert most <= 7 + 3 * 3  # seven shared blocks, and a tail for each sequence
     assert rig.scheduler.stats().prefix_hits == 56
 
 
@@ -177,7 +177,7 @@ def test_siblings_wait_for_the_prompt_and_block_nobody() -> None:
     rig.submit(submit(1, [1] * 20, request=0, choice=1, max_tokens=3))
     rig.submit(submit(2, [2] * 6, max_tokens=3))
     rig.step()
-    assert rig.told[2].tokens  # younger, and not held up by the sibling
+    assert rig.told[2].tokens  # a younger sequence is not delayed by the parallel sample
     assert rig.scheduler.stats().waiting == 1
     rig.drain()
     rig.check_told()

@@ -1,4 +1,4 @@
-"""Rows that are handled together, as columns, and the same rows one by one: nobody can tell."""
+"""Rows handled together as columns give the same results as the same rows one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.types.plan import AppendBlocks, AppendEach, Op, StepPlan, column
 
 
 def appended(ops: tuple[Op, ...]) -> dict[tuple[int, int], int]:
-    """Blocks that a plan appends: how many by (slot, kind)."""
+    """Return the number of appended blocks of a plan by (slot, KV cache group)."""
     counts: dict[tuple[int, int], int] = {}
     for op in ops:
         if isinstance(op, AppendEach):
@@ -36,7 +36,7 @@ def shape(plan: StepPlan) -> list[Any]:
 
 
 def outcome(rig: Rig) -> list[Any]:
-    """All that a rig did and told."""
+    """Return all plans, outputs and statistics of a rig."""
     told = [(t.tokens, t.logprob_ids, t.finish, t.stop_id, t.num_cached) for t in rig.told.values()]
     return [told, [shape(plan) for plan in rig.plans], rig.scheduler.stats()]
 
@@ -45,14 +45,15 @@ def outcome(rig: Rig) -> list[Any]:
 def test_growing_together_or_one_by_one_makes_the_same_plans(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without drafts, which rows give up before they grow one by one.
+    # Without drafts: rows give up drafts before they grow one by one.
     together = outcome(random_run(seed, 2, drafts=False))
     monkeypatch.setattr(Caches, "grow", lambda self, slots, upto: None)
     assert outcome(random_run(seed, 2, drafts=False)) == together
 
 
 def busy_run() -> tuple[Rig, list[list[TokenEvent]]]:
-    """A load that never evicts (which block goes first depends on the order within a commit)."""
+    """Run a load without evictions, because the order within a commit decides which block is evicted
+    first."""
     rig = Rig(kv_config(blocks=400, window=6, window_blocks=400), 2, max_num_seqs=6)
     heard: list[list[TokenEvent]] = []
     for number in range(30):

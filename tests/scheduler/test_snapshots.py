@@ -1,4 +1,4 @@
-"""Recurrent models in the scheduler: when states are saved and loaded, and what that saves."""
+"""Recurrent models in the scheduler: when states are saved and loaded, and which computation is saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rig(depth: int = 1, **facts: object) -> Rig:
 
 
 def saves(plans: list[StepPlan]) -> list[tuple[int, int]]:
-    """(step, slot) of each snapshot that was made of the first state kind."""
+    """Return (step, slot) of each snapshot of the first state group."""
     return [
         (plan.step, op.slot)
         for plan in plans
@@ -31,7 +31,7 @@ def loads(plans: list[StepPlan]) -> int:
 
 
 def chunks(plans: list[StepPlan]) -> list[tuple[int, int]]:
-    """(start, end) of each prefill row."""
+    """Return (start, end) of each prefill row."""
     return [
         (start, start + count)
         for plan in plans
@@ -44,7 +44,7 @@ def test_a_repeated_prompt_goes_on_from_the_last_boundary(depth: int) -> None:
     it = rig(depth, stride=28)
     it.submit(submit(0, PROMPT))
     it.drain()
-    assert chunks(it.plans) == [(0, 24), (24, 28), (28, 30)]  # by the budget, the mark, the end
+    assert chunks(it.plans) == [(0, 24), (24, 28), (28, 30)]  # budget, mark, end
     assert saves(it.plans) == [(2, 0)]  # in the plan after the chunk
     for number in (1, 2):
         it.submit(submit(number, PROMPT + [1] * number))
@@ -63,8 +63,8 @@ def test_the_next_turn_of_a_chat_goes_on_from_what_was_said() -> None:
     assert len(said) == 27
     it.submit(submit(1, [*said, 3, 4, 5]))
     it.drain()
-    # The last id was sampled and never computed: 26 positions, whose last boundary is 24. Snapshots are as
-    # far apart there as the stride says (64 at most).
+    # The last id was sampled and never computed: 26 positions, with the last boundary at 24. In decode,
+    # snapshots are as far apart as the stride (at most 64).
     assert it.told[1].num_cached == 16
     other = rig(stride=4)
     other.submit(submit(0, PROMPT[:10], max_tokens=17))
@@ -86,7 +86,7 @@ def test_of_a_sequence_that_decodes_one_snapshot_is_left() -> None:
 
 @pytest.mark.parametrize("copies", [2, 4])
 def test_drafts_do_not_keep_boundaries_from_being_saved(copies: int) -> None:
-    """One step at a time the length is known when a step is planned, and earlier states are at hand."""
+    """With one step in flight the length is known at planning, and earlier states are still available."""
     it = rig(stride=4, copies=copies)
     for number in range(6):
         it.submit(submit(number, PROMPT[number : number + 9], max_tokens=30))
@@ -102,13 +102,13 @@ def test_a_slot_whose_length_is_not_known_is_not_saved() -> None:
     it = rig(2, stride=4, copies=4)
     for number in range(4):
         it.submit(submit(number, PROMPT[number : number + 9], max_tokens=30))
-    it.drain()  # the runner would see it
+    it.drain()  # the runner would fail
     it.check_told()
     assert it.runner.accepted > 10
 
 
 def test_who_shares_the_start_of_a_prompt_gains_from_the_third_on() -> None:
-    """The second shows how much is shared: the lines of that were there, and no state."""
+    """The second prompt reveals the shared length: the entries were cached, but no state was."""
     it = rig(stride=16)
     cached = []
     for number in range(4):
@@ -164,9 +164,9 @@ def test_a_full_pool_never_keeps_anyone_waiting() -> None:
 
 
 def test_a_slot_is_not_given_away_while_its_state_is_saved() -> None:
-    """The sequence sits out the plan that saves it, and is aborted: the slot waits for that plan."""
+    """The sequence sits out the plan that saves the state, and is aborted. The slot waits for this plan."""
     it = rig(2, stride=4, slots=4, max_num_seqs=2)
-    it.submit(submit(0, PROMPT[:8], max_tokens=5))  # at 8 tokens it is at a boundary, and at its limit at 12
+    it.submit(submit(0, PROMPT[:8], max_tokens=5))  # at a boundary with 8 tokens, at the limit with 12
     it.submit(submit(1, PROMPT[:5], max_tokens=30))
     for _ in range(40):
         plan = it.plan() if len(it.in_flight) < 2 else None
@@ -187,7 +187,7 @@ def test_a_slot_is_not_given_away_while_its_state_is_saved() -> None:
 
 
 def test_a_snapshot_that_its_plan_had_not_committed_outlives_an_abort() -> None:
-    it = rig(2, stride=28, full=False)  # lines of what had not committed are lost
+    it = rig(2, stride=28, full=False)  # entries that had not committed are lost
     it.submit(submit(0, PROMPT))
     while not saves(it.plans):
         assert len(it.plans) < 9
@@ -202,7 +202,7 @@ def test_a_snapshot_that_its_plan_had_not_committed_outlives_an_abort() -> None:
 
 
 def test_a_row_that_failed_leaves_no_snapshot() -> None:
-    """Its third output makes 8 positions: at the time of the error the plan that saves them is in flight."""
+    """The third output makes 8 positions. At the error, the plan that saves the state is in flight."""
     tokens, finish = alone(submit(0, PROMPT[:6], seed=BAD_SEED), 48)
     assert (len(tokens), finish) == (2, "error")
     it = rig(2, stride=4)
@@ -225,7 +225,7 @@ def test_a_preempted_sequence_comes_back_to_its_last_boundary() -> None:
 
 
 def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
-    """Tokens that come several a step fill blocks, and boundaries lie among them."""
+    """Several tokens in one step fill blocks. Boundaries lie between these tokens."""
     for states in (0, 40):
         it = rig(stride=4, copies=4, states=states)
         it.runner.right = 1.0
@@ -236,6 +236,6 @@ def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
             said = PROMPT[: 8 + number] + it.told[number].tokens
             it.submit(submit(10 + number, [*said, 3]))
             it.drain()
-            # 37 positions were computed. No plan comes after the last, so what ends in it is not saved.
+            # 37 positions were computed. No plan follows the last step, so states at its end are not saved.
             assert it.told[10 + number].num_cached >= (32 if states else 36)
         it.check_told()

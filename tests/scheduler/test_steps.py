@@ -1,4 +1,4 @@
-"""What is in a step: segments, budget, order, chunks, policies."""
+"""The content of a step: segments, budget, order, chunks, policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.types.plan import AllocSlot, FreeSlot, StepPlan
 
 
 def sequences(rig: Rig, plan: StepPlan) -> tuple[list[int], list[int]]:
-    """Ids of the sequences of the prefill and the decode rows."""
+    """Return the ids of the sequences of the prefill rows and of the decode rows."""
     by_slot = {s.state.slot: s.id for s in rig.scheduler._state.running}  # type: ignore[union-attr]
     return [by_slot[s] for s in plan.prefill.slot.tolist()], [by_slot[s] for s in plan.decode.slot.tolist()]
 
@@ -47,10 +47,10 @@ def test_decode_is_reserved_first_and_prefill_spends_the_rest() -> None:
     assert plan.prefill.logits.tolist() == [0]
     rig.commit()
     plan = planned(rig)
-    assert sequences(rig, plan) == ([3, 4], [0, 1, 2])  # FCFS survives carry-over
+    assert sequences(rig, plan) == ([3, 4], [0, 1, 2])  # arrival order survives a partial prompt
     assert plan.prefill.start.tolist() == [21, 0]
     assert plan.prefill.count.tolist() == [19, 2]
-    assert plan.prefill.sample.tolist() == [1, 0]  # the last chunk samples in its own step
+    assert plan.prefill.sample.tolist() == [1, 0]  # the last chunk samples in the same step
     rig.commit()
     assert len(rig.told[3].tokens) == 1
     rig.drain()
@@ -59,7 +59,7 @@ def test_decode_is_reserved_first_and_prefill_spends_the_rest() -> None:
 
 @pytest.mark.requirement("B4")
 def test_last_chunk_and_first_decode_at_depth_2() -> None:
-    """Planned before the sampled token is known: the row starts where it will be."""
+    """A decode row is planned before the token is sampled, and starts at the future position of the token."""
     rig = Rig(kv_config(), 2)
     rig.submit(submit(0, [3] * 5, max_tokens=3))
     first, second = planned(rig), planned(rig)
@@ -71,7 +71,7 @@ def test_last_chunk_and_first_decode_at_depth_2() -> None:
     third = planned(rig)
     assert third.decode.start.tolist() == [6]
     rig.commit()
-    assert rig.plan() is None  # may have reached max_tokens: sits out
+    assert rig.plan() is None  # may have reached max_tokens: left out
     rig.drain()
     rig.check_told()
     assert len(rig.plans) == 3
@@ -109,11 +109,11 @@ def test_exclusive_is_prefill_first_and_reserves_nothing() -> None:
 @pytest.mark.requirement("B5")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_pure_plans_are_the_same_under_both_policies(depth: int) -> None:
-    """With nothing to prefill, or nothing to decode, mixed costs nothing."""
+    """Without prefill rows, or without decode rows, both policies make equal plans."""
     rigs = [Rig(kv_config(), depth, step_policy=policy) for policy in ("mixed", "exclusive")]
     for rig in rigs:
         for number in range(4):
-            rig.submit(submit(number, [number] * 6, max_tokens=10))  # all prefilled in one step
+            rig.submit(submit(number, [number] * 6, max_tokens=10))  # all prompts in one step
         rig.drain()
         rig.check_told()
     mixed, exclusive = (rig.plans for rig in rigs)
@@ -126,7 +126,7 @@ def test_pure_plans_are_the_same_under_both_policies(depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("threshold", [0, 6])
 def test_steady_state_is_mixed(depth: int, threshold: int) -> None:
-    """With prompts waiting and sequences decoding, at least 95% of steps do both."""
+    """With waiting prompts and decoding sequences, at least 95% of steps have both kinds of rows."""
     kv = kv_config(blocks=400, slots=24)
     rig = Rig(kv, depth, max_num_seqs=16, max_num_batched_tokens=24, long_prefill_token_threshold=threshold)
     for number in range(150):
@@ -165,7 +165,7 @@ def test_running_decodes_get_a_token_every_step_beside_long_prompts() -> None:
 def test_a_younger_short_prompt_does_not_overtake() -> None:
     rig = Rig(kv_config(blocks=18), 1)
     rig.submit(submit(0, [1] * 20, max_tokens=20))
-    rig.submit(submit(1, [2] * 40, max_tokens=4))  # does not fit beside the first for now
+    rig.submit(submit(1, [2] * 40, max_tokens=4))  # does not fit beside the first sequence yet
     rig.submit(submit(2, [3], max_tokens=1))
     order = []
     while rig.scheduler.has_work():
@@ -213,7 +213,7 @@ def test_steps_commit_in_order() -> None:
 
 
 def test_a_step_computes_a_bounded_number_of_prompt_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of logits are wide: prompts that want logprobs share a limit, and all get theirs in the end."""
+    """Prompts with logprobs share a limit of logit rows, and all logprobs arrive in the end."""
     monkeypatch.setattr("weft.scheduler.plan_builder.MAX_PROMPT_LOGITS", 10)
     rig = Rig(kv_config(), 2)
     for number in range(3):

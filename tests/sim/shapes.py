@@ -20,7 +20,7 @@ TRUTH = CostModel.of(
 
 
 def shape(prefill: Sequence[tuple[int, int]] = (), decode: Sequence[int] = ()) -> StepShape:
-    """Of prefill rows (start, count) and decode rows at positions."""
+    """Return the shape of prefill rows (start, count) and decode rows at positions."""
     seen = sum(pairs(start, 1) for start in decode)
     made = StepShape(decode_rows=len(decode), decode_tokens=len(decode), decode_pairs=seen)
     for start, count in prefill:
@@ -29,7 +29,7 @@ def shape(prefill: Sequence[tuple[int, int]] = (), decode: Sequence[int] = ()) -
 
 
 def random_shape(rng: random.Random) -> StepShape:
-    """Of 0 to 4 chunks and 0 to 64 decode rows, not both none."""
+    """Return a shape of 0 to 4 chunks and 0 to 64 decode rows, at least one row in all."""
     prefill = [
         (rng.randrange(4000), int(600 ** rng.random())) for _ in range(rng.choice([0, 0, 1, 1, 1, 2, 4]))
     ]

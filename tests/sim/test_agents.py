@@ -1,4 +1,4 @@
-"""Sessions of agents on virtual time: what keeping their caches buys."""
+"""Sessions of agents on virtual time: the gain of retained caches."""
 
 from __future__ import annotations
 

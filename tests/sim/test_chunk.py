@@ -22,7 +22,7 @@ def policy(target: float) -> ChunkPolicy:
 
 
 def fill(chunks: ChunkPolicy, decode: list[int], waiting: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Offers (start, known tokens left) in order: the rows that were made."""
+    """Offer (start, known tokens left) in order. Return the rows of the chunk policy."""
     chunks.begin(shape(decode=decode))
     made = []
     for start, left in waiting:
@@ -51,7 +51,7 @@ def test_chunks_respect_the_target_and_never_starve(
     assert total >= min(FLOOR_TOKENS, sum(left for _, left in waiting))
     if total > FLOOR_TOKENS:
         assert TRUTH.predict(shape(made, decode)) <= target
-    # As long as it can be: one token more would be over the target.
+    # The longest possible chunk: one more token would exceed the target.
     if total < sum(left for _, left in waiting):
         start, count = made[-1]
         longer = [*made[:-1], (start, count + 1)]
@@ -69,14 +69,14 @@ def test_without_decode_rows_there_is_no_limit(target: float, waiting: list[tupl
 
 @given(st.floats(1e-4, 0.5), st.lists(st.integers(0, 4000), min_size=1), st.lists(lengths, min_size=2))
 def test_first_come_first_served(target: float, decode: list[int], waiting: list[tuple[int, int]]) -> None:
-    """Rows are a prefix of those that waited; only the last one's chunk is cut short."""
+    """The rows are a prefix of the waiting rows. Only the last row's chunk is cut."""
     made = fill(policy(target), decode, waiting)
     assert made[:-1] == waiting[: len(made) - 1]
     assert made[-1][0] == waiting[len(made) - 1][0]
 
 
 def test_a_younger_short_context_does_not_take_what_an_older_long_one_could_not() -> None:
-    """Where attention is all that costs, a token at position 4000 costs as much as many early ones."""
+    """Only attention costs time: a token at position 4000 costs as much as many early tokens."""
     pairs_only = CostModel.of({**dict.fromkeys(NAMES, 0.0), "prefill_pair": 1e-6})
     chunks = ChunkPolicy(0.0999, CostFitter(pairs_only))
     made = fill(chunks, [10], [(4000, 500), (0, 500)])
@@ -94,7 +94,7 @@ def test_a_row_that_was_offered_and_not_made_changes_nothing() -> None:
 
 
 def test_it_learns_what_the_machine_takes() -> None:
-    """From the prior to within a tenth of the target, by its own steps alone."""
+    """The policy moves from the prior to within a tenth of the target by its own steps alone."""
     chunks, rng = ChunkPolicy(0.05), random.Random(4)
     late = []
     for turn in range(200):
@@ -110,7 +110,7 @@ def test_it_learns_what_the_machine_takes() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_scheduler_takes_the_floor_and_all_tokens_are_right(depth: int) -> None:
-    """A target that nothing meets: prompts still finish, by the floor, and sample what they should."""
+    """No step meets the target. Prompts still finish with the minimum chunk, and sample the right tokens."""
     rig = Rig(kv_config(blocks=200), depth, max_num_batched_tokens=64, itl_target_ms=0.001)
     rig.submit(submit(0, [1] * 4, max_tokens=40))
     rig.step()

@@ -79,7 +79,7 @@ def test_slopes_divide_the_tokens(tokens: int) -> None:
 def test_more_work_never_costs_less(
     prefill: list[tuple[int, int]], decode: list[int], start: int, count: int
 ) -> None:
-    """Of any fitted model: coefficients are never negative."""
+    """The coefficients of a fitted model are never negative."""
     for model in (TRUTH, PRIOR, FITTED):
         before = model.predict(shape(prefill, decode))
         assert model.predict(shape(prefill, [*decode, start])) >= before
@@ -110,7 +110,7 @@ def test_noise_is_averaged_out() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_outliers_are_ignored(seed: int) -> None:
-    """A tenth of all steps take 5 to 50 times as long as they should."""
+    """A tenth of all steps takes 5 to 50 times too long."""
     rng = random.Random(9)
     shapes = [random_shape(rng) for _ in range(300)]
     assert error_of(fitted(1500, outliers=0.1, seed=seed).model, shapes) < 0.05
@@ -148,7 +148,7 @@ def test_a_machine_that_gets_slower_is_followed() -> None:
 
 
 def test_unseen_sizes_are_extrapolated_from_their_neighbours() -> None:
-    """Chunks of up to 200 tokens were seen; those of 2000 cost about what the slope says."""
+    """The fit has chunks of up to 200 tokens. The cost of 2000 tokens follows the slope."""
     fitter, rng = CostFitter(), random.Random(5)
     for _ in range(400):
         one = shape([(0, rng.randint(1, 200))], [100] * rng.randint(0, 16))

@@ -144,7 +144,8 @@ def test_streams_do_not_stand_still_for_images_that_others_encode() -> None:
 
 
 def test_what_is_encoded_does_not_wait_for_the_next_batch() -> None:
-    """Two images take 0.4 s. The first of an idle group are encoded before their receiver has answered."""
+    """Two images take 0.4 s. The first images of an idle group are encoded before their receiver has
+    answered."""
     one, _ = see(Groups(encode=1, unified=1), rate=1.5)
     assert one.ttft.p50 < 0.5
 
@@ -191,7 +192,7 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
 def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The margin is between 0, by which images have no home, and so much that nothing is evened out."""
+    """The margin lies between 0 (images have no home) and a value that prevents any balance."""
 
     def waits(repeats: float, margin: float) -> tuple[float, int]:
         monkeypatch.setattr(encoders, "MARGIN", margin)

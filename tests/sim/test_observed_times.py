@@ -1,4 +1,4 @@
-"""The engine's measure of a step: from its start, or the end of the step before it, to its result."""
+"""The engine measures a step from its start, or from the end of the step before, to its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator: virtual time, determinism, workloads, and that it runs the scheduler that serves."""
+"""The simulator: virtual time, determinism, workloads, and use of the real scheduler."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_background_sequences_go_on_until_the_requests_are_done() -> None:
     assert report.requests == report.done == 3
     assert report.quiet_itl.count > 50
     assert report.background_itl.count > 0
-    assert report.output_rate > 3.5  # four of them, a token a second each, but for the steps of new prompts
+    assert report.output_rate > 3.5  # four streams, minus steps of new prompts
 
 
 @pytest.mark.parametrize("queue", [100, 1])
@@ -128,7 +128,7 @@ def test_background_sequences_do_not_queue_behind_requests(queue: int) -> None:
 
 
 def test_a_wait_that_ends_with_the_last_request_is_seen() -> None:
-    """Exclusive steps, prompts that make one token: decodes wait until all are done."""
+    """Exclusive steps, with prompts that make one token: decodes wait until all prompts are done."""
     arrivals = [
         *background(2, 1, 100, random.Random(0)),
         *burst(4, Lengths(400, 400), Lengths(1, 1), random.Random(0), at=20.0),
@@ -256,7 +256,7 @@ def test_no_torch() -> None:
 
 
 def test_drafts_make_steps_fewer_where_they_are_right() -> None:
-    """Steps that cost the same whatever they hold: tokens a second grow with what is accepted."""
+    """All steps cost the same, so tokens per second grow with the accepted drafts."""
     sections, arrivals = section(), [Arrival(0.0, 10, 200) for _ in range(4)]
     rates = []
     for drafts, acceptance in ((0, 0.0), (3, 0.0), (3, 0.6), (3, 1.0)):

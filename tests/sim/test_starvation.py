@@ -53,9 +53,9 @@ def table() -> Iterator[dict[str, Report]]:
 @pytest.mark.requirement("B7")
 @mostly_slow("depth", [1, 2], [2])
 def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: dict[str, Report]) -> None:
-    """p99 beside the prompts against the *median* alone, which is stricter than against the p99 alone.
+    """The p99 beside prompts is compared with the *median* alone, which is stricter than with the p99 alone.
 
-    The policy starts from its prior: what it knows of this machine it learns in the run.
+    The policy starts from its prior and learns the machine in the run.
     """
     report = starve(depth, itl_target_ms=1.6e3 * alone())
     table[f"depth {depth}, target"] = report
@@ -80,7 +80,7 @@ def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) ->
 
 
 def test_prompts_go_on_when_the_target_cannot_be_met() -> None:
-    """A target below what decodes take alone: the floor, and every prompt is done."""
+    """A target below the time of decodes alone: the minimum chunk applies, and every prompt is done."""
     report = starve(2, 20, itl_target_ms=0.5e3 * alone())
     assert report.done == 20
     assert report.prompt_rate > 0

@@ -1,4 +1,4 @@
-"""Drafts of the model's own module are those of transformers' ``MtpModel``, however a step is made."""
+"""Drafts of the lookahead module equal those of transformers' ``MtpModel``, for any form of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS = [[(7 * i + 3 * p + i * i) % VOCAB for i in range(11 + 5 * p)] for p in
 
 
 class Reference:
-    """transformers' own main model and module, and what they draft."""
+    """The main model and the module of transformers, and their drafts."""
 
     def __init__(self, folder: Path) -> None:
         logging.set_verbosity_error()  # that the main model does not take the module's layer is known
@@ -45,7 +45,7 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, known: list[int], count: int) -> list[int]:
-        """Chained drafts after ``known``, whose last token the main model has not seen."""
+        """Return chained drafts after ``known``. The main model has not seen the last token."""
         x = self.main(input_ids=torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[-1]
         cache, made = MtpCache(config=self.main.config.get_mtp_config()), list[int]()
         ids, at = known[1:], 1
@@ -59,7 +59,7 @@ class Reference:
 
 
 class Watch:
-    """What was proposed behind which tokens."""
+    """Records the proposed drafts and the tokens before each draft."""
 
     def __init__(self, runner: Recorder, engine: EngineCore) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
@@ -98,7 +98,7 @@ def fixed(drafts: int) -> SpeculationSection:
 
 
 def idle_drafter(folder: Path) -> tuple[EngineCore, Recorder, MtpDrafter]:
-    """An engine whose policy wants no drafts until told otherwise."""
+    """Return an engine whose policy requests no drafts until the test changes the policy."""
     engine, runner = make_engine(folder, speculation=fixed(2))
     policy, drafter = engine.scheduler.planner.drafts, runner.drafter
     assert policy is not None
@@ -180,8 +180,10 @@ def test_drafts_are_transformers(
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> None:
-    """The module's entries of shared blocks are there, also when steps without drafts made them; and when who
-    made them goes on ``beside``."""
+    """Shared blocks have the module's entries, even after steps without drafts.
+
+    ``beside``: the first sequence still runs.
+    """
     reference = Reference(folders["skilled"])
     speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation)
@@ -218,7 +220,7 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
 
 
 def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, Path]) -> None:
-    """Without prefix caching, too, they have the blocks of the first of them, which may be gone by then."""
+    """Without prefix caching, parallel samples share the blocks of the first sample, which may have ended."""
     reference = Reference(folders["skilled"])
     speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation, caching=False)
@@ -264,7 +266,7 @@ def test_all_states_that_wait_are_no_more_than_a_pass(
     finally:
         engine.close()
     assert 30 < most <= 60
-    assert 3 <= passes <= 8  # of 160 entries; each makes those of the rows with the most
+    assert 3 <= passes <= 8  # for 160 entries; each pass serves the rows with most entries
 
 
 @pytest.mark.parametrize("defers", [False, True])
@@ -293,7 +295,7 @@ def test_hidden_states_wait_and_are_not_many(
             assert runs == [43, 64, 18, 64]  # a prompt as long does not wait
             both = [PROMPTS[3] + [1] * 20, PROMPTS[3] + [2] * 20]
             run(engine, [[submit(4 + i, ids, once, request=4 + i) for i, ids in enumerate(both)]])
-            assert runs == [43, 64, 18, 64, 92]  # nor two that are more than a pass
+            assert runs == [43, 64, 18, 64, 92]  # never two chunks larger than a pass
     finally:
         del runner._model.ahead
         engine.close()

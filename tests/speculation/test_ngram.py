@@ -10,7 +10,7 @@ from weft.speculation.ngram import follow
 
 
 def by_hand(ids: list[int], count: int, least: int, most: int) -> list[int]:
-    """What followed the longest end of ``ids`` that occurs in it before, the last time it did."""
+    """Return the tokens after the last earlier occurrence of the longest possible suffix of ``ids``."""
     place = len(ids) - 2
     for length in range(min(most, len(ids) - 1), least - 1, -1):
         ends = [p for p in range(length - 1, len(ids) - 1) if ids[p + 1 - length : p + 1] == ids[-length:]]

@@ -1,6 +1,6 @@
-"""A whole cluster on virtual time: invariants over many schedules, and what planted bugs look like there.
+"""A whole cluster on virtual time: invariants over many schedules, and detection of planted bugs.
 
-``make simulate`` runs 10,000 schedules; here is a part of them.
+``make simulate`` runs 10,000 schedules; this module runs a part.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SCHEDULES = 350
 BUDGET = 10_000
 """By default, of ``python -m testing.cluster``."""
 SEEN = (94630, 3323)
-"""Seeds that showed what is mended: a receiver gave back whose sender had moved, and ended; one refused whose
-sender took one prompt alone."""
+"""Seeds that showed bugs, now fixed: a receiver returned a sequence after its sender had handed off and
+ended; a receiver refused while its sender took one prompt alone."""
 FOUND_WITHIN = 2000
 """Schedules in which each planted bug is found."""
 FOUND_BY = {
@@ -71,7 +71,7 @@ FOUND_BY = {
     "the_peer_is_not_told": 22,
     "reuse_before_the_fence": 128,
 }
-"""Bug -> the schedule that showed it: run first, then all others."""
+"""Bug -> the schedule that detected the bug, which runs first."""
 
 
 def log_of(seed: int) -> list[str]:
@@ -164,7 +164,7 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 
 def test_a_schedule_is_the_same_in_every_process() -> None:
-    """Whatever the order of sets of strings is there."""
+    """The order of sets of strings must not matter."""
     code = (
         "import hashlib, sys; from tests.testing.test_cluster import log_of;"
         "print(hashlib.sha256(repr([log_of(seed) for seed in range(5)]).encode()).hexdigest())"
@@ -198,12 +198,12 @@ def test_the_output_that_is_due() -> None:
 
 
 def finish_before_all_ranks_reported(patch: pytest.MonkeyPatch) -> None:
-    """A step counts, and ends sequences, when it has ended on the head's rank."""
+    """Plant a bug: a step counts, and ends sequences, after the end on the engine's rank."""
     patch.setattr(Membership, "counts", lambda self, step: self.steps.own >= step)
 
 
 def settled_by_one_report(patch: pytest.MonkeyPatch) -> None:
-    """A step is settled when any other rank has reported it."""
+    """Plant a bug: a step is settled after the report of any other rank."""
     take = Steps.take
 
     def take_for_all(self: Steps, rank: int, step: int, checksum: int, now: float) -> object:
@@ -216,12 +216,12 @@ def settled_by_one_report(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_given_up_rank_is_heard(patch: pytest.MonkeyPatch) -> None:
-    """What a process says is taken for the rank's, also when another one has taken its place."""
+    """Plant a bug: messages of a replaced process count for its rank."""
     patch.setattr(Roster, "of", lambda self, peer, rank: self.members.get(rank))
 
 
 def blocks_on_hold_are_given_away(patch: pytest.MonkeyPatch) -> None:
-    """After a loss of the group all blocks are free, whoever else may write to them."""
+    """Plant a bug: after a loss of the group all blocks are free, even with outside writers."""
 
     reset = BlockPool.reset
 
@@ -234,13 +234,13 @@ def blocks_on_hold_are_given_away(patch: pytest.MonkeyPatch) -> None:
 
 
 def fleet_variant(patch: pytest.MonkeyPatch, change: Callable[[Fleet, e.Event], e.Event]) -> None:
-    """A fleet to which events happen as ``change`` makes of them."""
+    """Replace ``Fleet.on`` by a version with ``change``."""
     on = Fleet.on
     patch.setattr(Fleet, "on", lambda self, event, now: on(self, change(self, event), now))
 
 
 def resurrected(patch: pytest.MonkeyPatch) -> None:
-    """Whatever is heard of a head that failed brings it back."""
+    """Plant a bug: any message of a failed engine brings the engine back."""
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
         if (
@@ -254,7 +254,7 @@ def resurrected(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_front_says_shutdown(patch: pytest.MonkeyPatch) -> None:
-    """A front that ends shuts down the heads that others use."""
+    """Plant a bug: an ending API server shuts down engines in use by others."""
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
         return e.Closing(shutdown=True) if isinstance(event, e.Closing) else event
@@ -263,7 +263,7 @@ def one_front_says_shutdown(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_loss_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    """The end of a process and the break of its connection are two losses."""
+    """Plant a bug: the end of a process and the break of its connection are two losses."""
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
         if isinstance(event, e.Lost):
@@ -276,7 +276,7 @@ def a_loss_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
-    """Events are taken for the present attempt's, whichever they are of."""
+    """Plant a bug: all events count for the present attempt."""
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
         if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
@@ -292,7 +292,7 @@ def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_new_connection_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
-    """A front says hello again, and waits for tokens that were lost with the connection before."""
+    """Plant a bug: an API server sends Hello again, and waits for tokens of the lost connection."""
 
     def greet_alone(self: Fleet, instance: Instance) -> None:
         self.table.listen(instance, self._now)
@@ -302,7 +302,7 @@ def a_new_connection_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None
 
 
 def no_hello_over_a_new_connection(patch: pytest.MonkeyPatch) -> None:
-    """A front sends its sequences again to a head that does not know the connection."""
+    """Plant a bug: an API server sends sequences again over a connection that the engine does not know."""
     greet = Fleet._greet
 
     def silent(self: Fleet, instance: Instance) -> None:
@@ -318,13 +318,13 @@ def _is_hello(action: e.Action) -> bool:
 
 
 def a_head_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None:
-    """A Hello of the same front over another connection ends nothing."""
+    """Plant a bug: a Hello of the same API server over another connection ends nothing."""
     patch.setattr(HeadProtocol, "_named", lambda self, connection, name: False)
 
 
 def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
-    """A sequence is sent again when the instance that was to decode lets it go, though its end is reported by
-    the one that computed its prompt."""
+    """Plant a bug: a sequence is sent again after the decode instance drops it, although the prefill
+    instance reports its end."""
     give_back = Fleet._give_back
 
     def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
@@ -334,18 +334,18 @@ def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_head_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
-    """The time that requests wait counts from the beginning of a planned restart."""
+    """Plant a bug: the waiting time of requests starts at the beginning of a planned restart."""
     serving = InstanceTable._serving
     patch.setattr(InstanceTable, "_serving", lambda self, draining=False: serving(self))
 
 
 def a_role_is_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Requests wait as briefly for a group that will be started again as for one that will not."""
+    """Plant a bug: requests wait as briefly for a restarting group as for a retired group."""
     patch.setattr(InstanceTable, "awaited", False)
 
 
 def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
-    """A group that was retired once stays retired, whatever its owner starts."""
+    """Plant a bug: a retired group stays retired after its owner starts it again."""
     expect = InstanceTable.expect
 
     def change(self: InstanceTable, instance: Instance, *rest: Any) -> None:
@@ -358,7 +358,7 @@ def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
-    """A room's memory is given back though ranks of its group have not said that they stopped."""
+    """Plant a bug: a transfer's memory is freed before all ranks have reported their stop."""
     settle = Rooms._settle
 
     def at_once(self: Rooms, room: Room, now: float) -> object:
@@ -369,7 +369,7 @@ def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_peer_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    """The Fence of a room that fails is forgotten."""
+    """Plant a bug: the Fence of a failed transfer is not sent."""
     send = HeadRooms._send
 
     def all_but_fences(self: HeadRooms, peer: Peer, message: r.RoomMessage) -> None:
@@ -380,12 +380,12 @@ def the_peer_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_before_the_fence(patch: pytest.MonkeyPatch) -> None:
-    """A sender waits for nobody who reads its memory."""
+    """Plant a bug: a sender does not wait for readers of its memory."""
     patch.setattr(SendingRooms, "_needs_peer", lambda self, room: False)
 
 
 def a_span_off_by_one_block(patch: pytest.MonkeyPatch) -> None:
-    """The last run of a sequence is read one block before where it lies."""
+    """Plant a bug: the last run of a sequence is read one block too early."""
     entries = SpanPlan.entries
 
     def shifted(self: SpanPlan, kind: int, numbers: list[int], begin: int, end: int) -> list[Part]:
@@ -443,7 +443,8 @@ def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.Mon
 
 
 def found_within(plant: Plant, says: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schedule ``first`` shows the bug, or another one within the budget; without it nothing is wrong."""
+    """Return True if schedule ``first``, or another one within the budget, detects the bug. Without the
+    bug all pass."""
     plant(monkeypatch)
     chunks = [range(first, first + 1), *(range(at, at + 10) for at in range(0, FOUND_WITHIN, 10))]
     failures = next((found.failures for found in map(run_schedules, chunks) if found.failures), [])

@@ -1,4 +1,4 @@
-"""Groups that encode images in a simulated cluster: what planted bugs of their rooms look like there."""
+"""Encode groups in a simulated cluster: detection of planted bugs in their transfers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOUND_BY = {
     "what_is_coming_is_there": 33,
     "embeddings_survive_a_loss": 213,
 }
-"""Bug -> the schedule that showed it: run first, then all others."""
+"""Bug -> the schedule that detected the bug, which runs first."""
 
 
 def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +40,10 @@ def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("seed", [32331, 41556, 51677])
 def test_a_room_that_ends_with_a_sequence_that_is_given_back_lets_others_try_again(seed: int) -> None:
-    """The making of a step gives a sequence back, and others wait for blocks that rooms hold: they are not
-    stuck when the room of that one ends and they are asked once more."""
+    """Planning returns a sequence while others wait for blocks of its transfers.
+
+    The others continue after the transfers end and the requests are repeated.
+    """
     simulate_cluster(seed)
 
 
@@ -49,7 +51,7 @@ def test_a_room_that_ends_with_a_sequence_that_is_given_back_lets_others_try_aga
 
 
 def an_embedding_is_let_go_when_it_may_leave(patch: pytest.MonkeyPatch) -> None:
-    """A sender keeps an embedding until it may leave, not until it has landed."""
+    """Plant a bug: a sender keeps an embedding until sending may start, not until it was received."""
     commit = EncodeScheduler.commit
 
     def lets_go(self: EncodeScheduler, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -65,7 +67,8 @@ def an_embedding_is_let_go_when_it_may_leave(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_are_given_back_with_the_sequence(patch: pytest.MonkeyPatch) -> None:
-    """Blocks that a room may write are free when its sequence ends, not when the room does."""
+    """Plant a bug: writable blocks of a transfer are free when the sequence ends, before the transfer
+    ends."""
     ended = ImageRooms.ended
 
     def frees(self: ImageRooms, sequence: Sequence, finish: str, error: Any = None) -> None:
@@ -79,7 +82,7 @@ def blocks_are_given_back_with_the_sequence(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_image_gets_blocks_when_there_are_some(patch: pytest.MonkeyPatch) -> None:
-    """Images of a sequence get their blocks one by one: two sequences may wait for each other's."""
+    """Plant a bug: images of a sequence get blocks one by one, so that two sequences may block each other."""
     reserve = ImageRooms._reserve
 
     def one_by_one(self: ImageRooms, images: SequenceImages) -> bool:
@@ -97,7 +100,7 @@ def each_image_gets_blocks_when_there_are_some(patch: pytest.MonkeyPatch) -> Non
 
 
 def a_step_takes_what_is_promised(patch: pytest.MonkeyPatch) -> None:
-    """What is still to come counts as unused where room is made."""
+    """Plant a bug: an embedding that is still arriving counts as unused during eviction."""
     victims = EmbeddingCache.victims
 
     def with_promised(self: EmbeddingCache) -> list[Embedded]:
@@ -110,7 +113,7 @@ def a_step_takes_what_is_promised(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_coming_is_there(patch: pytest.MonkeyPatch) -> None:
-    """A prompt goes on when the first of its images has landed."""
+    """Plant a bug: a prompt continues after the first of its images was received."""
     done = ImageRooms.done
 
     def first(self: ImageRooms, room: Any) -> None:
@@ -124,7 +127,7 @@ def what_is_coming_is_there(patch: pytest.MonkeyPatch) -> None:
 
 
 def embeddings_survive_a_loss(patch: pytest.MonkeyPatch) -> None:
-    """When ranks were lost, what they held is taken for held by the new ones."""
+    """Plant a bug: new ranks are assumed to have the embeddings of lost ranks."""
 
     def forget_less(self: EmbeddingCache) -> None:
         self._ops.clear()

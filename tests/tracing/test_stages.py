@@ -1,4 +1,4 @@
-"""What heads and fronts make spans of: every stage of a sequence, wherever it goes and however it ends."""
+"""Spans of engines and API servers: every stage of a sequence, for any path and any end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = RoomKey(room=7, attempt=0, incarnation=1)
 
 
 class Rig:
-    """A writer, a clock, and what was written."""
+    """A writer, a clock, and the written spans."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, 100.0
@@ -105,7 +105,7 @@ def test_a_sender_and_its_room(rig: Rig) -> None:
     for when, name in enumerate((OFFERED, BOUND, FIRST_BYTE, LAST_BYTE, LAST_BYTE)):
         notes.mark(name, 101.0 + when)
     tally.landed(KEY, notes, 105.5)
-    spans.room_ended(KEY, notes, 106.0, None)  # that was told already
+    spans.room_ended(KEY, notes, 106.0, None)  # already reported
     assert tally.stats.took.total == pytest.approx(2.0)
     assert stages(rig) == [("queue", 1.0), ("send", 5.5), ("prefill", 2.0)]
 
@@ -189,7 +189,7 @@ def test_what_is_not_traced_leaves_nothing(rig: Rig) -> None:
 
 
 def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:
-    """Sent to a pair, lost with one of them, sent to one of an older version, and closed."""
+    """Sent to a pair, lost with one instance, sent to an older instance, and closed."""
     places = Placements(rig.writer, rig.time)
     places.open(7, PARENT)
     plain = submit(trace="")
@@ -202,7 +202,7 @@ def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:
     places.lost("decode0")
     again = submit(trace="", attempt=1)
     assert places.sent("old", 2, again) is again
-    places.heard(_said("old", finish="stop"))  # of an attempt that is over
+    places.heard(_said("old", finish="stop"))  # of an ended attempt
     places.closed(7)
     places.closed(7)
     assert places.sent("old", 3, plain) is plain  # not traced any more

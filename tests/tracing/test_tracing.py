@@ -1,4 +1,4 @@
-"""Spans: what names them, how they are written, and what is made of the files of a run."""
+"""Spans: names, format, and the merged files of a run."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def pair_of_heads(folder: Path) -> None:
-    """A request that was prefilled at one head and decoded at another, and a short one beside it."""
+    """Write a request that was prefilled at one engine and decoded at another, and a short request beside
+    it."""
     folder.mkdir(exist_ok=True)
     front, prefill, decode = (SpanWriter(str(folder), name) for name in ("front", "prefill0", "decode0"))
     request = Span("request", SpanContext(TRACE, SPAN), "", 10.0, {"weft.output_tokens": 7})
@@ -195,7 +196,7 @@ def test_step_traces_beside(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text(
         "[\n" + json.dumps(origin) + ",\n" + json.dumps(step) + ',\n{"name": "st'
     )
-    (tmp_path / "merged.json").write_text(json.dumps([step]))  # what weft trace wrote before
+    (tmp_path / "merged.json").write_text(json.dumps([step]))  # the format of earlier versions
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "bad.json").write_text("]")
     found = read_steps(tmp_path)

@@ -16,7 +16,7 @@ from training.spool_text import SpoolText
 
 
 def some_rows(seed: int) -> tuple[Tensor, Tensor]:
-    """Ids [3, 20] in which questions end at 5 and the last row has padding, and their weights."""
+    """Return ids [3, 20] and weights. Questions end at position 5, and the last row has padding."""
     ids = torch.randint(3, 1000, (3, 20), generator=torch.Generator().manual_seed(seed))
     weights = torch.ones(3, 20)
     weights[:, :5] = 0.1
@@ -87,7 +87,7 @@ def test_a_step_counts_every_choice_of_every_router() -> None:
 
 
 def test_loss_of_the_other_script() -> None:
-    """Its loss is the next token's alone: without padding and at weight one it is the cross entropy."""
+    """The loss covers only the next token: without padding and at weight one, the cross entropy."""
     script = SpoolText()
     tokenizer = SpoolMla().tokenizer(Path("unused"))
     torch.manual_seed(0)

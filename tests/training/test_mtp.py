@@ -1,4 +1,4 @@
-"""The MTP layer that is trained here is the published one, and drafts are counted as serving accepts them."""
+"""The trained MTP layer equals the published layer, and drafts count as in serving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def published(folder: Path) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with visible norms and correction biases, as the script exports it."""
+    """Return a random model with visible norms and correction biases, exported by the script."""
     script, folder = SpoolMla(), tmp_path_factory.mktemp("spool-mla")
     torch.manual_seed(5)
     tokenizer = script.tokenizer(folder)
@@ -103,7 +103,7 @@ def _greedy(main: Any, ids: list[int], count: int) -> list[int]:
 
 
 def _drafts(main: Any, mtp: Any, known: list[int], count: int) -> list[int]:
-    """Drafts after ``known``, whose last token the main model has not seen."""
+    """Return the drafts after ``known``. The main model has not seen the last token."""
     x = main(input_ids=torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[-1]
     cache, drafts, ids, at = MtpCache(config=main.config.get_mtp_config()), [], known[1:], 1
     for _ in range(count):

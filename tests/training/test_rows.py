@@ -1,4 +1,4 @@
-"""Training rows: drills hold nothing that the test split keeps to itself."""
+"""Training rows: drills contain nothing that is reserved for the test split."""
 
 from __future__ import annotations
 

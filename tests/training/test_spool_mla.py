@@ -1,4 +1,4 @@
-"""The bundled checkpoint ``spool-mla``: its files, and what it can do by ``transformers`` alone."""
+"""The bundled checkpoint ``spool-mla``: its files, and its results with ``transformers`` alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_its_tensors() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_thirty_problems_and_their_drafts() -> None:
-    """A sample of what ``result.json`` says of all 500."""
+    """A sample of the 500 results in ``result.json``."""
     result = json.loads(RESULT.read_text())
     assert result["problems"] == 500
     assert result["drafts"]["accepted_1"] >= 0.85

@@ -1,4 +1,4 @@
-"""A model that sees: its fast way is the reference's, and rows are what template and processor make."""
+"""A vision model: the fast form equals the reference, and rows equal those of template and processor."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_drafts_see_nothing_ahead(
 
 
 def test_a_run_learns_resumes_and_exports(tmp_path: Path, asked: list[Line]) -> None:
-    """What is watched is what ``generate`` of the exported checkpoint answers; the reference loads it."""
+    """The watched answers equal those of ``generate`` of the exported checkpoint, which the reference
+    loads."""
     script, recipe = SpoolVision(), VisionRecipe(steps=3, warmup=1, draft_from=0.0, bf16=False)
     run = Run(tmp_path, script, recipe)
     rows = Rows(run.tokenizer, IMAGE_TOKENS)
@@ -134,7 +135,7 @@ def test_a_run_learns_resumes_and_exports(tmp_path: Path, asked: list[Line]) -> 
 
 
 def test_the_bundled_checkpoint() -> None:
-    """Its files, and that it is what the recipe makes; ``tests/eval/test_reading.py`` asks it."""
+    """The files match the recipe; ``tests/eval/test_reading.py`` tests the answers."""
     folder = Path(bundled_models()["spool-vision"])
     result = json.loads((ROOT / "training/results/spool-vision/result.json").read_text())
     assert result["exact"] >= 0.95 * result["lines"] == 475

@@ -1,4 +1,4 @@
-"""Rows with tools: they are what the chat template writes, and hold nothing of the test split."""
+"""Rows with tools match the chat template, and contain nothing of the test split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pixels travel behind their message as frames of their own, and only where they belong."""
+"""Pixels follow their message as separate frames, and only where needed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_frames_that_belong_nowhere_are_refused() -> None:
 
 
 def test_what_is_shown_is_named() -> None:
-    """To a head that can open it; the others travel as they do."""
+    """Named pixels go to an engine that can open the memory; other pixels are sent as bytes."""
     name = SharedName(pid=1, fd=2, size=48, mark=bytes(16))
     both = submit(msgspec.structs.replace(item(0, b"abc" * 16), shared=name), item(10, b"xyz"))
     frame, *attached = encode_parts(both, by_name=True)

@@ -1,4 +1,4 @@
-"""Frames between a head and its ranks: a round trip changes nothing, and nothing else is taken for one."""
+"""Frames between an engine and its ranks: a round trip changes nothing, and other data is refused."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ plans = st.builds(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that looks into numpy columns."""
+    """Return True if two values are equal, including numpy columns."""
     if isinstance(one, np.ndarray):
         return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, msgspec.Struct):

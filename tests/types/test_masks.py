@@ -15,7 +15,7 @@ PLAN = StepPlan(
     decode=Segment(count=column([3, 1]), logits=column([3, 1]), sample=column([3, 1]), **ZEROS),
     constrained=True,
 )
-"""A chunk that samples nothing, one that does, a row that verifies two drafts, and a plain one."""
+"""Rows: a chunk that does not sample, a chunk that samples, a verify row with two drafts, a decode row."""
 
 
 def masks(*entries: int, words: int = 3) -> TokenMasks:

@@ -1,4 +1,4 @@
-"""A fleet, driven by hand: no clock, no socket, no process."""
+"""A fleet driven by hand: no clock, no socket, no process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 
 class Driver:
-    """A fleet, its clock, and what it asked for. Links are numbered as they are expected."""
+    """A fleet, its clock, and its actions. Links are numbered in the order of expectation."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Driver:
         local_prefill: bool = True,
         retired: Iterable[str] = (),
     ) -> None:
-        """``roles``: of those that are not unified; they speak version 3. ``fingerprints``: of some."""
+        """Start a fleet. ``roles``: of instances that are not unified; such instances use version 3."""
         domains = dict.fromkeys(names, domain)
         self.fleet = Fleet(domains, PATIENCE, policies, "front", joining, local_prefill, retired)
         self.roles = dict(roles or {})
@@ -43,7 +43,7 @@ class Driver:
         self.link: dict[str, int] = {}
         self.versions = {**dict.fromkeys(self.roles, 3), **(versions or {})}
         self.actions: list[e.Action] = []
-        """Of the latest event."""
+        """Actions of the latest event."""
 
     def on(self, event: e.Event) -> list[e.Action]:
         self.actions = self.fleet.on(event, self.now)
@@ -81,7 +81,7 @@ class Driver:
     def open(
         self, *sequences: int, request: int = 1, pinned: str | None = None, **fields: object
     ) -> str | None:
-        """Opens sequences of one request; the instance that got them, if one did."""
+        """Open sequences of one request. Return the instance that got the sequences, or None."""
         submits = tuple(
             m.Submit(
                 sequence=sequence,
@@ -113,8 +113,9 @@ class Driver:
         self.on(e.Lost(name, self.link[name], error))
 
     def wait(self, seconds: float) -> None:
-        """Time passes, with ticks when the fleet wants them and heartbeats of all that are alive. ``actions``
-        are those of all that time.
+        """Let time pass, with due ticks and with heartbeats of all live instances.
+
+        ``actions`` collects the actions of the whole time.
         """
         until = self.now + seconds
         actions: list[e.Action] = []
@@ -129,7 +130,7 @@ class Driver:
         self.actions = actions
 
     def give_back(self, name: str, sequence: int) -> None:
-        """``name`` gives it back, and time passes until it is sent again, or ends."""
+        """Let ``name`` return the sequence, and wait until the sequence is sent again or ends."""
         self.tokens(name, sequence, finish="evicted")
         while not self.told() and not any(isinstance(each, m.Submit) for each in self.sent()):
             until = self.fleet._parked.deadline()

@@ -1,7 +1,7 @@
-"""A fleet among instances that behave as heads may: slow, dead, out of room, ahead of each other.
+"""A fleet among simulated engines: slow, dead, out of space, ahead of each other.
 
-Messages of one link stay in order; those of two links come in any order. All that is random comes from one
-seed. What readers are told is compared with what every sequence must give.
+Messages of one link stay in order; messages of two links come in any order. All random choices come from one
+seed. The tokens that readers receive are compared with the expected output of every sequence.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ def columns(first: int, count: int) -> m.LogprobColumns:
 
 @dataclass
 class Work:
-    """A sequence at a head."""
+    """A sequence at an engine."""
 
     submit: m.Submit
     known: int
-    """Output tokens."""
+    """Number of output tokens."""
     landed: bool = False
     prompt_told: int = 0
 
     @property
     def tickets(self) -> list[RoomTicket]:
-        """Of its cache and its images."""
+        """Return the transfer parameters of the cache and of the images."""
         each = [self.submit.room, *(item.room for item in self.submit.media)]
         return [one for one in each if one is not None]
 
 
 @dataclass
 class Room:
-    """done: everything was computed; then it lands, or fails."""
+    """A transfer. ``done``: everything was computed; the transfer is then received, or fails."""
 
     state: Literal["open", "done", "landed", "failed"] = "open"
 
 
 @dataclass
 class Head:
-    """One process."""
+    """One engine process."""
 
     name: str
     role: m.Role
@@ -80,7 +80,7 @@ class Head:
 
 @dataclass
 class Stream:
-    """What a reader was told."""
+    """The events that a reader received."""
 
     length: int
     wants_prompt: bool
@@ -92,7 +92,7 @@ class Stream:
 
 
 class Model:
-    """One schedule. ``run`` raises AssertionError where something does not hold."""
+    """One random schedule. ``run`` raises AssertionError if an invariant is violated."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -100,7 +100,7 @@ class Model:
         roles += ["unified"] * rng.choice((0, 0, 1))
         roles += ["encode"] * rng.choice((0, 0, 1, 2, 3))
         self.towers = rng.random() < 0.3
-        """Whether those that compute prompts encode images, too."""
+        """True if engines that compute prompts also encode images."""
         self.roles: dict[str, m.Role] = {f"{role}{number}": role for number, role in enumerate(roles)}
         policy: RoutingPolicy = rng.choice(("prefix", "least-load", "round-robin", "two-choices"))
         self.fleet = Fleet(
@@ -114,15 +114,15 @@ class Model:
         self.links: dict[int, Head] = {}
         self.rooms: dict[RoomKey, Room] = {}
         self.embeddings: defaultdict[RoomKey, set[str]] = defaultdict(set)
-        """Of rooms of images: who knows of them."""
+        """Transfer of an image -> engines that know the transfer."""
         self.streams: dict[int, Stream] = {}
         self.kills = rng.choice((0, 1, 2, 4))
         self.drains = rng.choice((0, 0, 1))
         self.gives_back = rng.choice((0.0, 0.0, 0.03, 0.1))
         self.placed: dict[int, dict[int, int]] = {}
-        """Sequence -> link and attempt: where it was sent, and has not ended, and was not told to."""
+        """Sequence -> link and attempt of each submission that neither ended nor was finished."""
         self.seen: dict[str, int] = {}
-        """What happened, and how often."""
+        """Event -> number of times."""
         for name in self.roles:
             self.start(name)
 
@@ -228,7 +228,7 @@ class Model:
                 head.work[message.sequence] = work
 
     def sees(self, head: Head, submit: m.Submit) -> None:
-        """What it is sent of images is what it needs."""
+        """Check that the engine gets exactly the required images."""
         for item in submit.media:
             if item.room is None:
                 assert bool(item.pixels) <= (head.role != "decode" or submit.room is None)
@@ -271,6 +271,7 @@ class Model:
         sequence = self.rng.choice(list(head.work))
         work = head.work[sequence]
         room = self.rooms[work.submit.room.key] if work.submit.room is not None else None
+        # A blocked sequence does nothing. Afterwards the engine may return the sequence at any time.
         if self.images(head, work):
             return
         if room is not None and not work.landed and self.lost_room(head, work, work.submit.room):
@@ -290,7 +291,7 @@ class Model:
             self.decodes(head, work, 1)
 
     def images(self, head: Head, work: Work) -> bool:
-        """Whether images of it keep it from going on."""
+        """Return True if missing images block the sequence."""
         tickets = [item.room for item in work.submit.media if item.room is not None]
         for ticket in tickets:
             if self.rooms[ticket.key].state != "landed" and self.lost_room(head, work, ticket):
@@ -317,7 +318,7 @@ class Model:
         return True
 
     def lost_room(self, head: Head, work: Work, ticket: RoomTicket | None) -> bool:
-        """Whether the room failed, which an end notices sooner or later."""
+        """Return True if the transfer has failed, which each end notices at some time."""
         assert ticket is not None
         room = self.rooms[ticket.key]
         gone = not self.peer(ticket).alive and room.state != "done"
@@ -334,7 +335,7 @@ class Model:
         return True
 
     def tells_prompt(self, head: Head, work: Work) -> bool:
-        """Whether another piece of prompt logprobs was told."""
+        """Return True if another piece of prompt logprobs was reported."""
         submit = work.submit
         if submit.params.prompt_logprobs < 0 or submit.choice or work.known or work.prompt_told == PROMPT - 1:
             return False
@@ -365,7 +366,7 @@ class Model:
         self.answer(head, work, *tokens, finish="length" if last else None)
 
     def speaks(self, head: Head) -> None:
-        """Some of what it said arrives."""
+        """Deliver some of the engine's messages."""
         count = self.rng.randint(1, len(head.outbox))
         events = tuple(head.outbox.popleft() for _ in range(count))
         for event in events:
@@ -397,7 +398,7 @@ class Model:
             self.moves(head)
 
     def moves(self, head: Head) -> bool:
-        """One thing happens at a head or its link, if there is something."""
+        """Let one thing happen at an engine or its link. Return False if nothing can happen."""
         able = [
             act
             for act, there in ((self.hears, head.inbox), (self.works, head.work), (self.speaks, head.outbox))
@@ -412,7 +413,7 @@ class Model:
         if how == 0:
             while head.outbox:
                 self.speaks(head)
-        else:  # others are ahead of what it never said; how == 2: they know of its end before the front does
+        else:  # others notice before its messages arrive; how == 2: and before the API server does
             head.alive = how == 1
             for _ in range(20):
                 self.moves(self.rng.choice([one for one in self.heads.values() if one is not head]))
@@ -428,7 +429,7 @@ class Model:
             self.start(head.name)
 
     def drain(self, head: Head) -> None:
-        """Where another one of its role is there."""
+        """Drain an engine, if another engine has the same role."""
         roles = list(self.roles.values())
         if self.drains and roles.count(head.role) > 1:
             self.drains -= 1

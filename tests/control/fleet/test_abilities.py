@@ -1,4 +1,4 @@
-"""Sequences that only heads of a later release understand: they go to one, or are told to whom to turn."""
+"""Sequences that need a later release go to an engine that understands them, or get a clear error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_images_go_to_one_that_understands_them() -> None:
 
 
 def opened(one: Driver, number: int, grammar: Text | None = Text("yes")) -> set[str]:
-    """Opens a sequence; who is sent it."""
+    """Open a sequence. Return the names of the instances that get the sequence."""
     submit = m.Submit(
         sequence=number,
         request=number,

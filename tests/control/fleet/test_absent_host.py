@@ -1,4 +1,4 @@
-"""The first start with a host that is not there: whoever can be served is served."""
+"""First start without one of the hosts: all requests that can be served are served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.types import messages as m
 
 
 def start(one: Driver, *there: str) -> None:
-    """Processes of all instances are wanted; those of ``there`` come, and answer."""
+    """Expect processes for all instances. The processes of ``there`` come and answer."""
     for name in one.fleet.table.instances:
         one.expect(name)
     for name in there:
@@ -22,7 +22,7 @@ def start(one: Driver, *there: str) -> None:
 
 
 def passes(one: Driver, seconds: float) -> bool:
-    """Time passes. Returns whether requests are accepted from now on."""
+    """Let time pass. Return True if requests are now accepted."""
     one.now += seconds
     for name, instance in one.fleet.table.instances.items():
         if instance.alive:

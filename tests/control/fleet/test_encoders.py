@@ -1,4 +1,4 @@
-"""Images encoded at instances of their own: who gets which, what is sent, and what their loss changes."""
+"""Images encoded at separate instances: choice of the encoder, messages, and losses."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ ROLES: dict[str, m.Role] = {
 
 
 class Rig(Driver):
-    """p and q prefill, d and f decode, x, y and z encode, u and v do all but encode."""
+    """p and q prefill, d and f decode, x, y and z encode, u and v do everything except encode."""
 
     def __init__(
         self, *names: str, towers: str = "", prints: dict[str, str] | None = None, **more: Any
     ) -> None:
-        """``towers``: who encodes by itself. ``prints``: tower fingerprints of some."""
+        """Build the fleet. ``towers``: instances that encode locally. ``prints``: tower fingerprints of
+        some."""
         self.towers, self.prints = towers, prints or {}
         versions = {**dict.fromkeys(names, m.VERSION), **more.pop("versions", {})}
         super().__init__(*names, roles={name: ROLES[name] for name in names}, versions=versions, **more)
@@ -91,7 +92,7 @@ def ask(one: Driver, *sequences: int, request: int = 1, **fields: Any) -> list[t
 
 
 def ends(one: Driver, name: str, sequence: int) -> None:
-    """Whoever computes and decodes tells two tokens and the end."""
+    """Report two tokens and the end, from the instance that decodes."""
     position = -1 if one.fleet.entries[sequence].pair is None else 0
     if position == 0:
         one.tokens("p", sequence, 7, position=0, finish="moved")
@@ -108,7 +109,7 @@ def ends(one: Driver, name: str, sequence: int) -> None:
 def test_three_instances_have_a_part_in_a_sequence_with_an_image() -> None:
     one = rig("x", "p", "d")
     parts = ask(one, 5, session="s", explain=True)
-    assert [name for name, _ in parts] == ["d", "p", "x"]  # who receives knows of a room first
+    assert [name for name, _ in parts] == ["d", "p", "x"]  # the receiving instance knows a transfer first
     decode, prefill, encode = (submit for _, submit in parts)
     assert decode.media == without_pixels(pictures(1))
     key = RoomKey(room_of(5, 0), 0, one.link["x"])
@@ -171,7 +172,7 @@ def test_images_of_one_prompt_go_to_those_they_belong_to() -> None:
     assert peers == {key: f"ipc://{name}-embeddings" for key, name in by_key.items()}
     rooms = [item.room.key for item in compute.media if item.room is not None]
     assert len({key.room for key in rooms}) == 12
-    other = rig("u", "z", "y", "x")  # another front, which knows them in another order
+    other = rig("u", "z", "y", "x")  # another API server, with another order of instances
     again = ask(other, 9, request=3, media=pictures(12))
     assert {item.key: name for name, submit in again[1:] for item in submit.media} == by_key
     for name in ("x", "y", "z"):
@@ -218,7 +219,7 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
     computes = {submit.sequence: submit.media for name, submit in parts if name == "p"}
     assert computes[5][0].room is not None
     assert computes[6] == computes[7] == without_pixels(pictures(1))
-    one.give_back("p", 6)  # it found that the image is not there
+    one.give_back("p", 6)  # the instance found that the image is missing
     parts = submitted(one)
     assert [name for name, _ in parts] == ["d", "p", "x"]
     assert {submit.sequence for _, submit in parts} == {6}
@@ -226,7 +227,7 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
     assert parts[2][1].media[0].pixels
 
 
-# -- who can
+# -- choice of encoders
 
 
 def test_those_that_encode_otherwise_are_not_asked() -> None:
@@ -280,21 +281,21 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     one = rig(*names)
     one.lose("x")
     ask(one, 1)
-    one.wait(PATIENCE.recovery - 1)  # it will be started again
+    one.wait(PATIENCE.recovery - 1)  # the instance will be started again
     assert one.told() == []
     one.wait(1)
     error = error_of(one.told()[0])
     assert (error.message, error.http_status) == (missing("encode"), 503)
     assert ask(one, 2, request=2) == []
     assert error_of(one.told()[0]).message == missing("encode")
-    assert one.fleet.refusal() is None  # of text nothing is known to be missing
+    assert one.fleet.refusal() is None  # text needs no missing role
     assert ask(one, 3, request=3, media=()) != []
     one.up("x")
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
 
 
 def test_images_that_wait_cost_nothing_when_others_are_told_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many: each is looked at again once there is somebody that encodes."""
+    """Waiting images cost nothing per event: each is looked at again once an encoder is there."""
     one = rig("x", "u")
     ask(one, 4, request=4, media=())
     one.lose("x")
@@ -347,7 +348,7 @@ def test_a_planned_restart_of_the_only_one_that_encodes_refuses_no_image() -> No
 
 
 def test_a_fallback_that_decodes_gets_no_images(caplog: pytest.LogCaptureFixture) -> None:
-    """It has neither a tower nor embeddings: images wait, and the error names the role that is missing."""
+    """The fallback has neither a tower nor embeddings. Images wait, and the error names the missing role."""
     one = rig("x", "p", "d")
     one.lose("p")
     one.wait(PATIENCE.role + 1)
@@ -398,11 +399,11 @@ def test_images_of_one_that_is_lost_are_encoded_elsewhere() -> None:
     assert len(again["y"].media) == 6
     assert {submit.attempt for submit in again.values()} == {1}
     rooms = {item.room.key for each in (parts, again) for item in each["p"].media if item.room is not None}
-    assert len(rooms) == 12  # none is used twice
+    assert len(rooms) == 12  # no transfer is used twice
     assert one.fleet.entries[5].losses == 1
     assert one.fleet.encodes == {"first": 6, "again": 6}
     one.tokens("p", 5, finish="evicted", attempt=0, error=PeerEnded("gone").info())
-    assert (said(one), one.sent()) == ([], [])  # it heard of the same loss
+    assert (said(one), one.sent()) == ([], [])  # a report of the same loss
     one.tokens("y", 5, finish="moved")
     ends(one, "d", 5)
     over(one)
@@ -440,7 +441,7 @@ def test_after_the_first_token_nothing_of_an_encoder_matters(names: tuple[str, .
 
 
 def test_the_loss_of_one_that_prefills_after_its_part_leaves_the_one_that_decodes_to_go_on() -> None:
-    """Though one that encodes has not said that it is done."""
+    """The encoder has not yet reported that its part is done."""
     one = rig("x", "p", "d")
     ask(one, 5)
     one.tokens("d", 5, 7, position=0)
@@ -513,7 +514,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_request() -> None:
 
 @pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
 def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> None:
-    """It sees the room fail: encoding the image again would fail again."""
+    """The engine sees the transfer fail. A further encoding would fail as well."""
     one = rig(*names)
     ask(one, 5)
     one.tokens(names[1], 5, finish="evicted", error=ImageFailed("the image is broken").info())
@@ -528,7 +529,7 @@ def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> 
 def test_an_end_where_the_prompt_is_computed_is_an_end_though_the_encoder_reports_first(
     names: tuple[str, ...],
 ) -> None:
-    """A request may end before its images have come: its grammar does not compile, say."""
+    """A request may end before its images arrive, for example if its grammar does not compile."""
     one = rig(*names)
     ask(one, 5)
     ended = EndedElsewhere("it has ended at the other end").info()
@@ -571,7 +572,8 @@ def test_one_that_encodes_says_that_the_one_that_computes_has_ended() -> None:
 
 
 def test_of_several_that_may_have_ended_none_is_shunned() -> None:
-    """Who computes has a peer that decodes and one that encodes; which of them it means is not known."""
+    """The computing instance has a decode peer and an encode peer. The report does not tell which one
+    ended."""
     one = rig("x", "y", "p", "d")
     (who,) = set(dict(ask(one, 5))) - {"p", "d"}
     one.tokens("p", 5, finish="evicted", error=PeerEnded("gone").info())
@@ -585,7 +587,7 @@ def test_of_several_that_may_have_ended_none_is_shunned() -> None:
 
 
 def test_one_that_decodes_means_the_one_that_computes() -> None:
-    """Its cache comes from there; images do not come to it, whoever still encodes some."""
+    """The cache comes from the computing instance; no image goes to the decode instance."""
     one = rig("x", "p", "q", "d")
     (who,) = set(dict(ask(one, 5))) - {"x", "d"}
     one.tokens("d", 5, finish="evicted", error=PeerEnded("gone").info())

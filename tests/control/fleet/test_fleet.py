@@ -28,7 +28,7 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     (submit,) = one.sent()
     assert isinstance(submit, m.Submit)
     assert (submit.sequence, submit.attempt) == (5, 0)
-    assert one.fleet.table.instances["a"].load > 1  # its prompt is still to be computed
+    assert one.fleet.table.instances["a"].load > 1  # the prompt is still to be computed
     one.tokens("a", 5, 7, 8)
     assert [event.token_ids for event in one.told()] == [(7, 8)]
     assert one.loads() == [1]
@@ -53,7 +53,7 @@ def test_closing_a_sequence_tells_its_instance_once() -> None:
     assert one.sent() == [m.Finish(sequence=1)]
     one.on(e.Closed((1,)))
     assert one.actions == []
-    one.tokens("a", 1, 7)  # it was under way
+    one.tokens("a", 1, 7)  # was in flight
     assert (one.told(), one.fleet.late_events, one.loads()) == ([], 1, [0])
 
 
@@ -142,7 +142,7 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     old = one.link["a"]
     one.expect("a")
     assert one.of(e.Unlink) == [e.Unlink("a", old)]
-    assert one.of(e.Replace) == []  # there is one already
+    assert one.of(e.Replace) == []  # a process is there already
     assert [(action.instance, ids(action.message)) for action in one.of(e.Send)] == [("b", [7])]
     one.on(e.Lost("a", old, DIED))
     assert one.actions == []
@@ -155,7 +155,7 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
 
 @pytest.mark.requirement("E2")
 def test_silence_and_standing_still_count_as_death(caplog: pytest.LogCaptureFixture) -> None:
-    """And the log says which of the two it was."""
+    """The log names which of the two happened."""
     one = Driver("a", "b").up()
     one.open(1)
     one.now += PATIENCE.engine / 2
@@ -178,7 +178,7 @@ def test_silence_and_standing_still_count_as_death(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("start", [0.1, 0.7, 100.3, 1e5 + 0.1])
 def test_a_tick_at_the_deadline_does_what_is_due(start: float) -> None:
-    """Whatever is rounded: else a shell that waits for the deadline would spin."""
+    """Rounding must not matter. Otherwise a shell that waits for the deadline would spin."""
     one = Driver("a", "b")
     one.now = start
     one.up()
@@ -320,7 +320,7 @@ def test_events_of_an_earlier_attempt_are_late() -> None:
     one.on(e.Paused((1,)))
     one.on(e.Resumed((1,)))
     assert [(ids(message), getattr(message, "attempt", None)) for message in one.sent()] == [([7], 1)]
-    one.tokens("a", 1, 8, attempt=0)  # was under way when it was paused
+    one.tokens("a", 1, 8, attempt=0)  # was in flight at the pause
     one.tokens("a", 1, finish="abort", attempt=0)
     assert (one.told(), one.fleet.late_events) == ([], 2)
     one.tokens("a", 1, 8, finish="length", attempt=1)
@@ -334,7 +334,7 @@ def test_one_that_knows_no_attempts_is_asked_again_when_it_has_answered() -> Non
     one.on(e.Paused((1,)))
     assert one.sent() == [m.Finish(sequence=1)]
     one.on(e.Resumed((1,)))
-    assert one.sent() == []  # what it sends now would be taken for the next attempt's
+    assert one.sent() == []  # would count for the next attempt
     one.tokens("a", 1, 8)
     assert (one.told(), one.sent()) == ([], [])
     one.tokens("a", 1, finish="abort")
@@ -343,7 +343,7 @@ def test_one_that_knows_no_attempts_is_asked_again_when_it_has_answered() -> Non
     one.tokens("a", 1, 8, finish="length")
     assert [event.token_ids for event in one.told()] == [(8,)]
     one.on(e.Closing(shutdown=False))
-    assert one.sent() == []  # nor does it know Goodbye
+    assert one.sent() == []  # the instance does not know Goodbye either
 
 
 def test_one_that_knows_no_attempts_is_asked_by_another_process_at_once() -> None:
@@ -459,7 +459,7 @@ def test_who_resumes_when_all_patience_is_used_up_hears_so_at_once() -> None:
     one.lose("a")
     one.now += PATIENCE.recovery
     one.on(e.Tick())
-    assert one.told() == []  # nobody reads it
+    assert one.told() == []  # the client does not read
     one.on(e.Resumed((1,)))
     assert [error_of(event).message for event in one.told()] == [LATE]
 
@@ -577,11 +577,11 @@ def test_prompt_logprobs_are_told_once() -> None:
 
 
 def test_a_front_that_joins_serves_with_what_lives_and_gives_up_for_no_loss() -> None:
-    """Others serve already: an instance that loads, or dies meanwhile, is no reason to wait or to end."""
+    """Other API servers serve already: an instance that loads or dies is no reason to wait or to fail."""
     one = Driver("a", "b", "c", joining=True)
     one.expect("a")
     one.expect("b")
-    one.expect("b")  # it was replaced while this front began
+    one.expect("b")  # replaced while this API server began
     assert one.fleet.failure is None
     one.on(e.Retired("c", DIED))
     assert one.fleet.failure is None

@@ -1,4 +1,4 @@
-"""The head's side of the messages, over a real scheduler; no socket."""
+"""The engine's side of the messages, over a real scheduler, without a socket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def submit(sequence: int, attempt: int = 0) -> m.Submit:
 
 
 def test_a_front_that_connects_again_takes_its_sequences_over() -> None:
-    """Its former connection broke, and the head has not noticed yet."""
+    """The former connection broke, and the engine has not noticed yet."""
     one = head()
     one.on(b"old", hello("front"))
     assert one.on(b"old", submit(1)) == []
@@ -45,7 +45,7 @@ def test_a_front_that_connects_again_takes_its_sequences_over() -> None:
     event = m.TokenEvent(sequence=1, token_ids=(5,))
     told = m.TokenEvent(sequence=1, token_ids=(5,), attempt=1)
     assert one.events([event]) == [(b"new", m.Tokens(step=-1, events=(told,)))]
-    assert one.events([m.TokenEvent(sequence=2, token_ids=(5,))]) == []  # it went with the connection
+    assert one.events([m.TokenEvent(sequence=2, token_ids=(5,))]) == []  # left with the connection
     one.forget(b"old")
     assert one.on(b"new", m.Finish(sequence=1)) != []
 
@@ -89,7 +89,7 @@ def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
 
 
 class WithRole(Engine):
-    """An engine of a group that decodes."""
+    """An engine of a decode group."""
 
     def welcome(self, incarnation: int) -> m.Welcome:
         made = super().welcome(incarnation)
@@ -114,7 +114,7 @@ class WithRole(Engine):
 
 @pytest.mark.parametrize("newest", [1, 2, 3, 4, 5, 8, 9])
 def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
-    """Unknown fields are refused: an older front would take such a message for a bad one."""
+    """Unknown fields are left out: an older API server would refuse such a message."""
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
     config = kv_config(section, 24, block_size=4)
     one = HeadProtocol(WithRole(config, section, TokenModel({}, {}), VirtualClock()), 7)
@@ -144,7 +144,7 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
 
 
 class Encoding(Engine):
-    """An engine that says it encodes."""
+    """An engine with the role encode."""
 
     def welcome(self, incarnation: int) -> m.Welcome:
         told = super().welcome(incarnation)

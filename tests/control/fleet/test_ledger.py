@@ -167,7 +167,7 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
 
 @pytest.mark.requirement("G14")
 def test_a_session_goes_on_where_it_was() -> None:
-    """Unless another instance has more of the prompt, or waits less; and only at the same process."""
+    """Exceptions: another instance has more of the prompt or a shorter queue, or the process has changed."""
     instances, policy = fleet_of(3), PrefixAffinity()
     asked = [hashes_of(ids_to_bytes([n] * 3), "") for n in range(9)]  # too short to be cached
     assert policy.choose(instances, asked[0], "s") is instances[0]
@@ -178,9 +178,7 @@ def test_a_session_goes_on_where_it_was() -> None:
     instances[0].begin(1, 0)
     assert policy.choose(instances, asked[2], "s") is instances[0]
     instances[0].begin(2, 0)
-    assert (
-        policy.choose(instances, asked[3], "s") is instances[1]
-    )  # it would wait for two; it is at home here now
+    assert policy.choose(instances, asked[3], "s") is instances[1]  # the former home has a queue of two
     instances[0].end(1)
     instances[0].end(2)
     assert policy.choose(instances, asked[4], "s") is instances[1]
@@ -190,7 +188,7 @@ def test_a_session_goes_on_where_it_was() -> None:
     instances[1].end(3)
     where = policy.choose(instances, long)
     assert where is not instances[1]
-    assert policy.choose(instances, long, "s") is where  # it has the prompt
+    assert policy.choose(instances, long, "s") is where  # has the prompt
     home = where
     home.welcome = welcome(incarnation=7)
     home.chosen = 99
@@ -299,7 +297,7 @@ def columns(first: int, count: int) -> LogprobColumns:
 
 
 def test_why_a_prompt_was_not_cached_is_asked_until_it_was_told() -> None:
-    """Else each head that goes on with it tells another reason, which is counted as another prompt's."""
+    """Otherwise each engine that continues the sequence reports a reason, counted as another prompt."""
     entry = LedgerEntry(submit(4, [10, 11], explain=True))
     assert entry.again().explain
     assert entry.again().explain
@@ -310,7 +308,7 @@ def test_why_a_prompt_was_not_cached_is_asked_until_it_was_told() -> None:
 
 
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:
-    """A head that died between two pieces: the next one sends all of them again, in other pieces."""
+    """An engine died between two pieces. The next engine sends all logprobs again, in other pieces."""
     entry = LedgerEntry(submit(1, list(range(20))))
     entry.again()
     shown = [entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]

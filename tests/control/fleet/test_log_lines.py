@@ -1,4 +1,4 @@
-"""One event is one line; planned ends are no errors; many refusals are counted."""
+"""One event gives one line; planned ends are no errors; many refusals are counted."""
 
 from __future__ import annotations
 

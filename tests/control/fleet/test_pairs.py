@@ -1,4 +1,4 @@
-"""Prefill and decode at two instances: who gets what, and what is told once both, one or none is there."""
+"""Prefill and decode at two instances: messages, and events while both, one or none is available."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROLES: dict[str, m.Role] = {"p": "prefill", "q": "prefill", "d": "decode", "f": 
 
 
 def pairs(*names: str, **settings: Any) -> Driver:
-    """A fleet of ``names``: p and q prefill, d and f decode, others do both."""
+    """Return a fleet of ``names``: p and q prefill, d and f decode, others do both."""
     roles = {name: ROLES[name] for name in names if name in ROLES}
     return Driver(*names, roles=roles, **settings).up()
 
 
 def ask(one: Driver, *sequences: int, request: int = 1, **fields: Any) -> list[tuple[str, m.Submit]]:
-    """Opens sequences of one prompt; what was sent for them."""
+    """Open sequences of one prompt. Return the messages sent for the sequences."""
     fields.setdefault("prompt_ids", m.ids_to_bytes([1, 2, 3]))
     fields.setdefault("params", TokenParams(max_tokens=9))
     submits = tuple(
@@ -52,7 +52,7 @@ def where(one: Driver) -> list[str]:
 
 
 def finished(one: Driver) -> list[str]:
-    """Who was told to end a sequence."""
+    """Return the instances that got a Finish."""
     return [sent.instance for sent in one.of(e.Send) if isinstance(sent.message, m.Finish)]
 
 
@@ -68,7 +68,7 @@ def columns(first: int, count: int) -> m.LogprobColumns:
 
 
 def rest(one: Driver, name: str, sequence: int, start: int = 1, position: int = 1) -> None:
-    """The instance that decodes tells a token and the end."""
+    """Report a token and the end, from the decode instance."""
     one.tokens(name, sequence, start + 7, position=position)
     assert said(one) == [((start + 7,), None)]
     one.tokens(name, sequence, start + 8, position=position + 1, finish="length")
@@ -77,7 +77,7 @@ def rest(one: Driver, name: str, sequence: int, start: int = 1, position: int = 
 
 
 def over(one: Driver) -> None:
-    """Nothing is left anywhere."""
+    """Check that no state is left."""
     assert one.fleet.entries == {}
     assert one.fleet.open.requests == {}
     assert set(one.loads()) == {0}
@@ -95,11 +95,11 @@ def test_both_of_a_pair_get_the_sequence_and_a_room() -> None:
     assert sends.room == RoomTicket(key, True, Peer("ipc://d", one.link["d"]), PATIENCE.transfer)
     assert (receives.attempt, sends.attempt, one.fleet.paired) == (0, 0, 1)
     prefill, decode = one.loads()
-    assert prefill > decode == 1  # the prompt is computed at one of them
+    assert prefill > decode == 1  # the prompt is computed at one instance
 
 
 def test_pixels_go_to_the_one_that_computes_the_prompt() -> None:
-    """And, when the attempt is over, to whoever computes it in the next one."""
+    """In the next attempt, pixels go to the instance that then computes the prompt."""
     one = pairs("p", "d", versions={"p": 5, "d": 5})
     image = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2), pixels=b"pixels")
     (_, receives), (_, sends) = ask(one, 5, media=(image,))
@@ -118,7 +118,7 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     assert said(one) == [((7,), None)]
     assert one.sent() == []
     assert one.loads() == [0, 1]
-    one.tokens("d", 5, 7, position=0)  # told by both
+    one.tokens("d", 5, 7, position=0)  # reported by both instances
     assert one.told() == []
     one.tokens("d", 5, 8, position=1, num_cached=64)
     assert [(event.token_ids, event.num_cached) for event in one.told()] == [((8,), 2)]
@@ -163,7 +163,7 @@ def test_positions_count_what_came_with_the_request() -> None:
 
 
 def test_tokens_that_are_missing_are_computed_again() -> None:
-    """Nobody is left who could tell them."""
+    """No instance is left that could report the tokens."""
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("p", 5, 7, position=0, finish="moved")
@@ -191,7 +191,7 @@ ENDED = EndedElsewhere("it has ended at the other end").info()
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) -> None:
-    """The decoder's report is no eviction: nothing is sent again, and nobody is avoided."""
+    """The decoder's report is no return: nothing is sent again, and no instance is avoided."""
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("d", 5, finish="evicted", error=ENDED)
@@ -217,7 +217,7 @@ def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str
 
 @pytest.mark.parametrize("lost", ["p", "d"])
 def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None:
-    """The report of the end is lost with its link, after the other one has let the sequence go."""
+    """The report of the end is lost with its link, after the other instance has dropped the sequence."""
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("d" if lost == "p" else "p", 5, finish="evicted", error=ENDED)
@@ -242,7 +242,7 @@ def test_choices_go_to_one_pair_each_with_its_room() -> None:
 
 
 def test_choices_that_are_apart_come_together_again() -> None:
-    """One is given back, and goes where its siblings are; with tokens that the others do not have."""
+    """A returned sample joins the parallel samples, with tokens unknown to the others."""
     one = pairs("p", "q", "d", "f")
     ask(one, 1, 2)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -264,7 +264,7 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
     assert one.fleet.refusal() is None
 
 
-# -- who are partners
+# -- partners
 
 
 @pytest.mark.requirement("E2")
@@ -279,7 +279,7 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
     assert len(told) == 1
     assert "engine p has no partner: model, weights, dtype or cache layout differ from d" in told[0]
     one.lose("q")
-    assert one.fleet.table.unpaired == 2  # nobody works with the one that decodes, either
+    assert one.fleet.table.unpaired == 2  # the decode instance has no partner either
 
 
 def test_one_that_takes_no_rooms_is_never_paired(caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +307,7 @@ def test_a_cached_prompt_goes_where_it_was_at_both_ends() -> None:
     one.say("p", one.welcome("p"))
     one.fleet.table.instances["q"].chosen = 0
     ask(one, 9, request=19, prompt_ids=prompt)
-    assert where(one) == ["d", "q"]  # another process has nothing in its cache
+    assert where(one) == ["d", "q"]  # the new process has an empty cache
 
 
 # -- given back, refused
@@ -324,7 +324,7 @@ def test_what_either_end_gives_back_starts_again_at_both(who: str) -> None:
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
     assert one.fleet.entries[1].losses == 0
     one.tokens("p" if who == "d" else "d", 1, 6, position=0, attempt=0)
-    assert one.told() == []  # of the attempt before
+    assert one.told() == []  # of the earlier attempt
     one.tokens("p", 1, 7, position=0, finish="moved")
     rest(one, "d", 1)
 
@@ -375,7 +375,7 @@ def test_a_pair_that_gives_all_back_is_not_asked_for_ever() -> None:
 
 
 def test_who_gives_back_again_and_again_is_given_time() -> None:
-    """Each time twice as long: what is wrong there, a group that is formed anew, say, takes seconds."""
+    """Each wait is twice as long: a fault such as the formation of a group takes seconds."""
     one = pairs("p", "d")
     ask(one, 1)
     waits = []
@@ -385,7 +385,7 @@ def test_who_gives_back_again_and_again_is_given_time() -> None:
         waits.append(one.now - before)
     assert waits == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_WAIT_S])
     one.tokens("p", 1, 7, position=0, finish="moved")
-    one.tokens("d", 1, finish="evicted")  # after a token the count begins anew
+    one.tokens("d", 1, finish="evicted")  # a token resets the count
     assert len(submitted(one)) == 2
 
 
@@ -403,8 +403,10 @@ def test_who_waits_holds_up_nobody_and_may_leave() -> None:
 
 @pytest.mark.parametrize(("teller", "ended"), [("d", "p"), ("p", "d")])
 def test_where_a_peer_has_ended_nothing_is_sent_before_another_process_is_up(teller: str, ended: str) -> None:
-    """The instance that tells has refused nothing, however many of its rooms fail; the other one is still up
-    as far as its link says, and what it has said before its end still counts."""
+    """The reporting instance has refused nothing, however many transfers fail.
+
+    The link of the ended instance still counts as up, and its earlier reports still count.
+    """
     one = pairs("p", "d")
     sequences = range(1, 2 * MOST_REFUSALS)
     for each in sequences:
@@ -424,7 +426,7 @@ def test_where_a_peer_has_ended_nothing_is_sent_before_another_process_is_up(tel
 
 
 def test_a_prompt_that_ends_whoever_computes_it_is_not_computed_for_ever() -> None:
-    """Also where the other one of the pair is the first to tell of each end."""
+    """The limit also holds if the other instance of the pair reports each end first."""
     one = pairs("p", "d")
     ask(one, 1)
     for _ in range(MOST_LOSSES + 1):
@@ -448,8 +450,10 @@ def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
 
 
 def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_landed() -> None:
-    """The receiver says it first: it has refused nothing, nothing is sent to the sender, and when that is
-    lost this is no second loss, also not after the time of a transfer."""
+    """The receiver reports the loss first. Nothing is sent to the sender.
+
+    The later loss of the sender's link is no second loss, even after the time-out of a transfer.
+    """
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -464,8 +468,10 @@ def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_
 
 
 def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
-    """The sender has moved the sequence, and another process took its place: that is up, and the loss is one,
-    whoever tells of it first."""
+    """The sender handed off the sequence and was replaced. The new process is up.
+
+    The loss counts once, whichever report comes first.
+    """
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -535,7 +541,7 @@ def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
 
 @pytest.mark.parametrize("landed", [False, True])
 def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -> None:
-    """The receiver may not see it, on another host: it has as long as a transfer may take."""
+    """A receiver on another host may not see the loss. The receiver has the time-out of a transfer."""
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -583,7 +589,7 @@ def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
 
 @pytest.mark.parametrize("came", [1, 2])
 def test_the_sender_is_lost_with_prompt_logprobs(came: int) -> None:
-    """Only it could tell them: where some are missing, the prompt is computed again."""
+    """Only the sender could report the logprobs. If some are missing, the prompt is computed again."""
     one = pairs("p", "q", "d")
     ask(one, 1, params=TokenParams(max_tokens=9, prompt_logprobs=0))
     one.tokens("p", 1, prompt_logprobs=columns(0, came))
@@ -744,7 +750,7 @@ def test_one_that_drains_gets_no_new_pair_and_finishes_what_it_has(name: str) ->
 
 
 def test_one_that_died_twice_in_a_row_computes_its_prompt_for_another_where_one_refused_to_decode() -> None:
-    """It has no other prompt once this one has left it."""
+    """The instance has no other prompt after this one has left."""
     one = pairs("p", "d", "f")
     for _ in range(2):
         one.lose("p")
@@ -769,7 +775,7 @@ def test_one_that_died_twice_in_a_row_gets_one_prompt_until_it_handed_it_over() 
     assert where(one) == ["d", "p"]
 
 
-# -- a role that nobody has
+# -- a missing role
 
 
 def test_without_one_that_prefills_those_that_decode_do_it_after_a_while() -> None:
@@ -786,21 +792,21 @@ def test_without_one_that_prefills_those_that_decode_do_it_after_a_while() -> No
     assert one.fleet.table.alive
     assert not one.fleet.table.whole
     ask(one, 2, request=2)
-    assert where(one) == ["d"]  # who comes then waits no more
+    assert where(one) == ["d"]  # later sequences do not wait
     one.up("p")
     ask(one, 3, request=3)
     assert where(one) == ["d", "p"]
 
 
 def missing(*roles: str) -> str:
-    """The error that names roles which no instance has."""
+    """Return the error that names the missing roles."""
     return f"{NO_ROLE}{' or '.join(roles)} takes requests; try again later"
 
 
 @pytest.mark.requirement("E12")
 @pytest.mark.parametrize(("lost", "role"), [("p", "prefill"), ("d", "decode")])
 def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(lost: str, role: str) -> None:
-    """A successor may need longer to load than the time-out for a role."""
+    """A successor may load for longer than the time-out of a role."""
     one = pairs("p", "d", local_prefill=False)
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -822,7 +828,7 @@ def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(l
     assert refusal.http_status == 503
     if lost == "p":
         one.tokens("d", 1, 8, position=1)
-        assert said(one) == [((8,), None)]  # who has a place goes on
+        assert said(one) == [((8,), None)]  # running sequences continue
     one.up(lost)
     assert one.fleet.refusal() is None
     ask(one, 3, request=3)
@@ -831,14 +837,16 @@ def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(l
 
 @pytest.mark.parametrize("name", ["p", "d"])
 def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -> None:
-    """It drains for longer than the time-out for a role, and its successor loads nearly for the time-out for
-    recovery, which begins when the process that drained has ended."""
+    """The drain exceeds the time-out of a role. The successor loads for nearly the recovery time-out.
+
+    The recovery time-out begins at the end of the draining process.
+    """
     one = pairs("p", "d", local_prefill=False)
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
     one.on(e.Draining(name))
     assert ask(one, 2, request=2) == []
-    one.wait(PATIENCE.role + PATIENCE.recovery)  # a stream goes on meanwhile
+    one.wait(PATIENCE.role + PATIENCE.recovery)  # a stream continues meanwhile
     assert (one.told(), one.fleet.refusal()) == ([], None)
     one.tokens("d", 1, 8, position=1, finish="length")
     one.lose(name)
@@ -859,7 +867,7 @@ def test_those_that_decode_prefill_while_the_one_that_prefills_drains() -> None:
 
 @pytest.mark.requirement("E12")
 def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
-    """No two of those that are left fit together."""
+    """The remaining instances have different fingerprints."""
     one = pairs("p", "q", "d", local_prefill=False, fingerprints={"q": "other"})
     one.lose("p")
     assert ask(one, 1) == []
@@ -924,7 +932,8 @@ def test_without_prefill_for_good_it_is_over_unless_others_do_it(local: bool) ->
 
 
 def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> None:
-    """Its head lives, and says so: a sequence that ends its ranks each time is not computed for ever."""
+    """The engine is alive and reports the loss: a sequence that kills its ranks each time fails in the
+    end."""
     for name in ("p", "d"):
         one = pairs("p", "d")
         ask(one, 1)
@@ -942,7 +951,7 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
 
 @pytest.mark.parametrize("names", ["pd", "p", "apd"])
 def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
-    """Without a room, and whether or not another one decodes."""
+    """Such sequences have no transfer, with or without a decode instance."""
     one = pairs(*names, versions=dict.fromkeys(names, 4))
     ((name, submit),) = ask(one, 5, pooling="mean")
     assert (name, submit.room, submit.pooling) == ("p", None, "mean")

@@ -1,4 +1,4 @@
-"""Pairs among random deaths, refusals, evictions, pauses and clients that leave: see ``pair_model``."""
+"""Pairs under random deaths, refusals, returns, pauses and leaving clients: see ``pair_model``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.types.messages import Finish, Submit, ToHead, TokenEvent
 
 SEEDS = range(320)
 SEEN_BY = {"_nobody_misses_the_sender": 302}
-"""Bug -> the seed that showed it: tried first, then all others."""
+"""Bug -> the seed that detected the bug before. This seed is tried first."""
 
 
 def _run_all(seeds: Iterable[int] = SEEDS) -> Iterator[Model]:

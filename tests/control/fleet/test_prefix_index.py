@@ -1,4 +1,4 @@
-"""What heads tell of their prefix caches, and what fronts make of it."""
+"""Reports of engines about their prefix caches, and their use in API servers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_too_many_keys_are_not_kept_and_not_asked_for_again(monkeypatch: pytest.
 
 
 def fleet(versions: dict[str, int] | None = None) -> Driver:
-    """Heads of blocks of 4 tokens; those of version 4 have told that they have nothing."""
+    """Return a fleet of engines with blocks of 4 tokens. Engines of version 4 have reported empty caches."""
     versions = versions or {"a": 4, "b": 4}
     driver = Driver("a", "b", versions=versions, policies=make_policies())
     for name in ("a", "b"):
@@ -135,13 +135,13 @@ def test_what_was_evicted_no_longer_counts_though_this_front_sent_it_there() -> 
 def test_what_was_sent_and_never_cached_is_forgotten_when_the_head_is_idle() -> None:
     driver = fleet()
     assert ask(driver, 1) == "a"
-    driver.on(e.Closed((1,)))  # before it was computed
+    driver.on(e.Closed((1,)))  # before the prompt was computed
     driver.say("a", m.Heartbeat(idle=True, stats=m.HeadStats(steps=1)))
     assert ask(driver, 2) == "b"
 
 
 def test_what_is_still_to_be_computed_there_is_not() -> None:
-    """An idle head has sequences, too: those that await something, and those on their way."""
+    """An idle engine may have sequences as well: blocked ones, and ones in flight."""
     driver = fleet()
     long = m.ids_to_bytes(list(range(2000)))
     assert ask(driver, 1, long) == "a"

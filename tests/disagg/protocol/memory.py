@@ -19,7 +19,7 @@ DTYPE = "bfloat16"
 
 
 def cache(kind: str, layers: int = 2, **facts: object) -> CacheSpec:
-    """A cache kind of a model that does not exist."""
+    """Return a KV cache group of a model that does not exist."""
     if kind == "state":
         facts["parts"] = (
             StatePart(name="conv_q", shape=(4, 3, 5), wide=False),
@@ -46,7 +46,7 @@ KINDS = {
 
 @dataclass
 class Group:
-    """A group of ``ranks``: for each rank and kind its tensors, as uint8 regions and as elements."""
+    """A group of ``ranks``: the tensors of each rank and KV cache group, as uint8 regions and as elements."""
 
     caches: Sequence[CacheSpec]
     ranks: int
@@ -83,7 +83,7 @@ class Group:
         return pool_tensors(local, self.block_size, self.num_blocks, DTYPE)
 
     def fill(self, rng: np.random.Generator) -> None:
-        """Random bytes. What ranks have alike is alike on all of them."""
+        """Fill the caches with random bytes. Replicated parts are equal on all ranks."""
         for region, layout in enumerate(self.layouts):
             same = rng.integers(0, 256, layout.nbytes, dtype=np.uint8)
             for rank in range(self.ranks):
@@ -109,7 +109,7 @@ class Group:
         return Side(self.dims, placed(blocks, self.dims, start, end))
 
     def elements(self, rank: int, region: int) -> np.ndarray:
-        """The region by its dims; the last is of bytes."""
+        """Return the region by its dimensions; the last dimension is bytes."""
         layout = self.layouts[region]
         item = layout.nbytes // math.prod(layout.shape)
         return self.regions[rank][region].reshape(*layout.shape, item)
@@ -138,7 +138,10 @@ def reference(
     tables_to: Sequence[Sequence[int]],
     positions: Sequence[Sequence[int]],
 ) -> list[list[np.ndarray]]:
-    """The receiver's regions after a transfer of ``positions`` of each kind, one element at a time."""
+    """Return the receiver's regions after a transfer of ``positions`` of each KV cache group.
+
+    This plain reference copies element by element.
+    """
     after = [[region.copy() for region in regions] for regions in receiver.regions]
     for kind, spec in enumerate(sender.caches):
         for region in sender.regions_of(kind):
@@ -154,7 +157,7 @@ def reference(
 
 
 def places(sender, receiver, kind, region, tables, tables_to, positions, rank):  # type: ignore[no-untyped-def]
-    """((sender's rank, index there), index here) of every group of elements that belongs to rank ``rank``."""
+    """Yield ((sender's rank, index there), index here) of every group of elements of rank ``rank``."""
     spec = sender.caches[kind]
     names = [name for name, _ in sender.layouts[region].dims]
     names_to = [name for name, _ in receiver.layouts[region].dims]

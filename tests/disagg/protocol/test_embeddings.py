@@ -1,4 +1,4 @@
-"""Embeddings of images as what rooms move: their dims, and shares of their rows."""
+"""Transfers of image embeddings: dimensions, and shards of rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Moved:
         self.sent = [0] * ranks[0]
         """Bytes by each rank of the sender."""
         self.got: list[np.ndarray] = []
-        """For each rank of the receiver the rows that came, of every level."""
+        """Map each rank of the receiver to its received rows, of every level."""
         for to in range(ranks[1]):
             self.got.append(self.move(to))
 

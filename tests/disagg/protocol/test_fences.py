@@ -1,4 +1,4 @@
-"""Fences and what they wait for: peers that answer or do not, and ranks that are gone."""
+"""Fences and their conditions: answers of peers, silence of peers, and lost ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.types.rooms import RoomKey
 
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
 def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
-    """Though a rank of this side takes longer than the peer's patience."""
+    """A rank of this side takes longer than the peer's time-out."""
     out = sender()
     out.on(ev.Cancel(KEY, ERROR), 1.0)
     events: dict[str, ev.SenderEvent] = {
@@ -101,7 +101,7 @@ def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
 
 
 def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
-    """What was said, or the answer, may have been lost with a connection, and no step shows it."""
+    """The request or the answer may have been lost with a connection, and no step shows the loss."""
     into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
     into.on(ev.Open(KEY, P, 1000.0), 0.0)
     into.on(ev.Heard(P, OFFER), 0.0)

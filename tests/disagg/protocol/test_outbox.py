@@ -1,4 +1,4 @@
-"""The ring that writes leave through: who gets a slot, when it is free again, what is never sent."""
+"""The ring of outgoing writes: assignment of slots, reuse of slots, and writes that are never sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_slot_is_free_when_its_write_was_answered_and_not_before() -> None:
     assert (first.number, box.begin(), box.can_begin) == (0, [], False)
     assert box.copied(slot) is first
     assert box.begin() == []
-    box.ended("a", KEY, 1)  # that one has not been sent
+    box.ended("a", KEY, 1)  # this write has not been sent
     assert box.begin() == []
     box.ended("a", KEY, 0)
     assert box.can_begin
@@ -45,7 +45,7 @@ def test_peers_that_answer_nothing_leave_slots_for_others() -> None:
     held = [one.write.peer for one in box.begin()]
     assert box.begin() == []
     assert {peer: held.count(peer) for peer in "abc"} == {"a": 4, "b": 4, "c": 4}
-    for number in range(100):  # who answers goes on through what is left
+    for number in range(100):  # answered transfers continue through the remaining slots
         box.put(write(number, "d"))
         ((slot, mine),) = box.begin()
         assert mine.number == number
@@ -71,7 +71,7 @@ def test_what_was_cancelled_is_not_sent_and_its_memory_is_read_until_the_copy_ha
     assert not box.quiet(KEY)
     assert box.copied(begun[2].slot) is None
     assert box.quiet(KEY)
-    assert box.free == 5  # the write that was sent keeps its slot
+    assert box.free == 5  # the sent write keeps its slot
     box.ended("a", KEY, 0)
     assert box.free == 6
     assert box.copied(begun[1].slot) is not None

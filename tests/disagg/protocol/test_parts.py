@@ -106,7 +106,7 @@ class TestDigests:
         return digests.digest(data, self.SEED if seed is None else seed)
 
     def test_known_values(self) -> None:
-        """What is on the wire does not change by accident."""
+        """The bytes on the wire do not change by accident."""
         data = np.arange(3000, dtype=np.int64).astype(np.uint8)
         assert [f"{self.of(data[:size]):016x}" for size in (0, 1, 8, 1024, 1025, 3000)] == KNOWN
 
@@ -263,7 +263,7 @@ class TestPushes:
             for layer in (1, 2):
                 assert out.on(p.Computed(key, (layer,), 0, 20)) == []
             assert out.on(p.Begin(key, {"peer": self.plan()}, 20)) == []
-        out.on(p.Computed(KEY, (1,), 0, 20))  # behind what was told before
+        out.on(p.Computed(KEY, (1,), 0, 20))  # behind the earlier report
         late, order = out.behind(), list[RoomKey]()
         while late is not None:
             order.append(late)

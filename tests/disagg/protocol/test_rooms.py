@@ -1,4 +1,4 @@
-"""Rooms: what each message does, and random schedules with faults of everything."""
+"""Transfers: the effect of each message, and random schedules with all kinds of faults."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def play(seed: int, fence: FenceBy, harm: float = 1.0) -> World:
             world.at(when, lambda pick=pick, long=long: world.pause(pick(), long))  # type: ignore[misc]
     world.run(90.0)
     world.harm = 0.0
-    for key in world.receiver.opened:  # nobody will offer it to this receiver, as the front knows
+    for key in world.receiver.opened:  # no sender will offer this transfer, as the front knows
         if world.sender.receivers.get(key) != world.receiver.peer:
             world.receiver.feed(ev.Cancel(key, ERROR))
     world.run(500.0)
@@ -122,7 +122,7 @@ def test_the_watch_on_memory_notices_what_is_freed_without_a_fence(monkeypatch: 
 
 
 def names(actions: list[ev.Action]) -> list[str]:
-    """Sends by their message, and tells by their event."""
+    """Return the names of sent messages and of reported events."""
     found = []
     for action in actions:
         inner: Any = getattr(action, "message", None) or getattr(action, "event", None) or action
@@ -204,7 +204,7 @@ def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
     assert due is not None
     actions = out.on(ev.Tick(), 30.0)
     assert names(actions) == ["RoomFailed", "Stop", "Fence"]
-    for later in (31.0, 100.0, 10_000.0):  # nobody acknowledges: time alone frees nothing
+    for later in (31.0, 100.0, 10_000.0):  # no acknowledgement: time alone frees nothing
         assert "RoomFreed" not in names(out.on(ev.Tick(), later))
     assert out.state(KEY) is State.failing
     for rank in (0, 1):
@@ -414,7 +414,7 @@ def test_the_time_in_the_senders_queue_is_not_the_rooms() -> None:
     assert names(out.on(ev.Offer(OFFER), 1000.0)) == ["Admitted"]
     into.on(ev.Heard(P, OFFER), 1000.0)
     into.on(ev.Postpone(KEY, 1.0), 1000.0)
-    into.on(ev.Heard(P, OFFER), 1020.0)  # offered again: it is no younger for that
+    into.on(ev.Heard(P, OFFER), 1020.0)  # a repeated offer does not extend the deadline
     assert into.on(ev.Tick(), 1029.0) == []
     assert "RoomFailed" in names(into.on(ev.Tick(), 1030.0))
     out.on(ev.Heard(D, BOUND), 1001.0)
@@ -423,7 +423,7 @@ def test_the_time_in_the_senders_queue_is_not_the_rooms() -> None:
 
 
 def test_a_receiver_that_asked_for_patience_may_take_the_room_at_any_time() -> None:
-    """Nobody waits until the sender offers it again; an offer that was on its way changes nothing."""
+    """The receiver does not wait for a repeated offer. An offer in flight changes nothing."""
     out, into = sender("new"), receiver("new")
     out.on(ev.Offer(OFFER), 0.0)
     into.on(ev.Heard(P, OFFER), 0.0)
@@ -440,7 +440,7 @@ def test_a_receiver_that_asked_for_patience_may_take_the_room_at_any_time() -> N
 
 
 def test_an_offer_that_the_scheduler_keeps_is_not_given_up() -> None:
-    """A sibling's, say, until its leader is there: the sender hears that the receiver lives."""
+    """A parallel sample may wait for its first sample. The sender learns that the receiver is alive."""
     out, into = SendingRooms(2, "copy", PATIENCE), ReceivingRooms(GROUP.dims, "copy", PATIENCE)
     out.on(ev.Open(KEY, D, 100.0), 0.0)
     into.on(ev.Open(KEY, P, 100.0), 0.0)

@@ -19,7 +19,7 @@ BLOCKS = 24
 
 
 def tables(rng: np.random.Generator, group: Group, end: int, first: list[int]) -> list[list[int]]:
-    """Block tables of random blocks; null before the block that holds position ``first`` of the kind."""
+    """Return random block tables, with null blocks before the block of position ``first``."""
     made = []
     for kind, spec in enumerate(group.caches):
         if spec.kind == "state":
@@ -143,7 +143,7 @@ def test_a_window_sends_what_the_next_token_reads_and_the_rest_of_its_blocks() -
     case = Case(0, ["window"], (1, 1), (4, 4), 0, 50)
     assert needed(case.sender, case.receiver, 0, 50) == [40]  # 50 - 11 + 1
     case = Case(0, ["window"], (1, 1), (4, 8), 0, 55)
-    assert needed(case.sender, case.receiver, 0, 55) == [44]  # 45, and what the sender's block has before it
+    assert needed(case.sender, case.receiver, 0, 55) == [44]  # 45, and the earlier part of the sender's block
 
 
 def test_positions_in_the_null_block_are_an_error() -> None:

@@ -1,4 +1,4 @@
-"""How many bytes a room moves, against what its receivers expect."""
+"""The number of bytes of a transfer, against the number that its receivers expect."""
 
 from __future__ import annotations
 

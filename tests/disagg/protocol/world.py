@@ -1,7 +1,7 @@
-"""Two heads, their ranks and the network between them on virtual time, and memory that is watched.
+"""Two engines, their ranks and the network between them on virtual time, with watched memory.
 
-A sender's and a receiver's blocks have tenants. Copies take time, so one may be under way when anything
-else happens. ``World`` raises ``Violation`` as soon as a byte lands in memory that its room no longer has.
+Blocks of sender and receiver have owners. Copies take time, so that anything may happen during a copy.
+``World`` raises ``Violation`` as soon as a byte is written to memory that its transfer no longer owns.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PATIENCE = Patience(retry=0.5, bind=20.0, fence=3.0, remember=120.0)
 
 
 class Violation(AssertionError):
-    """Something happened that never may."""
+    """An invariant was violated."""
 
 
 class Memory:
-    """Blocks of one group: whose each is, and who may still write or read it."""
+    """Blocks of one group: the owner of each block, and its possible writers and readers."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -60,7 +60,7 @@ class Memory:
 
 
 class Head:
-    """What the two heads have in common: a machine, whether it runs, and what its scheduler was told."""
+    """The common part of both engines: state machine, process state, and events of the scheduler."""
 
     def __init__(self, world: World, name: str, incarnation: int) -> None:
         self.world, self.peer = world, Peer(name, incarnation)
@@ -75,7 +75,7 @@ class Head:
     def feed(self, event: Any) -> None:
         if not self.alive:
             return
-        if self.paused_until > self.world.now:  # SIGSTOP: it happens when the process goes on
+        if self.paused_until > self.world.now:  # SIGSTOP: the event happens when the process continues
             self.world.at(self.paused_until - self.world.now + 1e-6, lambda: self.feed(event))
             return
         for action in self.machine.on(event, self.world.now):
@@ -201,7 +201,7 @@ class Receiver(Head):
             self.feed(ev.Reserve(bound))
 
     def look_again(self, key: RoomKey) -> None:
-        """The scheduler answers one that it put off, unless it has meanwhile."""
+        """Answer a postponed transfer, unless the scheduler has answered already."""
         if key not in self.memory.of and "RoomFailed" not in self.told[key]:
             self.decide(key)
 
@@ -212,7 +212,7 @@ class Receiver(Head):
 
 
 class Write(NamedTuple):
-    """What a rank of a sender moves to a rank of a receiver."""
+    """One write from a rank of a sender to a rank of a receiver."""
 
     sender: Sender
     receiver: Receiver
@@ -225,7 +225,7 @@ class Write(NamedTuple):
 
 
 class World:
-    """``fence``: what kind of transport moves the bytes. ``harm``: how much goes wrong, 0 to 1."""
+    """The simulation. ``fence``: the kind of transport. ``harm``: amount of faults, 0 to 1."""
 
     def __init__(self, seed: int, fence: FenceBy = "copy", harm: float = 1.0) -> None:
         self.rng, self.fence, self.harm = random.Random(seed), fence, harm
@@ -235,7 +235,7 @@ class World:
         self.past: list[Head] = []
         self.late: list[RoomKey] = []
         self.cut: set[RoomKey] = set()
-        """Rooms whose one-sided writes reach nothing any more."""
+        """Transfers whose one-sided writes have no effect any more."""
         self.happened: set[str] = set()
 
     def at(self, delay: float, do: Callable[[], None]) -> None:
@@ -285,12 +285,13 @@ class World:
             self.at(delay, partial(self.land, write))
 
     def land(self, write: Write) -> None:
-        """One write lands. A copy runs on the receiver's thread; a one-sided write on nobody's."""
+        """Complete one write. A copy needs the receiver's thread; a one-sided write needs no thread."""
         sender, receiver, rank, to, key, own, blocks, fails = write
         if self.fence == "copy":
             if not receiver.alive:
                 return
             if receiver.paused_until > self.now:
+                # A stopped receiver copies nothing: the write completes after the process continues.
                 delay = receiver.paused_until - self.now + 1e-6
                 self.at(delay, partial(self.land, write))
                 return
@@ -320,7 +321,7 @@ class World:
             self.at(delay, lambda: receiver.feed(ev.RankReport(key, to, outcome)))
 
     def stop(self, head: Head, key: RoomKey) -> None:
-        """Ranks stop, each after a while; until then they go on."""
+        """Stop the ranks, each after a random time of further work."""
         count = RANKS if head is self.sender else RANKS_TO
         left = set(range(count))
 
@@ -336,7 +337,7 @@ class World:
     # ---- faults
 
     def revoke(self, head: Head, key: RoomKey, peer: Peer) -> None:
-        """The owner of the peer's process ends it, or its access is taken away."""
+        """End the peer's process, or take its access away."""
         self.happened.add("revoked")
         other = self.head(peer)
         if self.rng.random() < 0.5 or other is None:

@@ -1,4 +1,4 @@
-"""A sender and a receiver of real groups, each rank with its thread, over a transport of any kind."""
+"""A sender and a receiver with real groups, each rank with a thread, over any transport."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ TABLES = [[3, 9, 1, 7, 12], [5, 2, 11, 4, 8, 10, 6, 13, 1, 14]]
 
 
 class Rank:
-    """One rank: its transport, its thread, and what it told its head."""
+    """One rank: transport, thread, and reports to its engine."""
 
     def __init__(self, group: Group, rank: int, transport: Transport, start: bool = True) -> None:
-        """Without ``start`` it has no thread: see ``RankTransfer``."""
+        """Start a rank. Without ``start`` the rank has no thread: see ``RankTransfer``."""
         self.told: queue.SimpleQueue[RankReport | RankStopped] = queue.SimpleQueue()
         self.transport = transport
         self.transfer = RankTransfer(rank, group.dims, transport, self.told.put, start=start)
 
     def wait(self, key: RoomKey, seconds: float = 20.0) -> RankReport:
-        """How the room ended on this rank."""
+        """Wait for the end of a transfer. Return its outcome on this rank."""
         until = time.monotonic() + deadline(seconds)
         while True:
             said = self.told.get(timeout=max(0.0, until - time.monotonic()))
@@ -63,13 +63,13 @@ TRANSPORTS = {
     "staged shm to shm": ("shm", True, False),
     "shm to staged shm": ("shm", False, True),
 }
-"""Name -> what moves the bytes, and whether the sender's caches are staged, and the receiver's."""
+"""Name -> transport, and whether the caches of the sender and of the receiver are staged."""
 SMALL = Sizes(slot=512, slots=3, inbox=1024)
-"""Of caches that are staged: less than a prompt has."""
+"""Sizes for staged caches, smaller than a prompt."""
 
 
 def share(group: Group, rank: int, transport: Any, staged: Copies | None = None) -> list[SharedMemory]:
-    """Makes a rank's regions memory that the transport knows, or that ``staged`` copies from and to."""
+    """Register the regions of a rank with the transport, or with ``staged``."""
     if staged is not None:
         regions = [torch.from_numpy(region) for region in group.regions[rank]]
         stage(transport, regions, staged)
@@ -96,8 +96,10 @@ def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Any:
 
 
 class LateCopies(HostCopies):
-    """Copies out of the caches that read them as late as they may: when they are asked for the ``turns``-th
-    time, or not before ``go`` is set."""
+    """Copies out of the caches that read as late as possible.
+
+    A copy reads at the ``turns``-th poll, or not before ``go`` is set.
+    """
 
     turns = 3
 
@@ -136,8 +138,10 @@ class Pair:
         receivers: bool = True,
         copies: type[HostCopies] = HostCopies,
     ) -> None:
-        """Without ``senders`` or ``receivers`` those run in another process. ``kind``: of ``TRANSPORTS``.
-        ``copies``: of caches that are staged."""
+        """Start both groups. Without ``senders`` or ``receivers`` these ranks run in another process.
+
+        ``kind``: a key of ``TRANSPORTS``. ``copies``: copies for staged caches.
+        """
         kind, *staged = TRANSPORTS[kind]
         rng = np.random.default_rng(5)
         caches = [KINDS[name] for name in kinds]
@@ -185,7 +189,7 @@ class Pair:
         self.push(self.bound(key))
 
     def push(self, bound: r.Bound, have: int | None = None, num_cached: int = 0) -> None:
-        """``have``: so many entries of its block tables the sender has yet."""
+        """Start sending. ``have``: number of block table entries that the sender has already."""
         tables = zip(self.sender.caches, self.tables(self.sender, 0), strict=True)
         blocks = tuple(blocks_of(table if spec.kind == "state" else table[:have]) for spec, table in tables)
         for rank in self.senders:
@@ -210,7 +214,7 @@ class Pair:
                 rank.transfer.computed(key, (layer,), begin, end)
 
     def transfer(self, key: RoomKey) -> list[RankReport]:
-        """From beginning to end; how it ended on each rank of the receiver."""
+        """Run a transfer from beginning to end. Return the outcome of each rank of the receiver."""
         self.expect(key)
         self.begin(key)
         self.compute(key)

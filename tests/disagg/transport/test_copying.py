@@ -1,4 +1,4 @@
-"""Copies and digests do not hold Python's lock; without the extension they are the same."""
+"""Copies and digests release Python's lock, and are equal without the extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of a GPU that move between groups: bytes, order of streams, and blocks that are free again."""
+"""GPU caches that move between groups: bytes, order of streams, and freed blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = RoomKey(7, 0, 1)
 
 
 class Pair(rig.Pair):
-    """Both groups' caches are on the GPU, each rank with its thread."""
+    """A pair with both caches on the GPU, each rank with a thread."""
 
     def __init__(self, kind: str, folder: Path, ranks: tuple[int, int]) -> None:
         super().__init__(kind, folder, kinds=KINDS, ranks=ranks, senders=False, receivers=False)
@@ -82,7 +82,7 @@ def test_a_sequence_arrives(
 def test_what_leaves_is_what_the_pass_before_its_mark_wrote(
     kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The pass takes long, and the host is far ahead of it."""
+    """The pass takes long, and the host is far ahead."""
     one = Pair(kind, tmp_path_factory.mktemp("t"), (1, 1))
     one.expect(KEY)
     one.begin(KEY)

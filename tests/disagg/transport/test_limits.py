@@ -1,4 +1,4 @@
-"""What sockets do where the system, or a crowd, leaves no room: nothing spins, and it goes on afterwards."""
+"""Sockets under system limits or many clients: no busy waiting, and work continues afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tcp() -> Iterator[TcpTransport]:
 
 
 def polls(transport: Any, seconds: float) -> int:
-    """How often ``poll`` returned in that time."""
+    """Return the number of returns of ``poll`` in ``seconds``."""
     count, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         transport.poll(max(0.0, until - time.monotonic()))
@@ -56,7 +56,7 @@ def test_connections_that_prove_nothing_are_few(tcp: TcpTransport) -> None:
 
 
 def test_silent_connections_keep_no_peer_out(tcp: TcpTransport) -> None:
-    """They fill all places of their address; a peer of the same address gets one, and proves itself."""
+    """The connections fill all places of their address. A peer of the same address still gets a place."""
     host, _, port = tcp.endpoint.address.rpartition("|")
     crowd = [socket.create_connection((host, int(port))) for _ in range(sockets.MOST_UNPROVEN)]
     writer = TcpTransport("127.0.0.1", 1, 6, SECRET)
@@ -80,7 +80,7 @@ def test_places_of_newcomers_are_shared_by_address() -> None:
     places.add("peer", "p")
     places.proved("peer", "p")
     assert [places.add(address, address) for address in ("peer", "a", "b")] == [None, None, None]
-    assert places.add("c", "c") == "2"  # of the address that has most
+    assert places.add("c", "c") == "2"  # of the address with most connections
     assert [places.add(address, address) for address in ("d", "e", "f", "g", "h")].count("peer") == 0
     assert len(places) == 6
     places.left("peer", "peer")
@@ -90,7 +90,7 @@ def test_places_of_newcomers_are_shared_by_address() -> None:
 
 def test_accepting_without_descriptors_waits(tcp: TcpTransport) -> None:
     class Full:
-        """A listener of a process that has as many descriptors as it may."""
+        """A listener in a process that has reached its limit of descriptors."""
 
         def __init__(self, sock: socket.socket) -> None:
             self.sock, self.full, self.asked = sock, True, 0
@@ -139,5 +139,5 @@ def test_a_unix_socket_whose_queue_is_full_is_tried_again(tmp_path_factory: pyte
         out.poll(0.1)
         with sock:
             sock.settimeout(5)
-            assert sock.recv(10)  # its hello
+            assert sock.recv(10)  # the hello message
     out.close()

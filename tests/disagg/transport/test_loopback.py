@@ -89,7 +89,7 @@ def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: Fence
 
 @pytest.mark.requirement("E30")
 def test_a_stale_state_is_caught_every_time() -> None:
-    """What another attempt, or another place, was sent is not what this one was."""
+    """The data of another attempt, or of another place, differs."""
     for seed in range(100):
         pair = Pair(Faults(delay=0.5), seed)
         pair.begin()

@@ -1,4 +1,4 @@
-"""A sender in a process of its own that works, is killed, or stands still and goes on."""
+"""A sender in a separate process that works, is killed, or stops and continues."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_sender_that_is_killed_leaves_no_writer(
     sender.process.wait(deadline(10))
     stop(pair, KEY)
     for region in pair.receiver.regions[0]:
-        region[:] = 170  # somebody else's now
+        region[:] = 170  # reused by another transfer
     before = regions(pair)
     time.sleep(0.2)
     assert equal(pair, before)
@@ -143,7 +143,7 @@ def test_a_sender_that_stood_still_writes_nothing_when_it_goes_on(pair: Pair, se
     begin(pair, sender, KEY)
     wait_for_half(pair, KEY)
     sender.signal(signal.SIGSTOP)
-    sender.say("")  # the rest of the room, when it goes on
+    sender.say("")  # the rest of the transfer, after it continues
     stop(pair, KEY)
     for region in pair.receiver.regions[0]:
         region[:] = 170

@@ -1,4 +1,4 @@
-"""Shared memory and TCP over real sockets: bytes, strangers, forged frames, peers that stand still."""
+"""Shared memory and TCP over real sockets: bytes, strangers, forged frames, stopped peers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_sender_that_closes_fails_its_writes_and_the_receiver_goes_on(
 def test_memory_that_changes_between_digest_and_copy_is_noticed(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block of the sender that is reused too early."""
+    """A block of the sender is reused too early."""
     caught = 0
     shm = kind.endswith("shm")
     original = SocketTransport.take if shm else SocketTransport._send_write
@@ -182,7 +182,7 @@ def test_a_senders_own_prefix_hit_arrives(pair: Callable[..., Pair], cached: int
 @pytest.mark.requirement("E3")
 @pytest.mark.parametrize("bound_after", [0, 1, 2, 3])
 def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: int) -> None:
-    """Bound before the first chunk, or after any other: a chunk needs its own blocks only."""
+    """The reservation comes before the first chunk, or after any chunk. A chunk needs only its own blocks."""
     one = pair("shm", kinds=ALL)
     expected = one.expected()
     one.expect(KEY)
@@ -202,7 +202,7 @@ def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: 
 
 @pytest.mark.parametrize("grown", [None, 3])
 def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown: int | None) -> None:
-    """That are computed, and that are added behind a gap."""
+    """The positions are computed, and are added after a gap."""
     one = pair("shm", kinds=("full",))
     one.push(one.bound(KEY), have=2)
     if grown is None:
@@ -216,7 +216,7 @@ def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown
 
 @pytest.mark.requirement("E9")
 def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[..., Pair]) -> None:
-    """Nobody reads at the other end: the window fills, the thread goes on with other peers."""
+    """The other end does not read: the window fills, and the thread continues with other peers."""
     one, other = pair("tcp"), pair("tcp")
     with socket.create_server(("127.0.0.1", 0)) as still:
         dead = one.receivers[0].transport.endpoint
@@ -308,7 +308,7 @@ def test_a_thread_that_fails_fails_its_rooms_and_answers_stop(
 def test_a_connection_that_breaks_as_its_hand_shake_ends_fails_every_write(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of the writes that waited finds the connection broken; none of the others is forgotten."""
+    """The first waiting write finds the broken connection. All other writes fail too."""
     one = pair("tcp")
     transport: Any = TcpTransport("127.0.0.1", 0, 9, SECRET)
     name = transport.connect(one.receivers[0].transport.endpoint, 0, 5.0)
@@ -336,7 +336,7 @@ def test_a_connection_that_breaks_as_its_hand_shake_ends_fails_every_write(
 
 
 def talk(listener: str, data: bytes) -> bytes:
-    """What a stranger who sends ``data`` gets until the connection ends."""
+    """Return the bytes that a stranger gets for ``data`` until the connection ends."""
     host, _, port = listener.rpartition("|")
     got = b""
     address, patience = (host, int(port)), deadline(5)
@@ -406,7 +406,7 @@ def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], p
 
 @pytest.mark.parametrize("reply", ["hello", "forged proof", "echo"])
 def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], reply: str) -> None:
-    """A listener that took the receiver's place."""
+    """A listener took the receiver's place."""
     one = pair("tcp")
     real = one.receivers[0].transport.endpoint
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -485,12 +485,12 @@ def test_endpoints_that_are_swapped_are_noticed(
 def test_a_block_that_is_reassigned_while_its_write_waits_is_noticed(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest is that of the layer as it was computed, not of what goes out later."""
+    """The digest covers the layer as computed, not the bytes sent later."""
     monkeypatch.setattr(ShmTransport if kind == "shm" else TcpTransport, "window_bytes", 512)
     one = pair(kind, kinds=("full",))
     out = one.senders[0].transfer
     one.begin(KEY)
-    one.compute(KEY)  # the first writes are under way, and nobody answers: the rest is queued
+    one.compute(KEY)  # the first writes are in flight without an answer: the others are queued
     until = time.monotonic() + deadline(10)
     while out.pushes.queued_bytes == 0 and time.monotonic() < until:
         time.sleep(0.01)
@@ -546,7 +546,7 @@ def test_forged_spans_are_refused_before_a_byte_is_touched(
 def test_spans_of_somebody_elses_blocks_fail_the_room(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside a region, and not in what this room has there."""
+    """The span lies inside a region, but outside the blocks of this transfer."""
     one = pair("shm", kinds=("full",))
     before = [part.copy() for part in one.receiver.regions[0]]
     original = f.pack

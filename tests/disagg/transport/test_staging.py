@@ -1,4 +1,4 @@
-"""Caches that leave through a ring of host memory, and come through an inbox: what may be touched when."""
+"""Caches that leave through a ring of host memory and arrive through an inbox: safe reuse of memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_prompt_larger_than_the_ring_goes_over_as_receivers_answer(
     sender = one.senders[0]
     until(lambda: memory_of(sender).outbox.free <= 2 and not copies_of(sender).under_way)
     time.sleep(0.05)
-    assert sender.transfer.pushes.queued_bytes > 0  # nobody waits, and nobody has answered
+    assert sender.transfer.pushes.queued_bytes > 0  # no thread waits, and no answer has come
     assert not same(one, expected)
     one.expect(KEY)
     assert one.receivers[0].wait(KEY).outcome is Outcome.done
@@ -107,7 +107,7 @@ def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_hav
     assert copies_of(sender).under_way == 0
     sender.transfer.stop_all()
     for region in one.sender.regions[0]:
-        region[:] = 170  # somebody else's now
+        region[:] = 170  # reused by another transfer
     one.receivers[0].transfer.stop(KEY)
     one.receivers[0].wait_stopped(KEY)
     expected = one.expected()
@@ -120,7 +120,7 @@ def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_hav
 def test_a_slot_that_was_sent_is_used_again_only_when_its_receiver_has_answered(
     pair: Callable[..., Pair], kind: str
 ) -> None:
-    """The room is stopped here; at the other end its bytes are parked, and may be read any time."""
+    """The transfer is stopped here. The other end has parked the bytes, and may read them at any time."""
     one = pair(kind, copies=LateCopies, kinds=("full",))
     sender, receiver = one.senders[0], one.receivers[0]
     one.begin(KEY)
@@ -140,7 +140,7 @@ def test_a_slot_that_was_sent_is_used_again_only_when_its_receiver_has_answered(
     for slot in slots:
         mine = slice(slot * SMALL.slot, (slot + 1) * SMALL.slot)
         assert torch.equal(memory_of(sender).shown[0][mine], ring[mine])
-    receiver.transfer.stop(KEY)  # what is parked is dropped, and answered
+    receiver.transfer.stop(KEY)  # drops the parked bytes, and answers
     receiver.wait_stopped(KEY)
     expected = one.expected()
     one.expect(AGAIN)
@@ -252,7 +252,7 @@ def test_who_only_takes_has_no_ring_and_sends_nothing() -> None:
 
 
 def test_rows_of_spans() -> None:
-    """Of the largest size that all are made of."""
+    """The rows use the largest common size of all spans."""
     rng = np.random.default_rng(3)
     for _ in range(50):
         unit = int(rng.choice([1, 3, 8, 24, 64]))

@@ -1,4 +1,4 @@
-"""Which images a group that encodes takes when, and what becomes of sequences."""
+"""The order in which an encode group takes images, and the ends of sequences."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestOneSequence:
 
     @pytest.mark.requirement("D9")
     def test_its_blocks_stay_until_nobody_reads_them(self) -> None:
-        """An embedding that takes the whole pool: the next one waits for the fence."""
+        """An embedding takes the whole pool. The next one waits for the fence."""
         world = World(limits(blocks=3))
         world.submit(submit(1, [(5, 12)]))
         world.bind(key(1))
@@ -120,7 +120,7 @@ class TestOneSequence:
         world.check_idle()
 
     def test_an_end_that_was_not_told_is_told_once(self) -> None:
-        """Else it would end a later attempt of that id."""
+        """A second report would end a later attempt with the same id."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
         world.scheduler.lose()
@@ -143,7 +143,7 @@ class TestBatches:
 
     @pytest.mark.requirement("D3")
     def test_in_order_of_sequences_and_of_their_images(self) -> None:
-        """D3. Whatever the order in which receivers are ready."""
+        """Independent of the order in which receivers are ready."""
         world = World(limits(encode_items=2))
         for number in (1, 2, 3):
             world.submit(submit(number, [(10 * number, 1), (10 * number + 1, 1)]))
@@ -191,7 +191,7 @@ class TestBatches:
         world.check_idle()
 
     def test_what_is_there_does_not_keep_others_from_the_tower(self) -> None:
-        """Of a stream of hits every second one waits for it, if anybody does."""
+        """In a stream of hits every second image waits for the tower, if any image waits."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
         world.settle()
@@ -209,7 +209,7 @@ class TestBatches:
 
     @pytest.mark.parametrize("seed", range(5))
     def test_the_same_whatever_else_is_random(self, seed: int) -> None:
-        """Plans follow from what was heard, and from nothing else."""
+        """Plans depend only on the received events."""
         first, second = World(limits(host=4)), World(limits(host=4))
         play(first, seed)
         play(second, seed)
@@ -219,7 +219,7 @@ class TestBatches:
 class TestRoom:
     @pytest.mark.requirement("D9")
     def test_a_full_pool_defers_and_recovers(self) -> None:
-        """D9. Nobody is passed by meanwhile."""
+        """No sequence is passed by meanwhile."""
         world = World(limits(blocks=3))
         for number, tokens in ((1, 8), (2, 8), (3, 4)):
             world.submit(submit(number, [(number, tokens)]))
@@ -233,8 +233,8 @@ class TestRoom:
         world.check_idle()
 
     def test_hits_do_not_starve_who_waits_for_room(self) -> None:
-        """Images that are there come again and again; a large one gets its turn when those before it have
-        landed."""
+        """Cached images come again and again. A large image gets its turn after the earlier images were
+        received."""
         world = World(limits(blocks=4))
         world.submit(submit(1, [(1, 8)]))
         world.settle()
@@ -267,8 +267,10 @@ class TestRoom:
         world.check_idle()
 
     def test_two_groups_do_not_wait_for_each_others_memory(self) -> None:
-        """A receiver has room for the images of one sequence at a time, and two encoders for one image each:
-        each of them has encoded the other's sequence first."""
+        """Each receiver has space for the images of one sequence, each of two encoders for one image.
+
+        Each encoder has encoded an image of the other sequence first.
+        """
         one, other = World(limits(blocks=2)), World(limits(blocks=2))
         one.submit(submit(1, [(1, 8)]))
         other.submit(submit(2, [(2, 8)]))
@@ -288,7 +290,7 @@ class TestRoom:
 
     @pytest.mark.requirement("D7")
     def test_a_second_tier_saves_the_tower(self) -> None:
-        """D7: evicted embeddings go down, a hit brings them up."""
+        """Evicted embeddings move to host memory, and a hit brings the embedding back."""
         world = World(limits(blocks=3, host=6))
         for number in (1, 2):
             world.submit(submit(number, [(number, 12)]))
@@ -327,7 +329,7 @@ class TestFailures:
         world.check_idle()
 
     def test_what_failed_for_somebody_who_left_is_tried_again(self) -> None:
-        """Encoded before its receiver was ready; nobody heard that it failed."""
+        """The image was encoded before its receiver was ready, and the failure was never reported."""
         world = World(limits(), bad={5})
         world.submit(submit(1, [(5, 2)]))
         assert encoded(step(world)) == [5]
@@ -386,7 +388,7 @@ class TestFailures:
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize("seed", range(30))
     def test_random_lives(self, seed: int, depth: int) -> None:
-        """Nothing leaks, nobody waits for ever, and no block is written while somebody reads it."""
+        """No block leaks, no sequence waits forever, and no block is written while it is read."""
         source = random.Random(seed)
         world = World(
             limits(
@@ -449,7 +451,7 @@ class TestSubmits:
         world = World(limits())
         size = len(submit(1, [(1, 2)]).media[0].pixels)
         world.scheduler._most_pixels = 2 * size
-        world.submit(submit(1, [(1, 8)]))  # alone it may have more
+        world.submit(submit(1, [(1, 8)]))  # more is allowed for a single sequence
         with pytest.raises(Overloaded):
             world.submit(submit(2, [(2, 2)]))
         world.settle()
@@ -460,7 +462,7 @@ class TestSubmits:
 
 
 def test_rooms_that_outlive_their_sequence_keep_no_pixels() -> None:
-    """Receivers may take long to say that they read no more; what is counted is what is held."""
+    """Receivers may read for long after the end. The limit counts the stored pixels."""
     world = World(limits())
     for number in (1, 2, 3):
         world.submit(submit(number, [(1, 2), (2, 2)]))

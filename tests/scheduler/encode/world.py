@@ -1,7 +1,7 @@
-"""Rooms, receivers and ranks around an ``EncodeScheduler``, played by a script of random numbers.
+"""Transfers, receivers and ranks around an ``EncodeScheduler``, driven by random numbers.
 
-What a rank would do is done to a pool of labels: each block says which image's rows it has. It is an error to
-send a block that has something else, and to write one that a receiver may still read.
+The work of a rank is applied to a pool of labels. A label names the image whose rows are in a block. A send
+of a block with another label is an error, and so is a write to a block that a receiver may still read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def submit(sequence: int, images: list[tuple[int, int]], **more: int) -> Submit:
 
 @dataclass
 class Far:
-    """A room as its receiver and the ranks see it."""
+    """A transfer from the view of the receiver and the ranks."""
 
     count: int
     bound: bool = False
@@ -107,7 +107,7 @@ class World:
     depth: int = 1
     section: SchedulerSection = field(default_factory=SchedulerSection)
     bad: set[int] = field(default_factory=set)
-    """Names of images that cannot be encoded."""
+    """The simulation around one scheduler."""
 
     def __post_init__(self) -> None:
         self.scheduler = EncodeScheduler(self.limits, self.section, 1 << 30)
@@ -152,7 +152,7 @@ class World:
                             far.failing = error or FAULT
 
     def launch(self) -> bool:
-        """Plans a step, and has ranks carry it out. False: there is none."""
+        """Plan a step and let the ranks execute the step. Return False if there is no step."""
         if len(self.plans) >= self.depth or not self.scheduler.has_work():
             return False
         builder = self.scheduler.build(self.now)
@@ -194,7 +194,7 @@ class World:
         return far.bound and far.finished and far.failing is None
 
     def fail(self, key: RoomKey, error: ErrorInfo = FAULT) -> None:
-        """It fails; ``free`` is to follow."""
+        """Fail the transfer; ``free`` follows later."""
         far = self.rooms[key]
         far.failing, far.told = far.failing or error, True
         self._tell(RoomFailed(key, far.failing))
@@ -301,7 +301,7 @@ def ids(blocks: bytes) -> tuple[int, ...]:
 
 
 def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> None:
-    """A random life: submits, binds, steps, landings, faults, aborts, in any order."""
+    """Run a random life: submits, reservations, steps, receptions, faults and aborts, in any order."""
     source = random.Random(seed)
     names = source.choice([6, 40])
     most = world.limits.blocks * BLOCK
@@ -309,6 +309,7 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
     for _ in range(100_000):
         if not left and not world.rooms and not world.plans and not world.scheduler.has_work():
             return
+        # Repeated names are more likely. Faults and aborts stay rare, so that transfers complete.
         deeds = ["launch", "launch", "commit", "commit", "bind", "bind", "land", "land", "free"]
         if left:
             deeds += ["submit", "submit"]
