@@ -176,7 +176,7 @@ def pin(root: int, cores: Sequence[int]) -> None:
 @contextlib.contextmanager
 def serving(flags: str, model: str, dtype: str, deadline: float, log: Path) -> Iterator[ServerProcess]:
     """Yield a server that is ready. Raise WeftError if the server does not become ready."""
-    program = "from weft.launch.main import main; main()"
+    program = "from weft.cli.main import main; main()"
     command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
     command += ["--dtype", dtype, *flags.split()]
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}

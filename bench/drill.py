@@ -346,7 +346,7 @@ def command_of(victim: Victim, model: str, file: Path) -> list[str]:
     """Return the command of the server for ``victim``. Write the topology to ``file`` if the server has
     one.
     """
-    program = [sys.executable, "-c", "from weft.launch.main import main; main()"]
+    program = [sys.executable, "-c", "from weft.cli.main import main; main()"]
     front = ["--port", "{port}", "--engine-restarts", "100"]
     engine = ["--dtype float64", "--device cpu", "--threads 1"]
     model = model or ("spool-vision" if victim.images else "")

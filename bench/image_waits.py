@@ -252,7 +252,7 @@ async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> li
 
 def once(kind: str, model: str, args: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Run one server under one kind of load. Return (shares of the engine's time, rounds)."""
-    program = "from weft.launch.main import main; main()"
+    program = "from weft.cli.main import main; main()"
     with tempfile.TemporaryDirectory() as folder:
         spans = Path(folder) / "spans"
         command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]

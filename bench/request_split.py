@@ -113,7 +113,7 @@ def stages(spans: Sequence[ReadSpan], tower: float, tokens: int) -> dict[str, fl
 
 def once(flags: str, model: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Return the stage times of one server under load."""
-    program = "from weft.launch.main import main; main()"
+    program = "from weft.cli.main import main; main()"
     spans = folder / "spans"
     command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
     command += ["--max-model-len", "8192", "--dtype", args.dtype, *flags.split()]

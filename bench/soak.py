@@ -264,7 +264,7 @@ def soak(
     images: bool = False,
 ) -> Soak:
     """Run one soak and return its result. Raise RuntimeError or WeftError if the server fails as a whole."""
-    program = "from weft.launch.main import main; main()"
+    program = "from weft.cli.main import main; main()"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,

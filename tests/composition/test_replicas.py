@@ -2,7 +2,7 @@
 
 Tokens equal those of each sequence alone. Each form of attention with images and routed experts is tested.
 The full cases cover every pair of values; ``-m slow`` covers each value once, with two cases by default.
-``docs/composition.md`` has the results of a full run. ``tests/launch/test_encode.py`` tests such replicas
+``docs/composition.md`` has the results of a full run. ``tests/cli/test_encode.py`` tests such replicas
 with embeddings of encode groups.
 """
 

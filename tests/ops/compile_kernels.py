@@ -103,6 +103,7 @@ def _segment(counts: list[int]) -> Any:
 def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Compile decodes, chunks and their splits in both backends, and the merge by log-sum-exp."""
     from weft.attention.triton_backend import TritonAttention, TritonInvariant
+
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
 
