@@ -1,4 +1,4 @@
-"""The engine's loop over real sockets: answers, dropped messages, survived errors."""
+"""The head's loop over real sockets: what it answers, what it drops, what it survives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE = deadline(20.0)
 
 
 class Front:
-    """The API server's end of the socket."""
+    """A front's side of the socket."""
 
     def __init__(self, endpoint: str, hello: bool = True) -> None:
         self._context = zmq.Context()
@@ -44,7 +44,7 @@ class Front:
         self.socket.send(m.encode(message))
 
     def receive(self) -> m.ToFront:
-        """Return the next message other than a heartbeat. Heartbeats are recorded."""
+        """The next message that is not a heartbeat; heartbeats are kept."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
             if self.socket.poll(100):
@@ -55,7 +55,7 @@ class Front:
         raise AssertionError("the head did not answer in time")
 
     def events(self, sequence: int) -> list[m.TokenEvent]:
-        """Return the events of a sequence up to the terminal event."""
+        """Events of a sequence until its terminal one."""
         got: list[m.TokenEvent] = []
         while not got or got[-1].finish is None:
             message = self.receive()
@@ -64,7 +64,7 @@ class Front:
         return got
 
     def stats_when(self, wanted: Callable[[m.HeadStats], bool]) -> m.HeadStats:
-        """Wait for a heartbeat whose stats satisfy ``wanted``, and return the stats."""
+        """Waits for a heartbeat whose stats are as wanted."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
             if self.socket.poll(100):
@@ -79,7 +79,7 @@ class Front:
 
 
 class Served:
-    """An engine in a thread, and its API servers."""
+    """A head in a thread, and its fronts."""
 
     def __init__(self, core: EngineCore, endpoint: str, wait_ms: Callable[[], int] | None = None) -> None:
         self.core = core
@@ -175,7 +175,7 @@ def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
     front.send(ask(1))
     front.events(1)
     assert front.stats_when(lambda stats: stats.bad_frames > 0).running == 0
-    (refused,) = stranger.events(2)  # a server that was dropped for not reading is notified
+    (refused,) = stranger.events(2)  # one that was forgotten, as it did not read, hears of it
     assert refused.error is not None
     assert refused.error.retryable
 
@@ -188,7 +188,7 @@ def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch
         time.sleep(0.01)
         return step()
 
-    monkeypatch.setattr(served.core, "step", slow_step)  # stays live for a while
+    monkeypatch.setattr(served.core, "step", slow_step)  # so that it is live when the other one asks
     owner, other = served.front(), served.front()
     owner.send(ask(1, tokens=60))
     owner.receive()
@@ -210,15 +210,14 @@ def _drain(front: Front) -> list[m.ToFront]:
 
 
 def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> None:
-    """The API server gave up the first attempt, with or without a message. Late events carry the old
-    attempt."""
+    """Its front gave the first one up, and may have told so or not; what of it is under way says so."""
     front = served.front()
     front.send(ask(1, tokens=60))
     begun = front.receive()
     assert isinstance(begun, m.Tokens)
     events = list(begun.events)
     front.send(msgspec.structs.replace(ask(1, tokens=5), attempt=2))
-    front.send(msgspec.structs.replace(ask(1, tokens=60), attempt=1))  # late, and therefore dropped
+    front.send(msgspec.structs.replace(ask(1, tokens=60), attempt=1))  # it comes late, and is dropped
     while not events or events[-1].finish is None or events[-1].attempt < 2:
         message = front.receive()
         assert isinstance(message, m.Tokens)
@@ -231,7 +230,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> No
 
 
 def test_a_front_of_the_version_before_is_served(served: Served) -> None:
-    """Fields and messages unknown to the older version are left out."""
+    """Fields and messages that it does not know are left out."""
     front = served.front(hello=False)
     front.send(m.Hello(versions=(1, 1), front="old"))
     welcome = front.receive()
@@ -315,7 +314,7 @@ def test_shutdown_ends_the_loop(served: Served) -> None:
 def test_an_engine_failure_is_told_once_and_ends_the_head(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sequences do not fail with the engine: an API server continues them elsewhere."""
+    """The sequences do not end with it: a front that kept them goes on elsewhere."""
     front = served.front()
     front.send(ask(1, tokens=90))
     front.receive()
@@ -344,7 +343,9 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
 
 
 def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("weft.engine.engine_server.HEARTBEAT_S", 3600.0)  # only heartbeats caused by events
+    monkeypatch.setattr(
+        "weft.engine.server.engine_server.HEARTBEAT_S", 3600.0
+    )  # none comes but those that are due to events
     core, _ = make_engine(folder, depth=2)
     served = Served(core, f"ipc://{tmp_path}/head")
     try:
@@ -356,7 +357,7 @@ def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path,
         assert (stats.waiting, stats.kv_usage) == (0, 0.0)
         front.send(ask(3, tokens=64))
         front.receive()
-        front.send(m.Finish(sequence=3))  # no further event follows
+        front.send(m.Finish(sequence=3))  # nothing more is heard of it
         stats = front.stats_when(lambda later: later.running == 0 and later.steps > stats.steps)
         assert (stats.waiting, stats.kv_usage) == (0, 0.0)
     finally:
@@ -374,7 +375,7 @@ def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
 
 
 class Arrivals:
-    """A source that reports the arrival of a blocked sequence's input."""
+    """A source that says of a sequence that what it awaited is there."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self.sockets = [context.socket(zmq.PAIR)]
@@ -394,8 +395,8 @@ class Arrivals:
 def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop sleeps without a limit on the source's socket. An arrival is handled at once."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", None)
+    """The loop sleeps on the source's socket: what arrives is taken at once, though a sleep has no end."""
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", None)
     core, _ = make_engine(folder)
     add = core.scheduler.add
     monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, awaits=True))
@@ -417,12 +418,12 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
         outside.send(b"1")
         assert front.events(1)[-1].finish == "length"
         assert source.taken == 1
-        front.send(m.Drain())  # wakes the loop, which has nothing left to wait for
+        front.send(m.Drain())  # wakes the loop, which finds nothing left to wait for
         served.thread.join(DEADLINE)
         assert not served.thread.is_alive()
     finally:
         served.head._stop = True
-        front.send(m.Drain())  # wakes a sleeping loop
+        front.send(m.Drain())  # wakes the loop, if it still sleeps
         served.close()
         for socket in (outside, *source.sockets):
             socket.close(0)
@@ -431,7 +432,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
 
 @pytest.mark.requirement("D6")
 def test_an_image_that_is_shown_no_more_is_a_sequence_given_back(served: Served) -> None:
-    """The image's shared memory is gone. The sequence is returned to the API server, which has the image."""
+    """Its front has it, and sends it again; the head goes on."""
     front = served.front()
     made = SharedBytes(48)
     made.seal()

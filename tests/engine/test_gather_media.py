@@ -1,4 +1,4 @@
-"""Ranks of a group, in separate processes, exchange their shards of embeddings."""
+"""Shares of embeddings become whole between the ranks of a group, which are processes of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PARTS: list[list[int | tuple[int, int]]] = [[5, (8, 9), 4], [3, (1, 1), 2, (3, 5
 NAME = "qwen3-vl"
 SECONDS = deadline(60.0)
 FIRST, STRIDE = 3, 7
-"""Embedding blocks: image n has block FIRST + STRIDE * n and the block before it."""
+"""Blocks of embeddings: those of image n are FIRST + STRIDE * n, and the one before that."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> SeeingModels:
 
 
 def small(models: SeeingModels, **more: Any) -> EngineConfig:
-    """Return a configuration with an embedding pool of 2 MB."""
+    """With a pool of some megabytes."""
     return config_of(models.folder(NAME), mm_cache_bytes="2M", **more)
 
 
 def images(prompts: list[Seen]) -> list[tuple[int, int, Any, bytes, list[int]]]:
-    """Return (slot, number, item, blocks as bytes, blocks) of each image."""
+    """(slot, number, item, blocks as ops have them, blocks) of each."""
     found = []
     for slot, prompt in enumerate(prompts):
         for item in prompt.media:
@@ -66,7 +66,7 @@ def images(prompts: list[Seen]) -> list[tuple[int, int, Any, bytes, list[int]]]:
 
 
 def plan_of(prompts: list[Seen], config: EngineConfig, before: list[p.Op], **more: Any) -> p.StepPlan:
-    """Return one step that prefills all prompts."""
+    """One step that prefills all of them."""
     ops: list[p.Op] = []
     taken = 1
     for slot, prompt in enumerate(prompts):
@@ -108,7 +108,7 @@ def logprobs(runner: Any, plan: p.StepPlan) -> np.ndarray:
 
 
 class Encoded:
-    """An encode group's part: embeddings in shared memory, and a rank that sends embeddings."""
+    """What a group that encodes has: embeddings in shared memory, and a rank that sends them."""
 
     def __init__(self, models: SeeingModels, prompts: list[Seen], folder: Path) -> None:
         config = small(models)
@@ -133,7 +133,7 @@ class Encoded:
         self.rooms = 0
 
     def send(self, group: Any, dims: r.GroupDims, image: tuple[int, int, Any, bytes, list[int]]) -> None:
-        """Send an image to the ranks of ``group``, and wait until all ranks have every byte."""
+        """To the ranks of ``group``, until all have all of it."""
         _, _, item, blocks, table = image
         self.rooms += 1
         key = RoomKey(self.rooms, 0, 1)
@@ -215,7 +215,7 @@ def test_a_step_reads_whole_embeddings_of_which_each_rank_received_its_share(
 def test_without_the_exchange_it_would_read_what_is_not_there(
     models: SeeingModels, prompts: list[Seen], encoded: Encoded
 ) -> None:
-    """Proves that the test above would fail without the exchange."""
+    """So the test above sees what it is to see."""
     config = small(models, tensor_parallel_size=2, take_embeddings=True)
     group = start_executor(config, progress=False)
     try:
@@ -246,8 +246,8 @@ def test_whole_rows_need_no_exchange(models: SeeingModels, prompts: list[Seen], 
 def test_the_exchange_is_warmed_up_when_a_group_forms(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks warm up. Otherwise the first epoch would not form."""
-    from weft.runner.media_rooms import Shares
+    """By all ranks: else the first epoch would not come up."""
+    from weft.runner.images.media_rooms import Shares
 
     calls: list[int] = []
     gather = Shares.gather

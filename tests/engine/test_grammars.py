@@ -1,6 +1,7 @@
-"""Grammars through whole engines: compiles beside the loop, several processes, transfers, lost engines.
+"""Grammars through whole engines: compiled beside the loop, over processes, prefill and decode apart, when
+heads are lost.
 
-Every output is checked against its grammar by an independent parser: ``re`` or ``json``.
+Every output is checked against its grammar by a parser of its own: ``re``, ``json``.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def check_text(number: int, text: str, finish: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[str, str | None]]:
-    """Return the outputs of the sequences one by one, with one step in flight."""
+    """Of one sequence after the other, one step in flight."""
     with LLM("spool-text", max_num_seqs=1, **COMMON) as llm:
         return ask(llm, 3)
 
@@ -142,7 +143,7 @@ def test_bad_grammars_and_those_that_leave_nothing_are_errors_that_say_so() -> N
                 llm.generate("x", SamplingParams(max_tokens=30, **params), use_tqdm=False, grammar=grammar)
             return caught.value
 
-        for _ in range(2):  # the second refusal comes from the cache
+        for _ in range(2):  # the second time it is known at once
             assert "invalid regex" in refused(Regex("a(?=b)")).message
         stuck = refused(Regex("ab"), min_tokens=9)
         assert (stuck.error_code, stuck.param) == ("no_token_allowed", "min_tokens")
@@ -184,7 +185,7 @@ def test_conversations_and_streams_take_grammars_too() -> None:
 
 
 class Slow:
-    """``ModelGrammars`` whose compiles wait until ``go`` is set."""
+    """``ModelGrammars`` whose compiles wait until ``go``."""
 
     def __init__(self, made: ModelGrammars) -> None:
         self.made, self.go = made, threading.Event()
@@ -202,8 +203,8 @@ class Slow:
 def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop sleeps without a limit on the descriptor of the compile."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", None)
+    """The loop sleeps on the compile's descriptor, though its sleep has no end."""
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", None)
     folder = with_tokenizer(tmp_path, "full")
     config = resolve(from_keywords({"model": str(folder), "device": "cpu", "max_model_len": MAX_LEN}))
     slow = Slow(ModelGrammars(config))
@@ -238,7 +239,7 @@ def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path:
     assert engine.hear() == []
     assert not poller.poll(0)
     engine.close()
-    engine.grammars._ring()  # a compile that ends after the engine
+    engine.grammars._ring()  # one that ends after the engine
 
 
 def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
         assert engine.hear() == []
     assert not engine.awaiting
     assert not automata.matchers
-    # The same id again, as in a later attempt.
+    # The same id again, as a later attempt has it.
     engine.submit(submit(1, [1, 2], params, request=1, grammar=named(0)))
     until, tokens = time.monotonic() + DEADLINE, []
     while engine.has_work() or engine.awaiting:
@@ -269,7 +270,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
 
 
 class Client:
-    """The output of one request to a fleet of groups, with disturbances."""
+    """What one request to a fleet of groups gets while they are disturbed."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -277,8 +278,7 @@ class Client:
         assert isinstance(self.engine, FleetEngine)
 
     def ask(self, grammar: Grammar, after: int = 0, disturb: Callable[[], bool] | None = None) -> Any:
-        """Run a request. ``disturb`` is called, after ``after`` tokens, in each iteration until it returns
-        True."""
+        """``disturb``: called from the turn on at which ``after`` tokens were made, until it did."""
         turn, begin = self.engine.turn, self._made()
         done = disturb is None
 

@@ -1,4 +1,4 @@
-"""An engine and its workers: joining, ends of an epoch, the named rank, and the next epoch."""
+"""A head and its workers: who joins, what ends an epoch and whom it names, and that the next one works."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     found = {rank: tuple(p.num_blocks for p in runner.kv.pools) for rank, runner in ranks.runners.items()}
     assert found == dict.fromkeys(range(4), least)
     assert [p.cache for p in ranks.runners[2].kv.pools] == [p.cache for p in kv.pools]
-    # A restarted rank gets the pool sizes of the group, for any free memory of the rank.
+    # One that is started anew has what the others have, whatever it has room for.
     ranks.rooms[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
     with pytest.raises(GroupLost, match="restarted") as lost:
@@ -151,8 +151,7 @@ def test_all_ranks_carry_out_every_step(depth: int) -> None:
 
 
 def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
-    """One frame, one digest and an outcome of every rank, both among steps with rows and without other
-    work."""
+    """One frame, one digest, an outcome of every rank: among steps with rows, and with nothing else to do."""
     rig = make_rig(depth=2, workers=1)
     load(rig, 2)
     rig.step()
@@ -168,8 +167,7 @@ def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
 
 
 def test_a_plan_of_ops_alone_counts_once_all_ranks_have_carried_it_out() -> None:
-    """Without a collective the ranks may drift. A transfer may use the read blocks only after all ranks
-    are done."""
+    """No collective of it keeps ranks together, and what it read may be given to a transfer from then on."""
     rig = make_rig(workers=2)
     load(rig, 2)
     finish(rig)
@@ -244,7 +242,7 @@ def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
 
 
 def break_at(runner: TableRunner, step: int, error: Exception) -> None:
-    """Make ``runner`` raise ``error`` at ``step``, once."""
+    """``runner`` raises ``error`` at ``step``, once."""
     launch, left = runner._launch, [error]
 
     def broken(plan: StepPlan) -> Any:
@@ -271,7 +269,7 @@ def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
     assert rig.ranks.clock.now() == 0.0, "it was waited for"
     with pytest.raises(EngineDead):
         rig.ranks.head.forward(StepPlan(step=99))
-    rig.recover()  # the same process continues: weights and memory stay
+    rig.recover()  # the very process goes on: weights and memory are kept
     assert [runner.resets for runner in rig.ranks.runners.values()] == [2, 2, 2, 2]
     finish(rig)
 
@@ -285,7 +283,7 @@ def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
     with pytest.raises(GroupLost, match="a peer is gone") as lost:  # noqa: PT012
         while rig.scheduler._step < 4:
             rig.step()
-        rig.ranks.net.drive(rig.ranks.peer(2), lambda: False)  # stopped: connected, but idle
+        rig.ranks.net.drive(rig.ranks.peer(2), lambda: False)  # stopped: connected, and does nothing
         rig.drain()
     assert lost.value.rank == 2
     assert rig.ranks.clock.now() <= TIMEOUT
@@ -312,8 +310,8 @@ def test_a_rank_that_falls_silent_in_a_step_is_named_within_the_timeout(depth: i
     load(rig)
     for _ in range(3):
         rig.step()
-    rig.ranks.net.drive(rig.ranks.peer(3), lambda: False)  # stopped: connected, but idle
-    with pytest.raises(GroupLost, match="did not end step") as lost:
+    rig.ranks.net.drive(rig.ranks.peer(3), lambda: False)  # stopped: connected, and does nothing
+    with pytest.raises(GroupLost, match="did not finish step") as lost:
         rig.drain()
     assert lost.value.rank == 3
     assert rig.ranks.clock.now() <= TIMEOUT
@@ -378,7 +376,7 @@ def test_workers_that_lost_their_head_work_for_the_next_one() -> None:
     load(rig)
     for _ in range(3):
         rig.step()
-    rig.recover()  # to get a second epoch
+    rig.recover()  # so that there is a second epoch
     rig.step()
     workers = dict(rig.ranks.workers)
     rig.ranks.behead()
@@ -391,11 +389,11 @@ def test_workers_that_lost_their_head_work_for_the_next_one() -> None:
 
 
 def test_a_worker_that_is_back_is_not_replaced() -> None:
-    """The engine or the worker stood still for long, and both continue."""
+    """Head or worker stood still for long, and both go on."""
     rig = make_rig()
     load(rig)
     rig.step()
-    rig.ranks.kill(1)  # only the connection
+    rig.ranks.kill(1)  # the connection alone
     rig.ranks.incarnations[1] += 1
     rig.ranks.start(1, worker=rig.ranks.workers[1])
     with pytest.raises(GroupLost, match="rank 1 had lost its engine process") as lost:
@@ -426,7 +424,7 @@ def test_a_worker_that_its_head_gives_up_ends() -> None:
 
 
 class Books:
-    """A supervisor of ranks. Ranks end only when killed."""
+    """Ranks that somebody keeps, of whom nobody ends by himself."""
 
     outlive = True
 
@@ -456,16 +454,16 @@ def test_a_worker_that_does_not_come_to_the_next_head_is_started_again() -> None
     rig = make_rig()
     load(rig)
     rig.step()
-    del rig.ranks.workers[2]  # stopped: silent
+    del rig.ranks.workers[2]  # stopped: it says nothing
     rig.ranks.behead()
     books = rig.ranks.books = Books(rig.ranks)
-    rig.ranks.up()  # with the pool sizes of two ranks, which the third can also allocate
+    rig.ranks.up()  # with what two ranks hold, and the third has room for
     assert books.killed == [2]
     rig.resume()
     finish(rig)
 
 
-# ---- frames of other steps
+# ---- frames that are not this step's
 
 
 def test_a_frame_that_comes_twice_is_a_gap() -> None:
@@ -501,7 +499,7 @@ def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
 
 
 def constrained(rig: GroupRig, count: int = 3) -> None:
-    """Submit ``count`` sequences with grammars, and one without."""
+    """Some sequences with grammars, and one without."""
     for number in range(1, count + 1):
         rig.submit(submit(number, list(range(5, 12)), seed=number, max_tokens=9, grammar=Text("anything")))
     rig.submit(submit(99, [4, 5, 6], max_tokens=9))
@@ -558,7 +556,7 @@ def test_masks_of_an_epoch_that_has_ended_are_dropped() -> None:
 
 
 def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
-    """The rank without masks refuses the step. The group is formed again, and tokens are equal."""
+    """The step behind them is refused by who lost them; the group forms anew, and tokens are the same."""
     rig = make_rig()
     constrained(rig)
     rig.step()
@@ -611,7 +609,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     assert stats.preemptions > 0
     assert stats.row_errors == 1
     assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
-    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan with the ends of the last sequences
+    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last sequences' ends
     finish(rig)
 
 
@@ -640,7 +638,7 @@ def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
 
 
 class StuckMesh(Mesh):
-    """A mesh whose second epoch does not form until aborted."""
+    """Of which the second epoch does not form, until it is aborted."""
 
     stuck = threading.Event()
     freed = threading.Event()
@@ -657,7 +655,7 @@ class StuckMesh(Mesh):
 
 
 def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
-    """With the threads of a server, in an expert-parallel group without other members."""
+    """With the threads that a server has; of a domain, which nobody else is in."""
     runner = TableRunner(kv_config(), {})
     stores, mesh = f"file://{tmp_path}", StuckMesh()
     membership = Membership(0, {}, settings=SETTINGS, stores=stores, meeting=Meeting(0, stores))
@@ -683,7 +681,7 @@ def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
     "change", [{"incarnation": "b"}, {"given_up": True}], ids=lambda one: next(iter(one))
 )
 def test_a_rank_notices_that_it_must_join_again(change: dict[str, Any]) -> None:
-    """Another engine answers, or the engine has given up this rank. Both sides send heartbeats."""
+    """Another head answers, or the head has given this rank up. Nobody is silent."""
     answers, gone = f.RankHeartbeat(rank=0, epoch=3, step=0, incarnation="a"), threading.Event()
     changed = threading.Event()
     heard: list[f.RankHeartbeat] = []

@@ -1,4 +1,4 @@
-"""Images through whole engines: groups of processes, prefill and decode groups, lost ranks, drafts, flags."""
+"""Images through whole engines: groups of processes, prefill and decode apart, lost ranks, drafts, flags."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def config_of(folder: Path, **more: Any) -> EngineConfig:
 
 
 def asked(models: SeeingModels, name: str, first: int = 0, n: int = 1) -> list[m.Submit]:
-    """Return one sequence for each prompt. Every second prompt is sampled, with ``n`` choices."""
+    """One of each prompt; of every second one ``n`` choices, sampled."""
     made = []
     for number, parts in enumerate(PARTS):
         seen = models.seen(name, parts, number)
@@ -75,7 +75,7 @@ def asked(models: SeeingModels, name: str, first: int = 0, n: int = 1) -> list[m
 
 
 class BlindDecode(EnginePair):
-    """A pair whose decode engine gets no pixels, as from an API server."""
+    """The end that decodes gets no pixels, as from a front."""
 
     def submit(self, one: m.Submit) -> None:
         send = self.decode.submit
@@ -115,16 +115,15 @@ def test_who_decodes_never_sees_an_image(
         graphs = pair.decode.runner.graphs
         assert method != "none" or graphs is None or graphs.replayed > 0
         bare = msgspec.structs.replace(submits[0], sequence=77, media=without_pixels(submits[0].media))
-        with pytest.raises(InvalidRequest, match="not those of its grid"):
-            pair.decode.submit(bare)  # the engine would have to compute the prompt
+        with pytest.raises(InvalidRequest, match="do not match its grid"):
+            pair.decode.submit(bare)  # it would have to compute the prompt itself
     finally:
         pair.close()
 
 
 @pytest.mark.timeout(600)
 def test_groups_of_processes(models: SeeingModels) -> None:
-    """Frames carry images from an engine to its ranks. The API server sends pixels only to engines that
-    need them."""
+    """Frames with images from a head to its ranks, and a front that sends pixels to those who compute."""
     name = "qwen3-vl"
     folder = models.folder(name)
     configs = [
@@ -164,7 +163,7 @@ def test_ranks_that_were_lost_encode_again(depth: int, models: SeeingModels) -> 
 
 
 def with_module(models: SeeingModels, root: Path) -> Path:
-    """Return the folder of a Qwen3.5 configuration with a lookahead module."""
+    """A configuration of Qwen3.5 with its module that predicts one token further."""
     folder = models.folder("qwen3-5-vision")
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["mtp_num_hidden_layers"] = 1
@@ -195,7 +194,7 @@ def test_the_model_s_own_drafts(depth: int, models: SeeingModels, tmp_path: Path
 
 @pytest.mark.requirement("D7")
 def test_room_for_embeddings_follows_from_model_and_settings(models: SeeingModels) -> None:
-    """The largest image has 50 tokens of 48 numbers, and twice as many numbers for two further levels."""
+    """The largest image has 50 tokens, each of 48 numbers, and twice as many behind layers."""
     folder = models.folder("qwen3-vl")
     limits = config_of(folder, limit_mm_per_prompt=3, max_encode_patches=7).kv.media
     assert limits is not None

@@ -1,4 +1,4 @@
-"""Two engines with loops: messages wake a sleeping loop, and a draining engine hands sequences off first."""
+"""Two heads with their loops: who sleeps is woken by what comes, and one that drains hands over first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = [3 + 7 * n % 90 for n in range(50)]
 
 
 class Heads:
-    """Both engines of a pair, each in a thread, and an API server linked to both."""
+    """Both heads of a pair, each in a thread, and a front that is linked to both."""
 
     def __init__(self, pair: EnginePair, folder: Path) -> None:
         self.pair = pair
@@ -41,8 +41,8 @@ class Heads:
 
 @pytest.fixture
 def heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heads]:
-    """Yield engines that sleep for an hour when idle."""
-    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", 3_600_000)
+    """They sleep for an hour when there is nothing to do."""
+    monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", 3_600_000)
     made = Heads(pair_of(tmp_path, "llama"), tmp_path)
     yield made
     for front in made.fronts:
@@ -68,7 +68,7 @@ def test_loops_that_sleep_are_woken_by_all_that_comes(heads: Heads, tmp_path: Pa
 
 @pytest.mark.requirement("E19")
 def test_a_head_that_drains_waits_until_what_it_computed_was_taken(heads: Heads) -> None:
-    """The sequences are handed off, but the other engine has not read any message yet."""
+    """Its sequences have moved; the other head has not read a message yet."""
     sender, receiver = heads.served
     receiver.head._poller.unregister(receiver.core.rooms._channel.sockets[0])  # type: ignore[union-attr, attr-defined]
     receive = receiver.core.rooms._channel.receive  # type: ignore[union-attr]
@@ -90,7 +90,7 @@ def test_a_head_that_drains_waits_until_what_it_computed_was_taken(heads: Heads)
     )
     until = time.monotonic() + DEADLINE
     while sender.thread.is_alive() and time.monotonic() < until:
-        heads.fronts[1].send(m.Finish(sequence=99))  # wakes its loop
+        heads.fronts[1].send(m.Finish(sequence=99))  # it wakes its loop
         time.sleep(0.02)
     assert not sender.thread.is_alive()
     assert heads.fronts[1].events(1)[-1].finish == "length"

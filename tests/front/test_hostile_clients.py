@@ -1,4 +1,4 @@
-"""Clients that send slowly, send too much or never read do not stop the service of others."""
+"""Clients that send slowly, too much or never read: whatever one of them does, others are served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connect(server: Any, *, receive_buffer: int | None = None) -> socket.socket:
 
 @contextlib.contextmanager
 def uploads(server: Any, count: int, length: int, data: bytes) -> Iterator[list[socket.socket]]:
-    """Yield connections that announce a body of ``length`` bytes and send only ``data``."""
+    """Connections that announce a body of ``length`` bytes and send only ``data`` of it."""
     with contextlib.ExitStack() as opened:
         made = [opened.enter_context(connect(server)) for _ in range(count)]
         for raw in made:
@@ -55,12 +55,12 @@ def status(raw: socket.socket) -> int:
 
 
 def ended(connections: list[socket.socket]) -> list[socket.socket]:
-    """Return the connections that have an answer or were closed."""
+    """Those on which an answer waits, or that were closed."""
     return select.select(connections, [], [], 0)[0]
 
 
 def ask_anew(server: Any) -> int:
-    """Return the status of a small request on a new connection."""
+    """The status of a small request on a connection of its own."""
     asked = {"model": "fake", "prompt": "ab", "max_tokens": 2}
     return httpx.post(server.url + "/v1/completions", json=asked, timeout=deadline(20)).status_code
 
@@ -69,8 +69,7 @@ def ask_anew(server: Any) -> int:
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
     server = start_fake(max_num_seqs=2, max_queued_requests=2)
     with uploads(server, 10, 100, b"{"):
-        # The connections are older than the next request, so the server has read their bytes before it
-        # answers.
+        # What these connections sent was read before this is answered: they are older.
         server.wait(lambda: server.http.get("/ready").status_code == 200)
         for _ in range(8):
             assert server.complete("ab", max_tokens=2).status_code == 200
@@ -124,9 +123,7 @@ def test_a_body_must_make_progress(start_fake: Any) -> None:
 
 @pytest.mark.requirement("F3")
 def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
-    """When the memory of bodies is full, the oldest stalled uploads end; small requests and moving uploads
-    are served.
-    """
+    """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
     limit, memory = 1 << 20, 8 << 20
     server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.http.body.MEMORY": memory})
     fits = memory // (limit * 3 // 4)
@@ -144,8 +141,10 @@ def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
 
 
 def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
-    """Too many small stalled uploads end, the one without progress for longest first."""
-    server = start_fake(max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.body.MEMORY": 4 << 20})
+    """Many small uploads that stall end when they are too many, longest without progress first."""
+    server = start_fake(
+        max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.http.body.MEMORY": 4 << 20}
+    )
     with uploads(server, 30, 100_000, b" " * 50_000) as stalled:
         assert status(stalled[0]) == 408
         for _ in range(20):
@@ -156,9 +155,7 @@ def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
 
 @pytest.mark.requirement("F31")
 def test_memory_that_is_full_of_whole_bodies() -> None:
-    """Only complete bodies fill the memory: the next body is refused, and accepted once one body is
-    parsed.
-    """
+    """There is nobody to end: the next one is refused, and is served when one of them has been parsed."""
 
     async def run() -> None:
         bodies = Bodies(limit=1000, memory=400)
@@ -180,7 +177,7 @@ def test_memory_that_is_full_of_whole_bodies() -> None:
 
 
 def test_what_whole_bodies_refer_to_counts() -> None:
-    """Data of complete bodies count toward a bounded memory; stalled uploads are ended to make room."""
+    """Together they have a bounded memory; uploads that stall make room for them."""
 
     async def run() -> None:
         bodies = Bodies(limit=1000, memory=400)
@@ -204,7 +201,7 @@ def test_what_whole_bodies_refer_to_counts() -> None:
 
 
 def test_an_upload_that_was_ended_is_no_body() -> None:
-    """An ended upload is no valid body, even if the rest arrives at the same moment."""
+    """Also where the rest of it came in the same moment."""
 
     async def test() -> None:
         bodies = Bodies(1000, memory=1600)
@@ -226,9 +223,7 @@ def test_an_upload_that_was_ended_is_no_body() -> None:
 
 @pytest.mark.parametrize("rate", [1 << 4, 1 << 40])
 def test_a_body_may_take_longer_the_more_of_it_came(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough bytes extend the time for the rest beyond the minimum time; with too few bytes the body is
-    late.
-    """
+    """Longer than bodies have at least: where enough came, the rest is waited for; else it is late."""
     monkeypatch.setattr(body, "BODY_TIMEOUT", 0.01)
     monkeypatch.setattr(body, "LEAST_RATE", rate)
 
@@ -250,8 +245,8 @@ def test_a_body_may_take_longer_the_more_of_it_came(rate: int, monkeypatch: pyte
 
 
 def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) -> None:
-    """When much text work waits, new requests get 429 and admitted requests continue."""
-    server = start_fake(max_num_seqs=64, constants={"weft.front.context.TEXT_QUEUE": 1})
+    """When much text work waits, new requests get 429, and what was admitted goes on."""
+    server = start_fake(max_num_seqs=64, constants={"weft.front.requests.context.TEXT_QUEUE": 1})
     asked = {"model": "fake", "prompt": "ab", "seed": script.FLOOD, "max_tokens": 300, "logprobs": 20}
 
     async def stream(client: httpx.AsyncClient) -> str:
@@ -275,7 +270,9 @@ LOOPS = "{% set r = range(60000) %}{% for i in r %}{% for j in r %}{% endfor %}{
 @pytest.mark.requirement("F19")
 @pytest.mark.slow
 def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Path) -> None:
-    """Chats whose template loops are refused in time, and other requests are answered meanwhile."""
+    """Chats of a model whose template does not end are refused in time, and other requests are answered
+    meanwhile.
+    """
     write_tokenizer(tmp_path, template=LOOPS)
     server = start_scripted([{"text": "hello", "repeat": True}], "--tokenizer", str(tmp_path))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -294,7 +291,7 @@ def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Pa
 
 
 def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
-    """Long compiles delay neither requests without a grammar nor requests with a compiled grammar."""
+    """Neither requests without one, nor such as have one that was compiled."""
     server = start_fake()
     quick = {"model": "fake", "prompt": "ab", "max_tokens": 2, "guided_regex": "a+"}
     assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
@@ -310,4 +307,4 @@ def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
         assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
         assert not ended(waiting), "they are still being compiled"
         for pid in (server.process.pid, *children(server.process.pid)):
-            os.kill(pid, signal.SIGKILL)  # otherwise the process would finish all compiles
+            os.kill(pid, signal.SIGKILL)  # it would compile them to their end

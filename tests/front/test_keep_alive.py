@@ -1,4 +1,4 @@
-"""Comments keep idle streams alive, and clients skip the comments."""
+"""Comments in streams in which nothing else is sent for long, and clients that skip them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support.slowness import deadline
 from weft.bench.records import RequestRecord, read_stream
 
 COMMENT = ": keep-alive"
-OFTEN = {"weft.front.streaming.KEEP_ALIVE": 0.1}
-"""Ten comments during each second in which the scripted engine pauses."""
+OFTEN = {"weft.front.http.streaming.KEEP_ALIVE": 0.1}
+"""Ten times in each second that the fake head pauses for."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_what_fails_after_the_first_comment_is_an_event(start_fake: Any, script:
 
 def test_a_client_that_leaves_during_the_comments(server: Any, script: Any) -> None:
     with server.stream(seed=script.HANG) as answer:
-        lines = answer.iter_lines()  # keep a reference: httpx closes the connection with the iterator
+        lines = answer.iter_lines()  # kept: when it goes, httpx closes the connection
         assert next(lines) == COMMENT
         server.wait(lambda: server.metric("front_sequences") == 1, 3)  # a comment may precede the Submit
     server.wait(lambda: server.metric("front_sequences") == 0, 3)
@@ -82,7 +82,7 @@ def test_clients_skip_comments(server: Any, script: Any) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         texts = [pool.submit(one_by_one), pool.submit(lambda: asyncio.run(ask()))]
-        # Tokens that arrive together are one event, so read the server's own count.
+        # Tokens that come together are one event, so the server's own count is asked for.
         with server.stream("/v1/completions", stream_options={"include_usage": True}, **asked) as answer:
             lines = [(time.monotonic(), line.encode()) for line in answer.iter_lines()]
         assert [one.result() for one in texts] == ["abcdef"] * 2

@@ -15,7 +15,7 @@ BOUND_S = 400.0
 
 
 def play(seed: int, tensor: int, replicas: int) -> World:
-    """Play a random world. ``weft.sim.group`` checks the invariants all the time."""
+    """Play a random world. ``testing.cluster.group`` checks the invariants all the time."""
     world = World(seed, tensor, replicas, FAULTS_S)
     with silent_log():
         over = world.run(FAULTS_S + BOUND_S)

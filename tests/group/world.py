@@ -1,6 +1,6 @@
 """Groups without engines, on virtual time: ranks and shells of ``weft.sim``, with engines that always step.
 
-All events are drawn from one seed. ``weft.sim.group`` checks the invariants after every change.
+All events are drawn from one seed. ``testing.cluster.group`` checks the invariants after every change.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Compile every Triton kernel for a GPU that need not be present; print one line per kernel form.
+"""Compiles every Triton kernel for a GPU that need not be there; prints one line a kernel form.
 
     python tests/ops/compile_kernels.py 90 [few|all]
 
-Run as a script, in a process without TRITON_INTERPRET. Launches become compilations for ``sm_90`` (or
-another), down to machine code, with the ``ptxas`` of Triton. Each line has, as JSON, the name, bytes of
-shared memory, registers per thread, bytes of stack (spilled registers) and warps.
+Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``
+(or another), down to machine code, by the ``ptxas`` that Triton brings. Of each form it prints name, bytes of
+shared memory, registers of a thread, bytes of its stack (where spilled registers go) and warps, as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class NoDevice:
-    """Provide the part of a Triton driver that compilation needs."""
+    """As much of a Triton driver as compilation asks for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -45,7 +45,7 @@ class NoDevice:
 
 
 def compile_only(capability: int) -> list[dict[str, Any]]:
-    """Turn every launch into a compilation. Return the list that receives the compiled kernels."""
+    """Makes every launch a compilation; returns the list that what was compiled goes to."""
     made: list[dict[str, Any]] = []
     known: set[str] = set()
     driver.set_active(NoDevice(capability))
@@ -63,7 +63,7 @@ def compile_only(capability: int) -> list[dict[str, Any]]:
 
 
 def _resources(kernel: Any) -> dict[str, Any]:
-    """Return the resources of one program, read from the compiled binary."""
+    """What one program takes, as the compiled binary says."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -101,9 +101,8 @@ def _segment(counts: list[int]) -> Any:
 
 
 def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
-    """Compile decodes, chunks and their splits in both backends, and the merge by log-sum-exp."""
-    from weft.attention.triton_backend import TritonAttention, TritonInvariant
-
+    """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
+    from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
 
@@ -173,7 +172,7 @@ def elementwise(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """Compile the invariant matrix product, with sizes that fill tiles and sizes that do not."""
+    """The invariant matrix product: sizes that fill tiles, and that do not."""
     from weft.ops.triton import matmul
 
     for inputs, outputs in ((1024, 512), (1000, 500)):

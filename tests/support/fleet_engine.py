@@ -45,7 +45,7 @@ class _Head:
 
 
 class FleetEngine:
-    """Implement the interface of ``EngineCore``, as ``weft.engine.replicas.Replicas`` does."""
+    """Implement the interface of ``EngineCore``, as ``weft.engine.server.replicas.Replicas`` does."""
 
     def __init__(self, groups: Sequence[EngineConfig]) -> None:
         self.config = face(tuple(groups))

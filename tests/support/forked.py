@@ -1,16 +1,16 @@
-"""Start Weft processes in tests as copies of a process that has imported everything already.
+"""Processes of Weft in tests begin as copies of one that has imported everything, instead of importing anew.
 
-``install`` makes ``subprocess.Popen`` start commands ``python -m weft...`` (and more: ``asked``) as copies.
-The process of a command is a child of the caller, with its arguments, environment, folder, descriptors,
-signals and limits, and ends like a real process (``tests/launch/test_forked.py``). Two differences remain:
-more modules are imported than the command needs, and their memory is shared. Some tests of each command start
-real processes (``real``, the marker ``real_processes``).
+``install`` has ``subprocess.Popen`` start commands ``python -m weft...`` so (and some more: ``asked``). The
+command's process is a child of the caller, with its arguments, environment, folder, descriptors, signals and
+limits, and ends as it would (``tests/cli/test_forked.py``). What differs: more modules are imported than
+the command would import, and their memory is shared. Some tests of each command start real processes
+(``real``, the marker ``real_processes``).
 
-A *nursery* is a single-threaded process that only makes copies of itself. Each copy becomes a command. Before
-it starts threads, each copy makes a nursery of its own for its child processes. ``clone(2)`` with
-CLONE_PARENT makes the copy a sibling of the nursery, and therefore a child of the caller. A real process
-starts where a copy would differ: an interpreter option, another value of a variable that is read at import,
-or a system other than Linux.
+A *nursery* is a process of one thread that does nothing but make copies of itself. Each copy becomes a
+command, and has a nursery of its own, made while it has one thread, for what it will start. ``clone(2)`` with
+CLONE_PARENT makes the copy a sibling of the nursery, so a child of who asked. Where a copy cannot be like a
+process that begins anew (an option of the interpreter, another value of a variable that is read at import),
+and elsewhere than on Linux, a real one begins.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 ROOTS = ("weft", "tests", "bench", "training")
 """Packages whose modules are commands of this repository."""
-MAIN = "from weft.launch.main import main; main()"
-"""Program of tests that start the command line with ``-c``."""
+MAIN = "from weft.cli.main import main; main()"
+"""The program of tests that start the command line with ``-c``."""
 SCRIPTS = tuple(str(ROOT / name) for name in ("tests/front/fake_server.py", "tests/front/fake_head.py"))
 PRELOADED = (
     "torch.distributed",
@@ -68,13 +68,14 @@ AT_IMPORT = (
     "CUDA_", "GOMP_", "HF_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_",
     "PYTHON", "TOKENIZERS_", "TORCH", "TRITON", "TZ", "WEFT_",
 )  # fmt: skip
-"""Variables that a process may read at import. A copy requires the same values as in the first nursery."""
+"""Variables that a process may read as it begins: a copy has those of the first nursery, or there is none."""
 FREE = ("PYTHONPATH", "GOMP_SPINCOUNT", "TORCHINDUCTOR_", "TORCH_NCCL_", "WEFT_API_KEY", "WEFT_ADMIN_KEY")
-"""Variables of ``AT_IMPORT`` without effect here: the root is in the path, a single thread waits for
-no other, and there is no GPU."""
+"""Of these, those that make no difference: the root is in the path, one thread has none to wait for, and
+there is no GPU.
+"""
 MOST = 1 << 18
 HIGH = 700
-"""First descriptor number reserved for this module; no process of a test has as many descriptors."""
+"""Descriptors from here on are this module's: no process of a test has as many."""
 _CLONE_PARENT, _CHILD_CLEARTID, _CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
@@ -84,9 +85,9 @@ PATIENCE = 60.0
 """Seconds until a nursery that makes no copy is given up."""
 
 _link: socket.socket | None = None
-"""Socket to this process's nursery."""
+"""To this process's nursery."""
 _nursery: subprocess.Popen[bytes] | None = None
-"""The first nursery; set only in the process that started the nursery."""
+"""The first one, in the process that started it."""
 _failed = False
 _lock = threading.Lock()
 _real = 0
@@ -95,7 +96,7 @@ _Real = subprocess.Popen
 
 @contextlib.contextmanager
 def real() -> Iterator[None]:
-    """Start real processes inside the context; their children are real too."""
+    """Inside, this process starts real processes, which start real ones."""
     global _real
     _real += 1
     try:
@@ -105,15 +106,13 @@ def real() -> Iterator[None]:
 
 
 def install() -> None:
-    """Make ``subprocess.Popen`` of this process start copies where possible."""
+    """Has ``subprocess.Popen`` of this process start copies where it can."""
     if sys.platform == "linux" and platform.machine() in _CLONE:
         subprocess.Popen = Popen  # type: ignore[misc]
 
 
 def asked(command: Any) -> list[str] | None:
-    """Return the arguments, without the interpreter, of a Python command that a copy can run; None for
-    others.
-    """
+    """The arguments of a Python command that a copy may become, without the interpreter; None for others."""
     if isinstance(command, str | bytes | os.PathLike) or not isinstance(command, Sequence):
         return None
     words = [os.fsdecode(word) for word in command]
@@ -171,7 +170,7 @@ class Popen(_Real):  # type: ignore[type-arg]
 
 
 def _inherited(number: int, opened: contextlib.ExitStack) -> int:
-    """Return a standard descriptor that a child would inherit, or a descriptor of /dev/null."""
+    """A standard descriptor that a child would share; nothing where there is none."""
     with contextlib.suppress(OSError):
         if os.get_inheritable(number):
             return number
@@ -183,7 +182,7 @@ def _inherited(number: int, opened: contextlib.ExitStack) -> int:
 def _ask(
     words: list[str], variables: Any, folder: Any, session: bool, ends: list[int], targets: list[int]
 ) -> int | None:
-    """Return the process id of a copy that runs the command ``words``; None if no copy is possible."""
+    """The process id of a copy that becomes the command ``words``; None where none can."""
     own = {
         os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if variables is None else variables).items()
     }
@@ -227,7 +226,7 @@ def _give_up() -> None:
 
 
 def _first() -> None:
-    """Start the first nursery, from a real process."""
+    """Starts the first nursery, of a process that no nursery made."""
     global _link, _nursery
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _begun.update(os.environ)
@@ -249,18 +248,16 @@ def _null() -> Iterator[int]:
 
 
 class _Library:
-    """Call ``clone(2)`` as the C library's fork does. Requires a single-threaded process."""
+    """``clone(2)`` as the C library's fork would call it. Called in a process of one thread."""
 
     def __init__(self) -> None:
-        self._call = ctypes.PyDLL(None).syscall  # PyDLL keeps the GIL during the call
+        self._call = ctypes.PyDLL(None).syscall  # it keeps Python's lock
         self._call.restype = ctypes.c_long
         self._number = _CLONE[platform.machine()]
         self._place = self._thread_id()
 
     def _thread_id(self) -> int:
-        """Return the address of the main thread's id in the C library; the kernel must write the copy's id
-        there.
-        """
+        """Where the C library keeps the main thread's id: the kernel is to write a copy's there."""
         itself = ctypes.PyDLL(None).pthread_self
         itself.restype = ctypes.c_size_t
         start = itself()
@@ -273,7 +270,7 @@ class _Library:
         return found[0]
 
     def clone(self) -> int:
-        """Fork like ``os.fork``, but make the copy a sibling. Return the pid, or 0 in the copy."""
+        """Like ``os.fork``, but the copy is a sibling."""
         flags = _CLONE_PARENT | _CHILD_CLEARTID | _CHILD_SETTID | signal.SIGCHLD
         place = (self._place, 0) if platform.machine() == "x86_64" else (0, self._place)
         python = ctypes.pythonapi
@@ -291,7 +288,7 @@ def _one_thread() -> bool:
 
 
 def _tend(link: socket.socket, library: _Library) -> tuple[dict[str, Any], list[int]]:
-    """Make copies until no process can request more. Return only in a copy, with its request."""
+    """Makes copies until nobody can ask for more. Returns in a copy, with what it is to become."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(link, MOST, 64)
         if not data:
@@ -306,7 +303,7 @@ def _tend(link: socket.socket, library: _Library) -> tuple[dict[str, Any], list[
 
 
 def _settle(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Give the copy everything that a real process of the command would inherit."""
+    """Gives this copy what the command's process would inherit."""
     if request["session"]:
         os.setsid()
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, HIGH) for descriptor in descriptors]
@@ -333,9 +330,9 @@ def _settle(request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def _become(words: list[str]) -> NoReturn:
-    """Run the command and end the process in the order of an interpreter.
+    """Runs the command, and ends the process in an interpreter's order.
 
-    Skip freeing memory: all copies share the memory, and a write would duplicate pages.
+    But what the interpreter would free is left to the kernel: it is the memory that all copies share.
     """
     status = 0
     try:
@@ -370,7 +367,7 @@ def _run(words: list[str]) -> None:
     sys.argv = [named if option != "-c" else "-c", *rest]
     sys.path[0] = {"-m": os.getcwd(), "-c": ""}.get(option, str(Path(named).parent))
     if option == "-m":
-        sys.modules.pop(named, None)  # the module runs as __main__; an import creates a second module
+        sys.modules.pop(named, None)  # it runs as __main__; who imports it gets another one
         runpy._run_module_as_main(named)  # type: ignore[attr-defined]
     elif option == "-c":
         exec(compile(named, "<string>", "exec"), main.__dict__)
@@ -387,7 +384,7 @@ def _live(link: socket.socket) -> NoReturn:
         request, descriptors = _tend(link, library)
         if request["session"]:
             os.setsid()
-            request["session"] = False  # the copy's nursery is in the session too
+            request["session"] = False  # its nursery is in it, too
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork():
             theirs.close()
@@ -407,7 +404,7 @@ def _serve(descriptor: int) -> None:
     from setproctitle import setproctitle
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # signals of a process group are meant for its commands
+        signal.signal(number, signal.SIG_IGN)  # they are for a process group's commands
     setproctitle(NURSERY)
     for name in PRELOADED:
         importlib.import_module(name)
@@ -418,7 +415,7 @@ def _serve(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.support import forked  # modules of the copies import it under this name
+    from tests.support import forked  # the copies' modules know it by this name
 
     forked.install()
     forked._serve(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""New connections of an API server to live engines; no socket, no process."""
+"""Connections of a front to heads that live are made anew; no socket, no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELLO = m.Hello(versions=(m.OLDEST, m.VERSION), front="front")
 
 
 def linked(one: Driver, name: str) -> list[m.ToHead]:
-    """Report a new connection. Return the sent messages."""
+    """There is another connection; the messages that are sent."""
     one.on(e.Linked(name, one.link[name]))
     return one.sent()
 
@@ -26,7 +26,7 @@ def test_a_front_greets_again_and_goes_on_from_the_tokens_that_came() -> None:
     one = Driver("a").up()
     one.open(1)
     one.tokens("a", 1, 7)
-    for _ in range(MOST_LOSSES + 2):  # none of these losses counts
+    for _ in range(MOST_LOSSES + 2):  # nothing was lost that counts
         attempt = one.fleet.entries[1].attempt
         greeting, again = linked(one, "a")
         assert greeting == HELLO
@@ -35,7 +35,7 @@ def test_a_front_greets_again_and_goes_on_from_the_tokens_that_came() -> None:
     assert (one.fleet.failovers, one.fleet.table.restarts, one.fleet.entries[1].losses) == (0, 0, 0)
     assert one.fleet.table.instances["a"].open.keys() == {1}
     one.tokens("a", 1, 8, attempt=attempt)
-    assert (one.told(), one.fleet.late_events) == ([], 1)  # from the broken connection
+    assert (one.told(), one.fleet.late_events) == ([], 1)  # of the connection that broke
     one.tokens("a", 1, 8, finish="stop")
     assert [event.token_ids for event in one.told()] == [(8,)]
 
@@ -53,7 +53,7 @@ def test_a_head_that_loads_is_greeted_again_and_has_as_long_as_before() -> None:
 
 
 def test_a_connection_to_another_process_is_a_loss() -> None:
-    """Another process took the address."""
+    """It took the address of the one before."""
     one = Driver("a", "b").up()
     one.open(1)
     linked(one, "a")
@@ -71,13 +71,8 @@ def test_the_refusal_of_a_head_that_was_not_greeted_reaches_no_reader() -> None:
     greeting, *again = one.sent()
     assert greeting == HELLO
     assert sorted(map(ids, again)) == [[], [7]]
-<<<<<<< HEAD:tests/control/fleet/test_reconnect.py
     one.tokens("a", 2, attempt=0, finish="error", error=NotGreeted("Hello must be the first message").info())
     assert (one.told(), one.sent()) == ([], [])  # both were on their way
-=======
-    one.tokens("a", 2, attempt=0, finish="error", error=NotGreeted("say hello first").info())
-    assert (one.told(), one.sent()) == ([], [])  # both were in flight
->>>>>>> t2:tests/routing/test_reconnect.py
 
 
 def test_a_pair_begins_again_when_one_connection_was_lost() -> None:
@@ -94,7 +89,7 @@ def test_nothing_new_goes_where_nothing_arrives() -> None:
     one = Driver("a", "b").up()
     assert one.open(1) == "a"
     one.on(e.Unreachable("a", one.link["a"]))
-    assert one.actions == []  # sequences wait: the engine may be back a moment later
+    assert one.actions == []  # its sequences wait: a moment later it may be there again
     assert [one.open(number, request=number) for number in (2, 3, 4)] == ["b"] * 3
     assert linked(one, "a")[0] == HELLO
     assert one.open(5, request=5) == "a"

@@ -1,12 +1,7 @@
-<<<<<<< HEAD:tests/disagg/transport/sending_process.py
 """A sender's rank as a process of its own: python -m tests.disagg.transport.sending_process KIND FOLDER
-=======
-"""A sender's rank as a separate process: python -m tests.transports.sending_process KIND FOLDER
->>>>>>> t2:tests/transports/sending_process.py
 
-The process reads the answers of the receiver's engine from standard input, in hex. It sends the first layer
-of a transfer at the Bound message, and the other layers at the next line. It prints "half", and then the
-outcome of the transfer.
+Reads the answers of the receiver's head, in hex, from standard input, and pushes: the first layer of a room
+when its Bound comes, the rest of it at the next line. Says "half" and then how the room ended.
 """
 
 from __future__ import annotations

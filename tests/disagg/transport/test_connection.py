@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/disagg/transport/test_connection.py
 """One connection, byte by byte: what is cancelled at any point, and what may come before a handshake."""
-=======
-"""One connection, byte by byte: cancellation at any point, and allowed bytes before a handshake."""
->>>>>>> t2:tests/transports/test_connection.py
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ PAYLOAD = 40
 
 
 class Trickle:
-    """A socket that accepts a fixed number of bytes."""
+    """A socket that takes so many bytes in all, then none."""
 
     def __init__(self) -> None:
         self.out = bytearray()
@@ -43,7 +39,7 @@ def connection(sock: Any) -> Connection:
 
 
 def heard(data: bytes, proven: bool = True) -> list[Got]:
-    """Return the messages that the other end reads from ``data``."""
+    """What the other end makes of ``data``."""
     near, far = socket.socketpair()
     with near, far:
         far.setblocking(False)

@@ -1,4 +1,4 @@
-"""The choice of a folder's vocabulary file, errors without one, and the cache of conversions."""
+"""Which file of a folder is the vocabulary, what is said where none is, and how conversions are kept."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_a_tokenizer_json_with_wrong_ids_is_not_kimis(
     assert Tokenizer.load(path).special["[PAD]"] == SIZES["tiktoken.model"] - 1
     assert not caplog.records
     named = [entry for entry in data["added_tokens"] if "reserved" not in entry["content"]]
-    for number, entry in enumerate(named):  # in sequence, as converters write them
+    for number, entry in enumerate(named):  # one after the other, as converters write them
         entry["id"] = data["model"]["vocab"][entry["content"]] = len(trained(KIMI)) + number
     data["added_tokens"] = named
     file.write_text(json.dumps(data))
     assert Tokenizer.load(path).special["[PAD]"] == SIZES["tiktoken.model"] - 1
-    assert "ids of special tokens" in caplog.text
-    (path / "tokenizer_config.json").unlink()  # the original's rule for splitting words is now unknown
+    assert "the id of its special token" in caplog.text
+    (path / "tokenizer_config.json").unlink()  # nothing says how the original cuts words
     assert Tokenizer.load(path).special["[PAD]"] == len(trained(KIMI)) + len(named) - 1
 
 
