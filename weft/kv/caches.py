@@ -86,11 +86,12 @@ class Caches:
         return all(n <= kind.available() + kind.pending() for n, kind in zip(needed, self.kinds, strict=True))
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        """Call ``acquire`` of every group. Return all slot updates."""
+        """Create the tables of a slot in every group: the blocks of the hit, and new blocks up to ``upto``.
+        Return all slot updates."""
         return [op for kind in self.kinds for op in kind.acquire(slot, hashes, num_hit, upto)]
 
     def reserve(self, slot: int, upto: int) -> list[Op]:
-        """Call ``reserve`` of every group. Return all slot updates."""
+        """Extend the tables of a slot to ``upto`` in every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.reserve(slot, upto)]
 
     def reserved(self, upto: int) -> int:
@@ -131,7 +132,8 @@ class Caches:
             kind.publish(slot, committed, hashes)
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """Call ``slide`` of every sliding group."""
+        """Release blocks of sliding groups not read from ``committed`` on, after ``after_step`` has
+        committed."""
         for kind in self._sliding:
             kind.slide(slot, committed, after_step)
 
@@ -141,7 +143,7 @@ class Caches:
             kind.slide_each(slots, committed, after_step)
 
     def release(self, slot: int, after_step: int) -> None:
-        """Call ``release`` of every group."""
+        """Drop the tables of a slot in every group. The blocks are free when ``after_step`` has committed."""
         for kind in self.kinds:
             kind.release(slot, after_step)
 
@@ -151,7 +153,7 @@ class Caches:
             kind.committed(step)
 
     def reset(self) -> None:
-        """Call ``reset`` of every group."""
+        """Drop all tables and cached contents. Pinned blocks stay out of use."""
         for kind in self.kinds:
             kind.reset()
 
@@ -243,8 +245,11 @@ class Caches:
         upto: int,
         sent_blocks: Sequence[int],
     ) -> tuple[Blocks, ...]:
-        """Return the new blocks of each group, see ``CacheKind.fetch``. ``sent_blocks``: block size of the
-        sender, for each group."""
+        """Create the table ``fetch`` in every group for KV from another group. Return the new blocks of each
+        group, see ``CacheKind.fetch``.
+
+        ``sent_blocks``: block size of the sender, for each group.
+        """
         return tuple(
             kind.fetch(fetch, hashes, start, position, upto, size)
             for kind, size in zip(self.kinds, sent_blocks, strict=True)
@@ -303,8 +308,8 @@ class Caches:
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
-        """Call ``save`` of each recurrent group. Return the slot updates, or None, without any change, if a
-        group has no free block."""
+        """Save a snapshot of each recurrent group in plan ``step``, see ``StateKind.save``. Return the slot
+        updates; [] if all snapshots exist. Return None, without any change, if a group has no free block."""
         missing = [kind for kind in self._states if not kind.has(key)]
         if not all(kind.available() for kind in missing):
             return None
@@ -312,7 +317,7 @@ class Caches:
         return [op for op in saved if op is not None]
 
     def spoil(self, slot: int) -> None:
-        """Call ``spoil`` of each recurrent group."""
+        """Invalidate the unfinished snapshots of the slot, because a step failed."""
         for kind in self._states:
             kind.spoil(slot)
 

@@ -107,6 +107,7 @@ class SlotDigest:
         return slots
 
     def _alloc(self, op: AllocSlot, slots: np.ndarray) -> None:
+        """Occupy a slot with empty tables. Raises EngineDead if the slot is occupied or outside the table."""
         self._check_range(slots)
         if self._live[op.slot]:
             raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
@@ -156,6 +157,7 @@ class SlotDigest:
             raise EngineDead(f"step names a slot outside the table, which has {len(self._live)}")
 
     def _check(self, slots: np.ndarray, gen: np.ndarray | None) -> None:
+        """Raise EngineDead if a slot is free, outside the table, or, with ``gen``, of another generation."""
         self._check_range(slots)
         present = self._gen[slots]
         if gen is not None and (present == gen).all():

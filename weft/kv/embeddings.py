@@ -162,15 +162,16 @@ class EmbeddingCache:
     def make_room(self, blocks: int, victims: Iterable[Embedded]) -> bool:
         """Evict as much as needed for ``blocks`` settled blocks. Return True if the blocks are free now.
 
-        On False, plans in flight may still touch the blocks: try again after a commit.
+        On False with enough victims, the evictions have happened, but plans in flight may still touch the
+        blocks: try again after a commit. Without enough victims, nothing changes.
         """
         return self._make_room(blocks, victims) and blocks <= len(self._free)
 
     def lift(
         self, held: Embedded, victims: Iterable[Embedded] | None = None, *, settled: bool = False
     ) -> bool:
-        """Move an embedding from host blocks to device blocks, reserved as in ``add``. Return False if blocks
-        are missing."""
+        """Move an embedding from host blocks to device blocks, reserved as in ``add``, with an update of the
+        next plan. Return False if blocks are missing; evictions may have happened with ``settled``."""
         # An eviction for the device blocks may need host blocks, but must not take `held.blocks`.
         held.pins += 1
         blocks = self._take(self.blocks_of(held.count), victims, settled)
@@ -250,6 +251,7 @@ class EmbeddingCache:
     # ----
 
     def _take(self, number: int, victims: Iterable[Embedded] | None, settled: bool) -> list[int] | None:
+        """Evict victims as needed and return ``number`` free device blocks; None if blocks are missing."""
         if not self._make_room(number, victims):
             return None
         if settled:
@@ -259,6 +261,8 @@ class EmbeddingCache:
         return blocks + self._pop(number - len(blocks))
 
     def _make_room(self, number: int, victims: Iterable[Embedded] | None) -> bool:
+        """Evict the first victims until ``number`` device blocks are free. Return False, without any change,
+        if the victims are not enough."""
         missing = number - self.available
         evicted = []
         for victim in self.victims() if victims is None else victims:

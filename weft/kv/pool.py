@@ -206,6 +206,8 @@ class BlockPool:
                 self._drop(block)
 
     def _drop(self, block: int) -> None:
+        """Release one reference now. The last reference makes the block free, or cached if published. Raises
+        EngineDead without a reference."""
         left = self._references[block] - 1
         if left < 0:
             raise EngineDead("a block was released more often than it was held")

@@ -105,6 +105,8 @@ class PrefixMemory:
             found.computed = max(found.computed, computed)
 
     def _supersede(self, made: Remembered) -> None:
+        """Forget the longest remembered prefix of ``made``, if its positions were computed, and take over the
+        number of computed positions."""
         for depth in range(len(made.hashes), 0, -1):
             found = self._by_key.get(made.hashes[depth - 1])
             if found is None:
@@ -116,6 +118,7 @@ class PrefixMemory:
             return
 
     def _forget(self, record: Remembered) -> None:
+        """Remove a record from the memory and from all indices that name the record."""
         del self._records[record.sequence]
         self.bytes -= record.cost
         for key in record.hashes:

@@ -242,11 +242,11 @@ class StateKind:
         return self.pool.find(key) != NULL_BLOCK
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
-        """Save a snapshot of ``key`` in plan ``step``. Return None if the snapshot exists or no block is
-        free.
+        """Save a snapshot of ``key`` in plan ``step`` and return the slot update. Return None if the snapshot
+        exists or no block is free.
 
-        The snapshot can be hit once ``step`` has committed. Without ``keep``, the snapshot replaces the
-        slot's previous snapshot without ``keep``.
+        The snapshot can be hit once ``step`` has committed. ``back``: positions between the snapshot and the
+        present state. Without ``keep``, the snapshot replaces the slot's previous snapshot without ``keep``.
         """
         if self.has(key):
             self._touch(key, keep)

@@ -47,8 +47,10 @@ def commit(
 ) -> list[TokenEvent]:
     """Apply the result of the oldest plan in flight and return the client events in plan order.
 
-    ``policy`` receives the numbers of verified and accepted drafts. Raises EngineDead when ``plan`` is not
-    the oldest plan in flight, or when ``result`` has another step or other rows than ``plan``.
+    Tokens are appended and lengths advance. Complete sequences end. Slots and blocks pending on the step are
+    free. Counters are updated. ``policy`` receives the numbers of verified and accepted drafts. Raises
+    EngineDead when ``plan`` is not the oldest plan in flight, or when ``result`` has another step or other
+    rows than ``plan``.
     """
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
@@ -90,6 +92,7 @@ def commit(
 
 
 def _check_rows(plan: StepPlan, result: StepResult) -> None:
+    """Raise EngineDead unless ``result`` has exactly the plan's rows with logits."""
     logits = plan.decode.logits
     if plan.prefill.rows:
         logits = np.concatenate([plan.prefill.logits, logits])
@@ -274,6 +277,8 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
+    """Commit one row: append tokens, advance lengths, end the sequence if complete or failed. Return the
+    event, or None without news."""
     sequence = row.sequence
     tokens = row.tokens
     error = row.error
@@ -370,6 +375,7 @@ def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str
 
 
 def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | None:
+    """Return the prompt logprobs of a row, counted as delivered from now on; None if the row has none."""
     sequence = row.sequence
     count = row.logits - row.sample
     if count <= 0:

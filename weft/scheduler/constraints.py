@@ -117,8 +117,8 @@ class Constraint:
         """Write the masks of one row, int32 [positions, words]; each mask follows one more draft.
 
         Return how many masks are reachable. Masks after a refused draft, or after the end of the sequence,
-        are not reachable. The matcher returns to the committed position. Raises EngineDead if drafts are
-        missing.
+        are not reachable. The matcher returns to the committed position. A failing matcher sets ``failure``:
+        return 0. Raises EngineDead if drafts are missing.
         """
         if len(masks) - 1 > len(self.drafts):
             raise EngineDead("a row verifies drafts that the engine does not know")
@@ -171,6 +171,7 @@ class Constraint:
         )
 
     def _accept(self, token: int) -> bool:
+        """Return True if the matcher accepts ``token``. An exception of the matcher sets ``failure``."""
         try:
             return self._matcher.accept(token)
         except Exception as error:
@@ -188,6 +189,7 @@ class Constraint:
                 self._fail(error)
 
     def _try_fill(self, words: np.ndarray) -> bool:
+        """Fill one mask. Return False, with ``failure`` set, on an exception of the matcher."""
         try:
             self._fill(words)
         except Exception as error:
@@ -217,7 +219,8 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
     """Fill masks of rows with one position each, like ``Constraint.fill``: int32 [constraints, words],
     contiguous.
 
-    Return the indices of rows with a mask. Other rows of ``words`` are arbitrary.
+    Return the indices of rows with a mask. Other rows of ``words`` are arbitrary. A failing matcher sets
+    ``failure`` of the constraint.
     """
     able = [number for number, one in enumerate(constraints) if one.failure is None]
     if len(able) < len(constraints):

@@ -29,24 +29,31 @@ class Misses:
         self.memory = PrefixMemory(kv.block_size, most_bytes) if remembers else None
 
     def admitted(self, sequence: Sequence, num_hit: int) -> None:
-        """Explain the miss of ``sequence`` at its first slot if requested. ``num_hit``: cached positions."""
+        """Remember ``sequence`` at its first slot. If requested, set ``sequence.miss``: why the cache had no
+        more. ``num_hit``: cached positions."""
         if sequence.explains:
             sequence.miss = self._explain(sequence, num_hit)
         self._remember(sequence)
 
     def left(self, sequence: Sequence, computed: int) -> None:
-        """Remember ``sequence`` at the loss of the slot. ``computed``: number of cached positions."""
+        """Remember ``sequence`` at the loss of the slot. ``computed``: number of cached positions. Does
+        nothing without a memory."""
         if self.memory is not None:
             self._remember(sequence)
             self.memory.reached(sequence.id, computed)
 
     def _remember(self, sequence: Sequence) -> None:
+        """Store ids and block hashes of ``sequence`` in the memory. Does nothing without a memory or without
+        hashes."""
         if self.memory is not None and sequence.chain is not None:
             hashes = sequence.chain.grow(sequence.tokens, len(sequence.tokens))
             root = salted_root(sequence.salt)
             self.memory.remember(sequence.id, sequence.salt, root, sequence.tokens, hashes, sequence.client)
 
     def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
+        """Return why the cached prefix ended at ``num_hit``: "none" for the longest possible hit, "disabled"
+        without a memory or with parts never read from the cache, else by comparison with remembered
+        sequences."""
         memory, chain = self.memory, sequence.chain
         length = len(sequence.tokens)
         # The hit is as long as possible.
@@ -61,7 +68,8 @@ class Misses:
         return self._unseen(sequence, memory, chain.hashes, num_hit)
 
     def _lost(self, found: Remembered, hashes: list[bytes], num_hit: int, limit: int) -> str:
-        """Return why the cache no longer has a block of ``found``."""
+        """Return why the cache does not have a block of ``found``: "state" (only the recurrent state is
+        missing), "evicted", "computing" (``found`` is still live) or "new" (``found`` ended before)."""
         computed = found.computed
         other = self._live.get(found.sequence)
         if other is not None and isinstance(other.state, Running):

@@ -152,7 +152,8 @@ class PlanBuilder:
         self.budget -= int(rows.counts.sum())
 
     def drop(self, sequence: Sequence, run: Running) -> None:
-        """Remove the row of a sequence with its slot updates. The budget of the row is free again."""
+        """Remove the row of a sequence, if any, with its slot updates. The budget of the row is free
+        again."""
         row = self.chunks.pop(sequence.id, None)
         if row is not None:
             self.budget += row.count
@@ -174,7 +175,8 @@ class PlanBuilder:
         return self
 
     def seal(self, first_ops: Iterable[Op]) -> StepPlan:
-        """Return the immutable plan. ``first_ops`` come before the slot updates of the rows."""
+        """Return the immutable plan. ``first_ops`` come before the slot updates of the rows; ``Rebalance``
+        comes last if set."""
         ops = list(first_ops)
         for row in self.chunks.values():
             ops += row.ops
@@ -192,6 +194,8 @@ class PlanBuilder:
         )
 
     def _decode_segment(self) -> Segment:
+        """Return the decode rows as a segment of columns [rows], with the present generation and start of
+        each slot."""
         rows = self.decodes
         if not len(rows.slots):
             return EMPTY_SEGMENT

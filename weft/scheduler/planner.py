@@ -50,7 +50,11 @@ class Planner:
         """True if the last plan could not admit a sequence for lack of blocks."""
 
     def fill(self, builder: PlanBuilder) -> None:
-        """Add the rows of a step to ``builder``, within the token budget."""
+        """Add the rows of a step to ``builder``, within the token budget. Sets ``starved``; the caller sets
+        ``lacked``.
+
+        Admits sequences, gives slots to sequences with received KV, and preempts sequences that lack blocks.
+        """
         self.starved = self._state.media.short = False
         self._adopt_first()
         if self._exclusive:
@@ -61,6 +65,7 @@ class Planner:
     # ---- the phases
 
     def _fill_mixed(self, builder: PlanBuilder) -> None:
+        """Fill a step with decode rows, then with chunks of prefills in progress, then with new sequences."""
         self._decode(builder)
         if self.chunks is not None:
             self.chunks.begin(builder.decode_shape)
@@ -82,8 +87,8 @@ class Planner:
             self._admit(builder)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """Add one row for every sequence past the known ids. A sequence that may be at the limit gets
-        no row."""
+        """Add one row for every sequence past the known ids. May preempt sequences for blocks; rows without
+        blocks are left out. A sequence that may be at the limit gets no row."""
         state = self._state
         columns = self._state.columns
         slots = state.order()
@@ -105,7 +110,8 @@ class Planner:
         """Return the rows with the available drafts to verify and the number of drafts to propose, within all
         limits.
 
-        If prompts wait, drafts are shortened to leave one block of the ``budget`` for prompts.
+        Counts as one choice of ``policy``. If prompts wait, drafts are shortened to leave one block of the
+        ``budget`` for prompts.
         """
         state = self._state
         columns = self._state.columns
@@ -119,7 +125,8 @@ class Planner:
         return DecodeRows(slots, rows.counts, next_k)
 
     def _resume(self, builder: PlanBuilder) -> None:
-        """Add the next chunk of every prefill in progress."""
+        """Add the next chunk of every prefill in progress, while budget and blocks last. May preempt
+        sequences for blocks. A sequence with a lost image is returned to the router."""
         state = self._state
         slots = state.order()
         for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
@@ -166,10 +173,12 @@ class Planner:
         return len(self._state.running) < self._most_running and self._state.slots.available() > 0
 
     def _admit(self, builder: PlanBuilder) -> None:
-        """Admit waiting sequences in order, while slot, budget and blocks for all known ids are free.
+        """Admit waiting sequences in order, while slot, budget and blocks for all known ids are free. Sets
+        ``starved`` if blocks are short.
 
         If only a slot is missing, a running sequence may give up a slot, see ``crowding``. No further
-        sequence gives up a slot while steps in flight still name the released slot.
+        sequence gives up a slot while steps in flight still name the released slot. A sequence with a lost
+        image is returned to the router.
         """
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
@@ -247,7 +256,11 @@ class Planner:
         return self._chunk_end(sequence, start, known, builder)
 
     def _chunk_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
-        """Return where the chunk from ``start`` ends; ``start`` if the step has no room for the chunk."""
+        """Return where the chunk from ``start`` ends; ``start`` if the step has no room for the chunk.
+
+        Sets ``media.short`` if an image stops the chunk for lack of memory or because the image is still
+        coming.
+        """
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
@@ -270,7 +283,8 @@ class Planner:
         """Return the number of drafts to propose after the last chunk of a prompt; 0 for earlier chunks or
         without blocks.
 
-        ``hashes``: of a sequence admitted with ``start`` cached tokens; [] for a running sequence.
+        A sender proposes at most one draft, so that the drafter's cache is complete. ``hashes``: of a
+        sequence admitted with ``start`` cached tokens; [] for a running sequence.
         """
         known = len(sequence.tokens)
         room = sequence.limit - 2 - known
@@ -289,6 +303,10 @@ class Planner:
     def _add_chunk(
         self, builder: PlanBuilder, sequence: Sequence, run: Running, end: int, next_k: int, ops: list[Op]
     ) -> None:
+        """Add the prefill row up to ``end`` to ``builder``, and count the row in the chunk policy.
+
+        ``ops``: slot updates for the row. Image updates and the export of a sender are added.
+        """
         start = run.num_scheduled
         if self.chunks is not None:
             self.chunks.took(start, end - start)

@@ -22,7 +22,7 @@ class Reserver:
         runnable rows.
 
         Try three ways in order: all rows; all rows without drafts; row by row in scheduling order, with
-        preemption. ``short`` is changed in place.
+        preemption. Slot updates go into ``builder``. ``short`` is changed in place.
         """
         state = self._state
         columns = self._state.columns
@@ -47,8 +47,8 @@ class Reserver:
         return rows.where((columns.gen[rows.slots] > 0) & ~out[rows.slots])
 
     def _grow_all(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> bool:
-        """Extend the tables of all rows ``short``. Return False, without any change, if blocks are
-        missing."""
+        """Extend the tables of all rows ``short`` and add the slot updates to ``builder``. Return False,
+        without any change, if blocks are missing."""
         columns = self._state.columns
         slots = rows.slots[short]
         ends = columns.num_scheduled[slots] + rows.counts[short] + rows.next_k[short]
@@ -60,8 +60,12 @@ class Reserver:
         return True
 
     def reserve(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> list[Op] | None:
-        """Extend the tables of a sequence to ``end``. Return the slot updates, or None if the sequence gets
-        no row."""
+        """Extend the tables of a sequence to ``end``. Return the slot updates; None if the sequence gets no
+        row.
+
+        May preempt other sequences, or ``sequence``. A sequence without a row is recorded in
+        ``builder.lacking``, unless preempted.
+        """
         if end <= run.reserved:
             return []
         # Older sequences first: a younger sequence must not take blocks from an older sequence without a row.
@@ -114,8 +118,8 @@ class Reserver:
         return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:
-        """Preempt ``victim`` and remove the row from ``builder``. Raises EngineDead if ``victim`` does not
-        run."""
+        """Preempt ``victim``, remove the row from ``builder`` and set ``builder.preempted``. Raises
+        EngineDead if ``victim`` does not run."""
         held = victim.state
         if not isinstance(held, Running):
             raise EngineDead("a sequence is in the running queue that does not run")

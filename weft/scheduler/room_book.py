@@ -107,7 +107,8 @@ class RoomBook:
         self.requests: list[RoomRequest] = []
         """Requests to transfers, in order, since the last read."""
         self.events: list[TokenEvent] = []
-        """Terminal events of sequences returned to the router, not reported yet."""
+        """Client events not reported yet: first tokens of receivers, and ends of sequences returned to the
+        router."""
         self.parting: dict[RoomKey, int] = {}
         """Senders after the handoff, with the slot kept until the states are saved -> last plan with the
         slot."""
@@ -136,7 +137,8 @@ class RoomBook:
         self._records[key] = RoomRecord(key, sequence, len(sequence.tokens))
 
     def admitted(self, sequence: Sequence, slot: int, num_hit: int, hashes: list[bytes], block: int) -> None:
-        """Start the transfer of an admitted sender: make the offer, at once or after the prompt (pull mode).
+        """Start the transfer of an admitted sender: set the deadline and make the offer, at once or after the
+        prompt (pull mode). Does nothing for other sequences.
 
         ``num_hit``: cached positions. ``hashes``: of blocks of ``block`` tokens each.
         """
@@ -154,8 +156,8 @@ class RoomBook:
             self.requests.append(offer)
 
     def export(self, sequence: Sequence, start: int, end: int) -> list[Op]:
-        """Return the slot update to export a sender's row over ``start`` .. end - 1. The tables must reach
-        ``end``."""
+        """Return the slot update to export a sender's row over ``start`` .. end - 1; [] without a transfer.
+        The tables must reach ``end``. The table entries of the update count as reported."""
         record = self.of(sequence)
         if record is None:
             return []
@@ -169,7 +171,11 @@ class RoomBook:
         return [Export(slot=record.slot, key=record.key, start=start, end=end, blocks=tuple(new))]
 
     def moved(self, sequence: Sequence, token: int, logprobs: LogprobColumns | None) -> None:
-        """Finish a sender: the prompt is computed and ``token`` is the first output token."""
+        """Finish a sender: the prompt is computed and ``token`` is the first output token. Request the end of
+        the transfer; in pull mode, make the offer first.
+
+        With recurrent states, the slot stays in ``parting`` until ``save`` or ``part``.
+        """
         record = self.of(sequence)
         if record is None:
             return
@@ -184,9 +190,10 @@ class RoomBook:
         record.over = True
 
     def leaves(self, sequence: Sequence, last_step: int) -> bool:
-        """Pin the blocks of a sequence at the loss of the slot. ``last_step``: the last plan with the slot.
+        """Pin the blocks of a sender at the loss of the slot. ``last_step``: the last plan with the slot.
 
-        Return False if the slot must stay unchanged until ``save``.
+        Return True if the caller must release slot and blocks; False if the slot must stay unchanged until
+        ``save`` or ``part``.
         """
         record = self.of(sequence)
         if record is None:
@@ -210,7 +217,7 @@ class RoomBook:
             del self._records[record.key]
 
     def evicted(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
-        """Record that a sequence was returned to the router. ``error``: why the transfer failed.
+        """Add the terminal event of a sequence returned to the router. ``error``: why the transfer failed.
 
         Counts an eviction, unless the sequence ended at the other group or the client left.
         """
@@ -226,7 +233,7 @@ class RoomBook:
         )
 
     def given_back(self) -> list[TokenEvent]:
-        """Return and clear the terminal events of sequences returned to the router."""
+        """Return and clear the client events not reported yet, see ``events``."""
         events, self.events = self.events, []
         return events
 
@@ -245,9 +252,10 @@ class RoomBook:
         return bool(self.parting) and self._caches.can_take()
 
     def save(self, step: int) -> tuple[list[Op], list[int]]:
-        """Return (slot updates, slots): plan ``step`` saves the states of senders after the handoff.
+        """Save the states of senders after the handoff with plan ``step``, as long as blocks are free. Pin
+        the saved blocks.
 
-        The senders leave the slots with the plan.
+        Return (slot updates, slots to be released by the caller). The senders leave the slots with the plan.
         """
         ops = list[Op]()
         slots = list[int]()
@@ -266,8 +274,8 @@ class RoomBook:
         return ops, slots
 
     def part(self, key: RoomKey) -> tuple[int, int] | None:
-        """Release a sender's slot without saving states. Return (slot, last plan); None without such a
-        slot."""
+        """Take a sender's slot out of ``parting`` without saving states, and pin the blocks. Return (slot,
+        last plan), to be released by the caller; None without such a slot."""
         last_step = self.parting.pop(key, None)
         if last_step is None:
             return None
@@ -288,7 +296,12 @@ class RoomBook:
     def reserve(
         self, record: RoomRecord, hashes: list[bytes], hits: int, reach: int, sent_blocks: list[int]
     ) -> tuple[FetchedTables, tuple[Blocks, ...]]:
-        """Reserve the blocks of a receiver up to position ``reach``. The destination blocks are pinned."""
+        """Reserve and pin the blocks of a receiver up to position ``reach``, and close the offer. Return
+        (block tables without a slot, new blocks of each KV cache group to write).
+
+        ``hits``: cached positions. ``sent_blocks``: block size of the sender, for each group. The caller has
+        checked for free blocks.
+        """
         self._fetches += 1
         number = -1 - self._fetches  # negative, and never -1: `NO_SLOT` of the planner
         blocks = self._caches.fetch(number, hashes, hits, record.length, reach, sent_blocks)
@@ -319,7 +332,7 @@ class RoomBook:
         del self._records[record.key]
 
     def late(self, now: float) -> list[Sequence]:
-        """Return the receivers past the deadline. Cheap while there are none."""
+        """Return the receivers with an open transfer past the deadline. Cheap before the next deadline."""
         if now < self._due:
             return []
         waiting = [r for r in self._records.values() if r.sequence.fetches and not r.over]
@@ -338,7 +351,8 @@ class RoomBook:
         record.due = self.now + record.sequence.room.seconds
 
     def _keep(self, record: RoomRecord, snapshots: tuple[Blocks, ...]) -> None:
-        """Pin the blocks of the transfer, because the sender leaves the slot."""
+        """Pin the blocks of a sender and forget the slot. ``snapshots``: blocks of saved states, ()
+        without."""
         tables = self._caches.table(record.slot, record.length)
         record.slot = -1
         if snapshots:
@@ -348,6 +362,7 @@ class RoomBook:
         self._hold(record, tables)
 
     def _hold(self, record: RoomRecord, blocks: tuple[Blocks, ...]) -> None:
+        """Pin the blocks for the record until some time after the deadline."""
         for kind, each in enumerate(blocks):
             for block in ids_of(each):
                 self._holds.hold(kind, block, record.due + FENCE_S)

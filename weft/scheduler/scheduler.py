@@ -108,7 +108,8 @@ class Scheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Accept a sequence. Return the terminal event if the emitted ids are already complete, else [].
+        """Accept a sequence. Return [] and queue or block the sequence. If the emitted ids are already
+        complete, return the terminal event and queue nothing.
 
         ``awaits``: the sequence is blocked until ``arrived`` is called. The sequence fails at ``until``
         (default: ``now`` + ``AWAIT_S``). A sequence with a grammar is blocked in the same way until
@@ -150,7 +151,8 @@ class Scheduler:
         return []
 
     def arrived(self, sequence: int) -> None:
-        """Unblock a sequence: the external input is there. Unknown ids are ignored."""
+        """Unblock a sequence and drop the deadline: the external input is there. Images or KV still on the
+        way keep the sequence blocked. Unknown ids are ignored."""
         found = self._state.live.get(sequence)
         self._awaited.pop(sequence, None)
         if found is not None:
@@ -161,8 +163,8 @@ class Scheduler:
         """Attach the compiled grammar to a sequence and unblock the sequence. Unknown ids are ignored.
 
         ``matcher`` must be at the start of the grammar; the output so far is fed into ``matcher``.
-        ``end_ids``: see ``Constraint``. Return the terminal event if the output is complete or violates the
-        grammar, else [].
+        ``end_ids``: see ``Constraint``. If the output is complete or violates the grammar, end the sequence
+        and return the terminal event; else return [].
         """
         found = self._state.live.get(sequence)
         if found is None:
@@ -180,8 +182,8 @@ class Scheduler:
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """End a sequence with ``error`` because the grammar is unusable. Return the event. Unknown ids are
-        ignored."""
+        """End a sequence with ``error`` because the grammar is unusable, and count a grammar error. Return
+        the terminal event; [] for an unknown id."""
         found = self._state.live.get(sequence)
         if found is None:
             return []
@@ -192,9 +194,11 @@ class Scheduler:
         return [TokenEvent(sequence=sequence, finish="error", error=error, position=found.position)]
 
     def expire(self, now: float) -> list[TokenEvent]:
-        """End all sequences blocked past the deadline and return the events.
+        """End all sequences blocked past the deadline. Return the terminal events, and all events of
+        transfers not returned yet.
 
-        Also expire session retention and transfers. Call ``expire`` often, also when there is no work.
+        Also expire session retention, KV transfers and image transfers: sequences with late transfers are
+        returned to the router. Call ``expire`` often, also when there is no work.
         """
         self._state.retention.expire(now)
         self._blocked = self._blocked and self._state.excuse(now)
@@ -226,9 +230,9 @@ class Scheduler:
         return bool(awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Abort a sequence and return the terminal event. Unknown ids are ignored.
+        """Abort a sequence and return the terminal event. Unknown ids are ignored: return [].
 
-        For an ended sequence, return the terminal event only if no call has returned the event yet.
+        For an ended sequence, return the events of transfers that no call has returned yet.
         """
         found = self._state.live.get(sequence)
         if found is None:
@@ -283,26 +287,28 @@ class Scheduler:
 
         The pin outlives the sequence, ``requeue_all`` and ``until``. After ``until`` the pin no longer
         excuses missing blocks: lack of progress then ends the group within milliseconds. So ``until`` must be
-        later than any time at which the transfer, with its fence, can end.
+        later than any time at which the transfer, with its fence, can end. Raises EngineDead for a block not
+        in use.
         """
         self._holds.hold(kind, block, until)
 
     def unhold(self, kind: int, block: int) -> None:
-        """Release one pin of ``hold``."""
+        """Release one pin of ``hold``. Raises EngineDead if the block has no pin."""
         self._holds.unhold(kind, block)
         self._blocked = False
 
     # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Apply a transfer event and return the terminal events of sequences returned to the router."""
+        """Apply a transfer event. Return new client events: the first token of a sequence with received KV,
+        and terminal events of sequences returned to the router."""
         self._state.rooms.now = now
         self._rooms.on(event)
         self._blocked = False
         return self._state.rooms.given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """Return the requests to transfers since the last call, in order.
+        """Answer open offers, which may reserve blocks. Return and clear all requests to transfers, in order.
 
         Call after every change to the scheduler, but not between ``build`` and ``seal``.
         """
@@ -330,17 +336,18 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """Run ``build`` and ``seal`` and return the plan, or None. For callers without further fields
-        to set."""
+        """Run ``build`` and ``seal``. Return the plan, or None if ``build`` returns None. For callers without
+        further fields to set."""
         builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
     def build(self, now: float) -> PlanBuilder | None:
         """Return the next step for ``seal``, or None when nothing can run before a commit or an arrival.
 
-        Call no other method between ``build`` and ``seal``. Raises EngineDead when two steps are in flight,
-        when the last builder was not sealed, and when ``MAX_EMPTY_PLANS`` plans in a row had no rows although
-        work waits and no row is in flight.
+        Admission and preemption take effect at once, also when the result is None. Also expires session
+        retention. Call no other method between ``build`` and ``seal``. Raises EngineDead when two steps are
+        in flight, when the last builder was not sealed, and when ``MAX_EMPTY_PLANS`` plans in a row had no
+        rows although work waits and no row is in flight.
         """
         self._state.rooms.now = now
         self._state.retention.expire(now)
@@ -369,7 +376,8 @@ class Scheduler:
         return self._built
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """Freeze ``builder`` into a plan. The plan is in flight from now on.
+        """Freeze ``builder`` into a plan. The plan is in flight from now on and carries all waiting slot
+        updates.
 
         Raises EngineDead if ``builder`` is not the last builder.
         """
@@ -391,7 +399,8 @@ class Scheduler:
         return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
     def masks(self, plan: StepPlan) -> TokenMasks:
-        """Return the token masks for the rows of ``plan``, which must be ``constrained``.
+        """Return the token masks for the rows of ``plan``, which must be ``constrained``. A failing matcher
+        ends the sequence at the commit.
 
         Raises EngineDead if an earlier plan has not committed.
         """
@@ -402,14 +411,17 @@ class Scheduler:
         return masks_of(plan, self._vocab_size, columns.gen, columns.constrained, state.in_slot)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Apply the result of the oldest plan in flight and return the events. See
-        ``weft.scheduler.commit``."""
+        """Apply the result of the oldest plan in flight. Return the client events of the plan, then the
+        events of sequences returned to the router.
+
+        Raises EngineDead for another plan or a wrong result. See ``weft.scheduler.commit``.
+        """
         events = commit(self._state, plan, result, self.planner.drafts)
         return events + self._state.rooms.given_back() if self._state.rooms.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
-        """Learn from the device time of ``plan``: ``seconds`` from the start, or from the end of the step
-        before.
+        """Teach the chunk policy and the draft policy the device time of ``plan``: ``seconds`` from the
+        start, or from the end of the step before. Does nothing for a plan without rows.
 
         ``uncaptured``: the step ran without capture and took longer than replayed steps will take. Such a
         time is not used to fit the cost model.
@@ -439,6 +451,8 @@ class Scheduler:
     # ----
 
     def _begin(self, budget: int) -> PlanBuilder:
+        """Return an empty builder with a budget of ``budget`` tokens. Raises EngineDead if two steps are in
+        flight, or if the last builder was not sealed."""
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
         if self._built is not None:
@@ -450,7 +464,8 @@ class Scheduler:
         return len(self._state.live) - len(self._state.running)
 
     def _despairs(self) -> bool:
-        """Return True, once per build, if the step without rows must be tried again in desperate mode.
+        """Return True, once per build, and set ``media.desperate`` if the step without rows must be tried
+        again.
 
         Desperate mode: no row is in flight, an image lacks memory, and the image may take memory from
         sequences without a slot.
@@ -469,7 +484,8 @@ class Scheduler:
         ``MAX_EMPTY_PLANS``.
 
         Rows in flight are progress. Missing blocks or image memory are an excuse while a pin or an image
-        transfer is before its deadline.
+        transfer is before its deadline. With an excuse and no plan in flight, set ``_blocked``: there is no
+        work until a change.
         """
         # Blocks lacked by admission, by rows, by senders with states to save, or memory lacked by images.
         state = self._state

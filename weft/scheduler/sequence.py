@@ -180,6 +180,9 @@ class Sequence:
     )
 
     def __init__(self, submit: Submit, tokens: array[int], num_prompt: int, limit: int, arrival: int) -> None:
+        """``tokens``: prompt and emitted ids, of which ``num_prompt`` are the prompt; the sequence owns the
+        array. ``limit``: number of tokens at which the sequence ends. ``arrival``: unique number, in order of
+        arrival."""
         self.id = submit.sequence
         self.request = submit.request
         self.choice = submit.choice

@@ -66,7 +66,11 @@ class SlotColumns:
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
     def enter(self, sequence: Sequence, run: Running) -> None:
-        """Set the values of ``sequence`` for the slot of ``run``; constant until the slot is released."""
+        """Set the columns of a slot for a new sequence.
+
+        ``num_computed``, ``num_scheduled``, ``reserved`` and ``snapshot`` are set at admission. ``wanted``
+        and ``acceptance`` are set by the draft policy.
+        """
         slot = run.slot
         self.gen[slot] = run.gen
         self.sequence[slot] = sequence.id

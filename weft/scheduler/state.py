@@ -43,6 +43,8 @@ class SchedulerState:
     """The complete state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
     def __init__(self, kv: KVConfig, max_chunk: int, remembered_bytes: int = 0, retention: float = 0) -> None:
+        """``max_chunk``: maximum tokens of one row. ``remembered_bytes``: memory for earlier prompts.
+        ``retention``: seconds for which the blocks of a session are retained."""
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.holds = Holds(self.caches)
@@ -72,7 +74,8 @@ class SchedulerState:
     def arrive(self, sequence: Sequence) -> None:
         """Add a new sequence: to the queue, or blocked, or waiting for the first sample of the prompt.
 
-        A sequence prefilled by another group is always blocked until the KV arrives.
+        A sequence prefilled by another group is always blocked until the KV arrives. The second live sequence
+        of a prompt makes the prompt's blocks shareable, also without prefix caching.
         """
         self.live[sequence.id] = sequence
         self.media.arrive(sequence)
@@ -91,18 +94,22 @@ class SchedulerState:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
-        """Unblock a sequence: the external input is there. Idempotent."""
+        """Clear ``awaits`` and unblock a sequence, unless images or KV are missing. Idempotent."""
         sequence.awaits = False
         self._go_on(sequence)
 
     def images_landed(self, sequence: Sequence) -> None:
-        """Unblock a sequence: all images from other groups are received."""
+        """Unblock a sequence, unless other input is missing: all images from other groups are received."""
         sequence.awaits_images = False
         self._go_on(sequence)
 
     def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
-        """End a live sequence in any state. Free the slot and the blocks. ``error`` is reported to the
-        transfer."""
+        """End a live sequence in any state. Free the slot and the blocks, and cancel open transfers with
+        ``error``.
+
+        Makes no client event: the caller does. After ``finish`` "error", unfinished snapshots and embeddings
+        of the sequence are dropped. After other ends, the blocks of a session are retained.
+        """
         state = sequence.state
         tables = sequence.tables
         sequence.move(Ended(finish))
@@ -126,18 +133,22 @@ class SchedulerState:
             self.rooms.ended(sequence, finish, error)
 
     def evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
-        """Return a sequence that has, or had, a transfer to the router. Any engine may continue the sequence.
+        """End a sequence that has, or had, a transfer, and return the sequence to the router. Any engine may
+        continue the sequence.
 
-        ``error``: why the transfer failed; the router receives ``error`` too.
+        Adds the terminal event to ``rooms.events``. ``error``: why the transfer failed; the event carries
+        ``error``.
         """
         self.end(sequence, "evicted", Unavailable(why).info())
         self.rooms.evicted(sequence, error)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Preempt a running sequence: back to the old place in the queue, recomputed later.
+        """Preempt a running sequence: free slot and blocks, back to the old place in the queue, recomputed
+        later.
 
         A sequence with a transfer is returned to the router instead: another group owns or expects the
-        blocks. ``yields``: the sequence makes room for a waiting sequence and does not lack blocks.
+        blocks. Both count as preemptions. ``yields``: the sequence makes room for a waiting sequence and does
+        not lack blocks.
         """
         if sequence.room is not None:
             self.counts.preemptions += 1
@@ -187,7 +198,8 @@ class SchedulerState:
     # ---- admission
 
     def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
-        """Return (hashes, tokens of the cached prefix) over all known ids. Changes nothing."""
+        """Return (hashes, tokens of the cached prefix) over all known ids. Extends the sequence's hash chain;
+        the caches stay unchanged."""
         hashes = self.hashes(sequence, len(sequence.tokens))
         limit = sequence.may_skip()
         return hashes, self.caches.hit(hashes, limit) if hashes and limit else 0
@@ -195,10 +207,12 @@ class SchedulerState:
     def admit(
         self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int, marks: Marks | None = None
     ) -> tuple[Running, list[Op]]:
-        """Give ``sequence`` a slot, the blocks of the cache hit and new blocks up to position ``end``.
+        """Move a waiting sequence into a slot, with the blocks of the cache hit and new blocks up to position
+        ``end``.
 
-        Return the running state and the slot updates. The caller must have checked for a free slot and enough
-        free blocks.
+        ``hashes``, ``num_hit``: from ``lookup``. ``marks``: from ``marks``. Return the running state and the
+        slot updates, which the caller puts into the plan. A sender's transfer starts. The caller must have
+        checked for a free slot and enough free blocks.
         """
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
@@ -218,8 +232,10 @@ class SchedulerState:
         return run, ops
 
     def adopt(self, sequence: Sequence, tables: FetchedTables) -> Running:
-        """Give ``sequence`` a slot and the blocks of the received KV. The next plan carries the slot
-        updates."""
+        """Move a waiting sequence into a slot, with the blocks of the received KV. Return the running state.
+
+        The slot updates go into ``ops`` for the next plan. The caller must have checked for a free slot.
+        """
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens) - 1  # the caches have no entry for the last token
@@ -245,8 +261,9 @@ class SchedulerState:
         """Return the hashes of the blocks below ``upto`` that ``sequence`` may share; [] if nothing is
         shared.
 
-        The list may reach further than ``upto``, but never further than the known ids: drafts computed after
-        the last token of an ended sequence do not belong to the sequence.
+        The result is the sequence's own growing chain: do not change the list. The list may reach further
+        than ``upto``, but never further than the known ids: drafts computed after the last token of an ended
+        sequence do not belong to the sequence.
         """
         caching = self.kv.enable_prefix_caching
         if not caching and not self.requests[sequence.request].shared:
@@ -265,8 +282,8 @@ class SchedulerState:
             self.caches.publish(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
-        """Note that the prompt of ``sequence`` is computed. Enqueue the waiting parallel samples of the
-        prompt."""
+        """Mark the prompt of ``sequence`` as computed and enqueue the waiting parallel samples of the prompt.
+        Idempotent."""
         request = self.requests[sequence.request]
         if request.prompt_computed:
             return
@@ -278,8 +295,11 @@ class SchedulerState:
     # ---- transfers
 
     def landed(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
-        """Enqueue a sequence after the transfer: ``tables`` has the whole KV, ``token`` is the first output
-        token."""
+        """Append the first output token ``token`` and enqueue a sequence after the transfer: ``tables`` has
+        the whole KV.
+
+        Full blocks enter the prefix cache, and parallel samples of the prompt need not wait any more.
+        """
         known = len(sequence.tokens)
         hashes = self.hashes(sequence, known)
         if hashes:
@@ -290,7 +310,8 @@ class SchedulerState:
         self.prompt_computed(sequence)
 
     def part(self, key: RoomKey) -> None:
-        """Release the slot of a sender after the handoff, if the sender still has the slot.
+        """Release the slot and the blocks of a sender after the handoff. Does nothing if the sender has no
+        slot any more.
 
         The receiver has all entries, so the state of the sender is no longer needed.
         """
@@ -300,7 +321,8 @@ class SchedulerState:
             self.slots.release(*left)
 
     def save(self, step: int) -> list[Op]:
-        """Return slot updates of plan ``step`` to save the states of senders after the handoff.
+        """Return slot updates of plan ``step`` to save the states of senders after the handoff; [] without
+        such senders.
 
         The senders leave the slots with the plan, so the plan must be certain to run.
         """
@@ -320,8 +342,8 @@ class SchedulerState:
         return self.caches.marks(hashes, len(sequence.tokens), num_hit)
 
     def snapshots(self, step: int) -> list[Op]:
-        """Return slot updates of plan ``step`` to save all states now at a boundary. The plan must be sure to
-        run.
+        """Return slot updates of plan ``step`` to save all states now at a boundary, and record the
+        snapshots. The plan must be sure to run.
 
         The updates run before the rows of the plan. A slot is skipped while drafts are being verified,
         because the length is then unknown. A slot is also skipped if a later row has overwritten the wanted
@@ -364,8 +386,8 @@ class SchedulerState:
         return self._order
 
     def take_ops(self, step: int) -> list[Op]:
-        """Return and clear the slot updates without rows. Plan ``step`` is recorded as the last user of the
-        slots."""
+        """Return and clear the slot updates without rows, then the image updates. Plan ``step`` is recorded
+        as the last user of the slots."""
         ops, self.ops = self.ops, []
         for op in ops:
             if (slot := getattr(op, "slot", None)) is not None:
@@ -373,8 +395,8 @@ class SchedulerState:
         return ops + self.media.take_ops(step)
 
     def launched(self, plan: StepPlan) -> None:
-        """Record ``plan`` as in flight: advance ``num_scheduled`` and the last step of the slots of all
-        rows."""
+        """Record ``plan`` as in flight. For all rows, advance ``num_scheduled`` and set the last step, the
+        drafts and the exact states of the slots."""
         for segment in (plan.prefill, plan.decode):
             if not segment.rows:
                 continue
@@ -418,9 +440,9 @@ class SchedulerState:
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
-        """Return the slot updates to save the state of ``slot`` as of ``back`` positions ago.
+        """Save the state of ``slot`` as of ``back`` positions ago in plan ``step``. Return the slot updates.
 
-        Return [] if no snapshot is wanted at the boundary or no block is free.
+        Return [] if no snapshot is wanted at the boundary, the snapshot exists, or no block is free.
         """
         sequence = self.in_slot[slot]
         run = sequence.state
@@ -440,6 +462,12 @@ class SchedulerState:
         return ops
 
     def _release(self, sequence: Sequence, run: Running) -> None:
+        """Take the slot and the blocks from a running sequence. Both are free after the last plan with the
+        slot.
+
+        A sender with a state to hand off keeps slot and blocks until ``save`` or ``part``. Waiting slot
+        updates of the slot are dropped.
+        """
         last_step = run.last_step
         self.misses.left(sequence, run.num_computed)
         self.running.remove(sequence)
@@ -454,6 +482,8 @@ class SchedulerState:
         self._order = None
 
     def _share(self, request: LiveRequest) -> None:
+        """Let the sequences of a prompt share blocks. Running sequences insert their computed blocks into the
+        prefix cache. Idempotent."""
         if request.shared:
             return
         request.shared = True
@@ -462,6 +492,8 @@ class SchedulerState:
                 self.publish(member, member.state.slot, member.state.num_computed)
 
     def _leave(self, sequence: Sequence) -> None:
+        """Remove an ended sequence from its prompt. If the first sample ends, another member becomes the
+        first sample, and is enqueued if the prompt is not computed."""
         request = self.requests[sequence.request]
         del request.members[sequence.id]
         if not request.members:
@@ -472,6 +504,8 @@ class SchedulerState:
                 self._enqueue(request.leader)
 
     def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:
+        """Count prefix queries and hits. At the first admission, also set ``num_cached``, count prompt tokens
+        and explain the cache miss."""
         if sequence.num_cached < 0:
             sequence.num_cached = min(num_hit, sequence.num_prompt)
             self.counts.prompt_tokens += sequence.num_prompt

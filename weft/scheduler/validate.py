@@ -77,12 +77,14 @@ def check_submit(
 
 
 def _ids(name: str, data: bytes) -> array[int]:
+    """Return int32 token ids. Raises InvalidRequest if ``data`` is no whole number of ids."""
     if len(data) % 4:
         raise InvalidRequest(f"{name} is not a whole number of int32 token ids", param=name)
     return array("i", data)
 
 
 def _within(name: str, ids: array[int] | Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequest, with the first offending extreme, if an id is outside the vocabulary."""
     if not len(ids):
         return
     values = np.asarray(ids)  # no copy of the prompt array
@@ -106,6 +108,7 @@ def _number(name: str, value: float, low: float, high: float) -> None:
 
 
 def _check_params(p: TokenParams, vocab_size: int) -> None:
+    """Raise InvalidRequest, with the name of the parameter, for the first value outside its range."""
     # Each number has a fixed range; NaN and infinity are refused too.
     for name, low, high in (
         ("temperature", 0.0, 100.0),

@@ -112,6 +112,7 @@ class Drafter(ABC):
     def propose(self, step: Sampled) -> Tensor | None:
         """Return the drafts, int64 [wanted rows, most ``next_k``]; None if no row wants drafts.
 
-        In a row with fewer wanted drafts, the last drafts are arbitrary. Call once for every step, in order.
-        Launches work on the device and does not wait.
+        In a row with fewer wanted drafts, the last drafts are arbitrary. May write cache entries and the
+        history behind the newest tokens. Call once for every step, in order. Launches work on the device and
+        does not wait.
         """

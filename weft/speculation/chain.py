@@ -175,8 +175,8 @@ class CapturedChains:
         self._met.clear()
 
     def propose(self, step: Sampled) -> Tensor | None:
-        """Return the drafts of all rows, int64 [rows, most ``next_k``]; None if such steps are not
-        captured."""
+        """Return the drafts of all rows, int64 [rows, most ``next_k``], by a replay or by a run that may be
+        captured. Return None if such steps are not captured, or not yet. Sets ``uncaptured``."""
         assert step.hidden is not None
         rows = step.plan.rows
         count = int(step.next_k.max())
@@ -241,6 +241,8 @@ class CapturedChains:
         return self._drafts[:rows, :count].clone()
 
     def _capture(self, key: tuple[int, int, int, int]) -> None:
+        """Run the drafting of ``key`` and store the capture. If capturing is impossible, log a warning and
+        never capture again."""
         try:
             self._replays.put(key, self._capturing.capture(self._closure(key)))
         except CannotCapture as error:
@@ -248,6 +250,8 @@ class CapturedChains:
             self._works = self.uncaptured = False
 
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
+        """Return a function that drafts for ``key`` from the fixed input buffers into the fixed output
+        buffer."""
         rows, each, count, context = key
         slots = self._slots[:rows]
         starts = self._starts[:rows]

@@ -123,6 +123,8 @@ class MtpDrafter(Drafter):
         return self.waiting.keep
 
     def prepare(self, ops: Sequence[Op]) -> None:
+        """Make pending entries of full blocks that other sequences may find, and drop the states of freed
+        slots."""
         # A hit may read any full block, so all overdue entries are made. Without a hit, only entries of freed
         # slots.
         freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
@@ -174,6 +176,8 @@ class MtpDrafter(Drafter):
         return drafts
 
     def _propose(self, step: Sampled) -> Tensor | None:
+        """Store or process the hidden states of the step. Return the drafts of the wanted rows; None if no
+        row wants drafts."""
         assert step.hidden is not None, "the step kept no hidden states"
         self.uncaptured = False
         self._computed = step.num_computed

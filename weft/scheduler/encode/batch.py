@@ -44,9 +44,9 @@ class Batch:
     def fill(self, starved: ItemRoom | None, hurry: bool = False) -> ItemRoom | None:
         """Choose the work of the step. Return the first bound transfer for which the pool was full, or None.
 
-        Afterwards the cache is in the state after the step. ``starved``: the result of the previous step; no
-        later transfer gets a pin earlier. ``hurry``: True if stored embeddings may be sent in a separate step
-        instead of waiting for the tower.
+        Evictions, pins and updates apply to the cache at once; ``sent``, ``encoded`` and ``hurried`` are set.
+        ``starved``: the result of the previous step; no later transfer gets a pin earlier. ``hurry``: True if
+        stored embeddings may be sent in a separate step instead of waiting for the tower.
         """
         # A starved transfer blocks all later transfers, until sent or over.
         bound = [room for room in self._waiting if room.bound]
@@ -66,6 +66,8 @@ class Batch:
     # ----
 
     def _send_what_is_there(self, bound: list[ItemRoom]) -> None:
+        """Send the stored embeddings of ``bound`` in order. Stop at the first embedding that cannot be lifted
+        from the host."""
         for room in bound:
             held = self._cache.find(room.item.key)
             if held is None:
@@ -104,6 +106,7 @@ class Batch:
         return None
 
     def _has_place(self, patches: int, pixels: int) -> bool:
+        """Return True if one more image fits into the batch."""
         # The first image of a batch always fits, whatever its size.
         if not self.encoded:
             return True
@@ -129,6 +132,7 @@ class Batch:
         return free + sorted(needed, key=lambda held: -place[held.key])
 
     def _send(self, room: ItemRoom, held: Embedded) -> None:
+        """Pin the embedding, add the update to send the embedding, and mark the transfer as sent."""
         self._cache.pin(held)
         self._cache.touch(held, self._step)
         self._cache.op(SendMedia(key=room.key, blocks=held.ids, count=held.count))

@@ -104,7 +104,7 @@ class ItemBook:
         return sum(len(item.pixels) for item in submit.media)
 
     def add(self, submit: Submit) -> ItemSequence:
-        """Add the sequence of a Submit after ``check``."""
+        """Register the sequence of a Submit and queue its transfers. The caller has called ``check``."""
         sequence = self.live[submit.sequence] = ItemSequence(submit.sequence)
         for number, item in enumerate(submit.media):
             assert item.room is not None
@@ -143,7 +143,8 @@ class ItemBook:
             self._queue = [(order, room) for order, room in self._queue if not (room.sent or room.over)]
 
     def end(self, sequence: ItemSequence) -> list[ItemRoom]:
-        """End a sequence and drop the pixels. Return the open transfers, now marked as over.
+        """End a sequence and drop the pixels. Return the open transfers, now marked as over; the caller
+        cancels the transfers.
 
         Transfers with a pin stay registered until ``close``.
         """

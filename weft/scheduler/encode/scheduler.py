@@ -92,7 +92,8 @@ class EncodeScheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Accept images. Raises InvalidRequest or Overloaded before any change. Returns []."""
+        """Accept images, queue their encoding and offer the transfers. Return []. Raises InvalidRequest or
+        Overloaded before any change."""
         pixels = self._book.check(submit)
         live = len(self._book.live)
         full = live and self._book.pixels + pixels > self._most_pixels
@@ -105,7 +106,8 @@ class EncodeScheduler:
         return []
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Abort a sequence, like ``Scheduler.finish``."""
+        """Abort a sequence, cancel the open transfers and return the terminal event. For an ended sequence,
+        return the events not returned yet; [] if there are none."""
         found = self._book.live.get(sequence)
         if found is None:
             # Remove the event: a late event would end a later attempt with the same id.
@@ -124,7 +126,8 @@ class EncodeScheduler:
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """End a sequence with ``error`` and return the event. Unknown ids are ignored."""
+        """End a sequence with ``error``, unless unknown, and cancel the open transfers. Return and clear all
+        unreported terminal events."""
         if (found := self._book.live.get(sequence)) is not None:
             self._end(found, "error", error, error)
         return self._given_back()
@@ -145,7 +148,8 @@ class EncodeScheduler:
         self._whole = False
 
     def requeue_all(self) -> list[TokenEvent]:
-        """Restart after the group formed anew, like ``Scheduler.requeue_all``; return events.
+        """Restart after the group formed anew: end all sequences unless ``lose`` has done so, and offer the
+        transfers of newer sequences. Return unreported terminal events.
 
         The ranks have no embeddings and no plan is in flight. Embeddings still read by a transfer keep the
         blocks.
@@ -163,7 +167,11 @@ class EncodeScheduler:
     # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Handle a transfer event and return events. Events of unknown transfers are ignored."""
+        """Handle a transfer event. Return and clear unreported terminal events. Events of unknown transfers
+        are ignored.
+
+        A sequence ends when all embeddings are received, or when a transfer fails.
+        """
         room = self._book.get(event.key)
         if room is None:
             return self._given_back()
@@ -181,7 +189,7 @@ class EncodeScheduler:
         return self._given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """Return the requests to transfers since the last call, in order."""
+        """Return and clear the requests to transfers, in order."""
         asked, self._requests = self._requests, []
         return asked
 
@@ -219,7 +227,8 @@ class EncodeScheduler:
     def build(self, now: float) -> PlanBuilder | None:
         """Return the next step for ``seal``, or None if nothing can be done before a commit or an event.
 
-        Raises EngineDead when two steps are in flight, or when the last builder was not sealed.
+        Evictions, pins and updates of the step apply to ``cache`` at once. Raises EngineDead when two steps
+        are in flight, or when the last builder was not sealed.
         """
         builder = self._begin()
         batch = Batch(self._book, self.cache, self._limits, self._step)
@@ -239,7 +248,8 @@ class EncodeScheduler:
         return builder
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """Freeze ``builder`` into a plan. The plan is in flight from now on.
+        """Freeze ``builder`` into a plan with all waiting updates of ``cache``. The plan is in flight from
+        now on.
 
         Raises EngineDead if ``builder`` is not the last builder.
         """
@@ -272,7 +282,8 @@ class EncodeScheduler:
         raise EngineDead("a group that encodes images samples no tokens")
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Commit the oldest plan in flight and return events. Raises EngineDead for any other plan."""
+        """Commit the oldest plan in flight, and request the end of the transfers sent in the plan. Return
+        unreported terminal events. Raises EngineDead for any other plan."""
         if not self._in_flight or self._in_flight[0][0] is not plan or result.step != plan.step:
             raise EngineDead(f"step {result.step} is committed out of turn")
         _, sent = self._in_flight.popleft()
@@ -308,6 +319,8 @@ class EncodeScheduler:
     # ----
 
     def _begin(self) -> PlanBuilder:
+        """Return an empty, closed builder. Raises EngineDead if two steps are in flight, or if the last
+        builder was not sealed."""
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
         if self._built is not None:
@@ -328,6 +341,8 @@ class EncodeScheduler:
             self._requests.append(FinishRoom(key=room.key))
 
     def _landed(self, room: ItemRoom) -> None:
+        """Close a received transfer and unpin the embedding. End the sequence with "moved" after the last
+        transfer."""
         sequence = room.sequence
         self._let_go(room)
         if room.over or self._book.live.get(sequence.id) is not sequence:
@@ -337,10 +352,11 @@ class EncodeScheduler:
             self._end(sequence, "moved", None, None)
 
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
-        """End the sequence of a failed transfer.
+        """End the sequence of a failed transfer: "error" at the transfer that caused a failed encoding, else
+        "evicted".
 
         If the image cannot be encoded, the embedding is dropped. Other sequences with the same image encode
-        the image again, and fail by a separate attempt.
+        the image again, and fail by a separate attempt. A pinned embedding keeps the transfer registered.
         """
         self._book.fail(room)
         cannot = error.code == ImageFailed.code
@@ -362,7 +378,8 @@ class EncodeScheduler:
     def _end(
         self, sequence: ItemSequence, finish: str, error: ErrorInfo | None, why: ErrorInfo | None
     ) -> None:
-        """End a sequence and cancel the open transfers with ``why``."""
+        """End a sequence with one terminal event (``finish``, ``error``) and cancel the open transfers with
+        ``why``."""
         self._requests += [CancelRoom(key=room.key, error=why) for room in self._book.end(sequence)]
         self._events.append(TokenEvent(sequence=sequence.id, finish=finish, error=error))
         self._blocked = False

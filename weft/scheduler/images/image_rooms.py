@@ -116,7 +116,8 @@ class ImageRooms:
     # ---- events of sequences
 
     def open(self, sequence: Sequence, now: float) -> None:
-        """Register a new sequence. Nothing happens unless an image comes by transfer."""
+        """Register a new sequence with images from transfers: set ``awaits_images`` and start the deadline.
+        Does nothing for other sequences."""
         items = [item for item in sequence.media if item.room is not None]
         if not items:
             return
@@ -165,8 +166,8 @@ class ImageRooms:
             self._wanting[room.images.sequence.id] = room.images
 
     def done(self, room: ImageRoom) -> None:
-        """Handle a received image: unpin the blocks, and append the sequence to ``landed`` after the last
-        image."""
+        """Handle a received image: unpin the blocks and remove the transfer. After the last image, append the
+        sequence to ``landed``."""
         held, room.held = room.held, None
         del self._rooms[room.key]
         self._offers.pop(room.key, None)
@@ -180,7 +181,8 @@ class ImageRooms:
             self.landed.append(images.sequence)
 
     def failed(self, room: ImageRoom) -> Sequence | None:
-        """Handle a failed transfer. Return the sequence to end, or None if the transfer was over before.
+        """Mark a failed transfer as over. Return the sequence, to be ended by the caller; None if the
+        transfer was over before.
 
         The blocks stay pinned until ``freed``.
         """
@@ -238,7 +240,8 @@ class ImageRooms:
     # ---- answers
 
     def answer(self) -> None:
-        """Answer open offers as far as memory is free, in scheduling order."""
+        """Answer open offers as far as memory is free, in scheduling order. Answers go into ``requests``. May
+        evict embeddings without a user. Sequences with an evicted image go into ``lost``."""
         if not self._offers:
             return
         # Stop at the first sequence without enough memory: no later sequence passes an earlier one.
@@ -256,7 +259,8 @@ class ImageRooms:
         self.requests.append(RefuseRoom(key=room.key, error=error))
 
     def _reserve(self, images: SequenceImages) -> bool:
-        """Reserve blocks for all missing images. Return False, without a reservation, if blocks are missing.
+        """Reserve blocks for all missing images, and lift host images to the device. Return False, without a
+        reservation, if blocks are missing; unused embeddings may have been evicted then.
 
         Images already held are protected for the sequence.
         """
@@ -308,6 +312,8 @@ class ImageRooms:
             self.lost.append(room.images.sequence)
 
     def _arrive(self, room: ImageRoom, held: Embedded) -> None:
+        """Unpin a received embedding. Unless the ranks were lost in between, the embedding is now
+        readable."""
         coming = self._coming.get(held.key)
         if coming is not None and coming.held is held:
             del self._coming[held.key]

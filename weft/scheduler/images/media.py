@@ -173,7 +173,8 @@ class MediaBook:
     # ---- sequences
 
     def arrive(self, sequence: Sequence) -> None:
-        """Register a new sequence: set ``spans``, and ``relies`` if an image cannot be encoded here."""
+        """Register a new sequence: set ``spans``, and ``relies`` if an image cannot be encoded here. Does
+        nothing for a model without images."""
         if self._limits is None:
             return
         if sequence.media and self._limits.sections:
@@ -294,8 +295,10 @@ class MediaBook:
 
     def take(self, sequence: Sequence, slot: int, start: int, end: int, step: int) -> list[Op]:
         """Return the slot updates of a row of plan ``step`` over ``start`` .. end - 1, within ``reach``.
+        Evicts other embeddings as needed, and records the uses.
 
-        Encoding and moves go into ``take_ops`` of the same plan, before the rows.
+        Encoding and moves go into ``take_ops`` of the same plan, before the rows. Raises EngineDead if
+        ``reach`` did not ensure the memory.
         """
         self._begin(step)
         if self._limits is None:
@@ -322,6 +325,7 @@ class MediaBook:
             self._patches = self._pixels = 0
 
     def _use(self, sequence: Sequence, key: bytes) -> _Use:
+        """Return the use of ``key`` by ``sequence``; create the use if missing."""
         users = self._users.setdefault(key, {})
         use = users.get(sequence.id)
         if use is None:
@@ -366,6 +370,8 @@ class MediaBook:
         return sorted(may_go, key=lambda held: self._place(held.key))
 
     def _place(self, key: bytes) -> tuple[int, ...]:
+        """Return the rank of ``key`` among victims, smallest first: (0,) unused, (1, ...) used only without a
+        slot, (2,) else."""
         uses = [use for use in self._users.get(key, {}).values() if not use.over]
         if not uses:
             return (0,)
@@ -381,6 +387,8 @@ class MediaBook:
     def _bind(
         self, item: MediaItem, sequence: Sequence, slot: int, end: int, wanted: set[bytes]
     ) -> BindMedia:
+        """Make the image readable in the plan and return the update for the row. Records the use, which ends
+        with the last position of the image."""
         # Encoding, lifting and gathering come in this order, all before the rows of the plan.
         held = self._have(item, sequence, wanted)
         if not held.whole:

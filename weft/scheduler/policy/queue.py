@@ -104,7 +104,8 @@ class FairQueue:
         share.live += 1
 
     def leave(self, sequence: Sequence) -> None:
-        """Unregister an ended sequence, which must neither wait nor run."""
+        """Unregister an ended sequence, which must neither wait nor run. Raises EngineDead for an unknown
+        sequence."""
         share = self._share(sequence)
         sequence.share = None
         share.live -= 1
@@ -112,7 +113,8 @@ class FairQueue:
             del self._shares[share.priority, sequence.owner]
 
     def add(self, sequence: Sequence) -> None:
-        """Add ``sequence`` to the waiting sequences."""
+        """Add a registered ``sequence`` to the waiting sequences. Raises EngineDead without ``enter``
+        before."""
         share = self._lift(sequence)
         insort(share.waiting, sequence, key=_key)
         self._length += 1
@@ -153,6 +155,7 @@ class FairQueue:
         self._put(share)
 
     def first(self) -> Sequence:
+        """Return the next sequence to admit, and change nothing. At least one sequence must wait."""
         # The level with the longest wait comes first in the dict.
         share = self._order[0]
         priority, level = next(iter(self._levels.items()))
@@ -181,6 +184,7 @@ class FairQueue:
         return share
 
     def _put(self, share: OwnerShare) -> None:
+        """Insert a share into the order, at the new place, if sequences of the share wait."""
         if share.waiting:
             _, turn, arrival = share.waiting[0].key
             running = share.running if share.invited is None else -1
@@ -188,6 +192,8 @@ class FairQueue:
             insort(self._order, share, key=_place)
 
     def _take(self, share: OwnerShare, sequence: Sequence) -> None:
+        """Remove a waiting sequence from the share and from the level. Raises EngineDead if the sequence does
+        not wait."""
         at = bisect_left(share.waiting, sequence.key, key=_key)
         if at == len(share.waiting) or share.waiting[at] is not sequence:
             raise EngineDead("a sequence was taken from a queue that does not hold it")

@@ -45,10 +45,12 @@ class Retention:
         return len(self._sessions)
 
     def ended(self, session: str, hashes: list[bytes], computed: int) -> None:
-        """Retain the cached blocks of an ended sequence of ``session``.
+        """Retain the cached blocks of an ended sequence of ``session``, in place of the session's earlier
+        blocks.
 
-        ``hashes``: of the full blocks. ``computed``: number of cached positions. Evicts the oldest sessions
-        while more than ``SHARE`` of the pool is retained.
+        ``hashes``: of the full blocks. ``computed``: number of cached positions. Releases the oldest sessions
+        while more than ``SHARE`` of the pool is retained. Does nothing without a session name or with
+        retention disabled.
         """
         if not self._seconds or not session:
             return

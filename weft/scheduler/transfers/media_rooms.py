@@ -62,8 +62,11 @@ class MediaRooms:
     # ---- called by the engine
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Handle a transfer event and return terminal events. Events of unknown transfers are ignored or
-        cancelled."""
+        """Handle a transfer event. Return new client events of the scheduler. Events of unknown transfers are
+        ignored; an unknown offer is cancelled.
+
+        Sequences with all images are unblocked. Sequences with a failed transfer are returned to the router.
+        """
         self._state.rooms.now = now
         room = self._rooms.get(event.key)
         match event:
@@ -89,7 +92,8 @@ class MediaRooms:
         return self._state.rooms.given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """Return the requests to transfers since the last call, in order.
+        """Answer open offers, which may reserve memory and return sequences to the router. Return and clear
+        all requests to transfers, in order.
 
         Call after every change to the scheduler, but not between ``build`` and ``seal``.
         """
@@ -108,7 +112,7 @@ class MediaRooms:
     # ---- called by the scheduler
 
     def expire(self, now: float) -> None:
-        """Return sequences with late images to the router."""
+        """Return sequences with late images to the router. The events go into ``state.rooms.events``."""
         self._state.rooms.now = now
         for sequence in self._rooms.late(now):
             self._evict(sequence, "the images of a sequence did not arrive in time")
@@ -116,6 +120,7 @@ class MediaRooms:
     # ----
 
     def _failed(self, room: ImageRoom, error: ErrorInfo) -> None:
+        """Return the sequence of a failed transfer to the router, unless the transfer was over before."""
         sequence = self._rooms.failed(room)
         if sequence is not None:
             self._evict(sequence, "the transfer of an image failed", error)
@@ -130,6 +135,7 @@ class MediaRooms:
                 self._evict(rooms.lost.pop(0), "a cached image was evicted")
 
     def _evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
+        """Return a sequence to the router and count an eviction. Does nothing for an ended sequence."""
         if self._state.live.get(sequence.id) is sequence:
             self._rooms.evictions += is_eviction(error)
             self._state.evict(sequence, why, error)

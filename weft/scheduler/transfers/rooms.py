@@ -55,9 +55,10 @@ class SchedulerRooms:
         starved: Callable[[], bool],
         promised: Callable[[], list[int]],
     ) -> None:
-        """``starved``: returns True if a sequence of the group lacks blocks for admission.
+        """Create the handler, and set the transfer mode in ``state.rooms``.
 
-        ``promised``: returns the blocks of each KV cache group still to be taken by prefills in progress.
+        ``starved``: returns True if a sequence of the group lacks blocks for admission. ``promised``: returns
+        the blocks of each KV cache group still to be taken by prefills in progress.
         """
         self._state = state
         self._book = state.rooms
@@ -88,7 +89,8 @@ class SchedulerRooms:
             )
 
     def on(self, event: RoomEvent) -> None:
-        """Handle ``event``. Events of unknown transfers are ignored, but an unknown offer is cancelled."""
+        """Handle ``event``; client events go into ``state.rooms.events``. Events of unknown transfers are
+        ignored, but an unknown offer is cancelled."""
         record = self._book.get(event.key)
         self._heard = True
         match event:
@@ -106,8 +108,7 @@ class SchedulerRooms:
                 pass  # computed entries are exported whether or not the receiver is known
 
     def requests(self) -> list[RoomRequest]:
-        """Answer open offers as far as possible. Return all requests to transfers since the last call, in
-        order."""
+        """Answer open offers as far as possible. Return and clear all requests to transfers, in order."""
         book = self._book
         if book.offers:
             for record in list(book.offers.values()):
@@ -151,6 +152,8 @@ class SchedulerRooms:
     # ---- receiver
 
     def _wanted(self, key: RoomKey, record: RoomRecord | None, offer: Admitted) -> None:
+        """Store the offer of a blocked receiver. Cancel the offer if the sequence has ended; ignore any other
+        offer."""
         if record is None or record.over or not record.sequence.fetches:
             gone = Unavailable("the sequence has ended in the decode group").info()
             self._book.requests.append(CancelRoom(key=key, error=gone))
@@ -158,7 +161,8 @@ class SchedulerRooms:
             self._book.wanted(record, offer)
 
     def _answer(self, record: RoomRecord) -> None:
-        """Answer an offer, unless the sequence waits for its first sample or for a grammar."""
+        """Answer an offer, unless the sequence waits for its first sample or for a grammar. The answer goes
+        into ``requests``."""
         offer = record.offer
         sequence = record.sequence
         request = self._state.requests[sequence.request]
@@ -181,6 +185,11 @@ class SchedulerRooms:
             self._book.requests.append(answer)
 
     def _reserve(self, record: RoomRecord, offer: Admitted) -> ReserveRoom | PostponeRoom | RefuseRoom:
+        """Return the answer to ``offer``: reserve if blocks are free, postpone if not, refuse what can never
+        fit.
+
+        With a reservation, the sequence moves to Fetching.
+        """
         state = self._state
         caches = state.caches
         sequence = record.sequence
@@ -212,6 +221,7 @@ class SchedulerRooms:
         return RefuseRoom(key=record.key, error=Unavailable(why).info())
 
     def _put_off(self, record: RoomRecord) -> PostponeRoom:
+        """Postpone a receiver: answered again when blocks are free. Return the answer."""
         first = self._first()
         self._book.later[record.key] = record
         if first is None or record.sequence.key < first.sequence.key:
@@ -244,6 +254,11 @@ class SchedulerRooms:
         return state.caches.fits(needed, spare=0.0 if alone else self._watermark)
 
     def _landed(self, record: RoomRecord, first: tuple[FirstToken, ...]) -> None:
+        """Close an ended transfer. A receiver gets the first token and moves to the queue, or ends if
+        complete; the event is stored.
+
+        Without the first token, the sequence is returned to the router.
+        """
         sequence = record.sequence
         state = self._state
         state.part(record.key)
@@ -279,8 +294,8 @@ class SchedulerRooms:
     # ---- sender and receiver
 
     def _failed(self, record: RoomRecord, error: ErrorInfo) -> None:
-        """Return the sequence of a failed transfer to the router, if still live. The blocks stay pinned until
-        freed."""
+        """End a failed transfer. Return the sequence to the router, if still live. The blocks stay pinned
+        until freed."""
         state = self._state
         sequence = record.sequence
         record.over = True
@@ -290,6 +305,7 @@ class SchedulerRooms:
 
 
 def _unpacked(first: FirstToken) -> LogprobColumns | None:
+    """Return the logprobs of the first token; None if absent or, with a log line, unreadable."""
     if not first.logprobs:
         return None
     try:
