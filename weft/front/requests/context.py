@@ -99,8 +99,8 @@ class Front:
         siblings: Siblings | None = None,
         joining: bool = False,
     ) -> None:
-        """``owner``: owner of the engine processes. ``siblings``: other API servers; None if this process
-        is the only API server. ``joining``: True if the others serve already."""
+        """``siblings``: other API servers; None for a single API server. ``joining``: True if the others
+        serve already."""
         self.config = config
         self.section = section
         self.names = config.served_names
