@@ -38,7 +38,8 @@ READY_WINDOW = 30.0
 
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
-    """Return the whole application over ``front``. ``hosts``: accepted host names."""
+    """Return the whole application over ``front``, behind the access checks. ``hosts``: accepted host
+    names."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
     add_responses(app, front)
@@ -160,6 +161,7 @@ def _second(request: Request) -> int:
 
 
 def _health(front: Front) -> Response:
+    """Return the answer of ``/health``, see the route."""
     if front.lifecycle.phase is Phase.DEAD or front.links.failure is not None:
         return _json({"status": "dead"}, 503)
     if front.lifecycle.phase is Phase.STARTING:
@@ -176,6 +178,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 async def _on_weft_error(front: Front, request: Request, error: Exception) -> Response:
+    """Return the answer for a WeftError of a handler. A 429 takes a position for the retry time."""
     assert isinstance(error, WeftError)
     info = error.info()
     full = info.http_status == 429
@@ -195,7 +198,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods of the request's path."""
+    """Return the methods of the request's path, for the header Allow: sorted names with commas."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     methods = {"OPTIONS"}.union(*(route.methods for route in routes))
     if "GET" in methods:
@@ -204,6 +207,7 @@ def _allowed(request: Request) -> str:
 
 
 def _describe(app: FastAPI, front: Front) -> dict[str, Any]:
+    """Return the OpenAPI document, made at the first call."""
     if app.openapi_schema is None:
         made = fastapi.openapi.utils.get_openapi(title=app.title, version=app.version, routes=app.routes)
         if front.section.root_path:

@@ -64,6 +64,8 @@ class _Reading(FlowControl):
         self._set(self.read_paused, behind)
 
     def _set(self, wanted: bool, behind: bool) -> None:
+        """Set both reasons for a pause: ``wanted`` by uvicorn, ``behind`` for unparsed bytes. Pause the
+        transport with the first reason, resume without any. A closing transport stays as is."""
         before = self.read_paused or self._behind
         after = wanted or behind
         self.read_paused = wanted
@@ -82,6 +84,7 @@ class Connection(HttpToolsProtocol):
     flow: _Reading
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        """``connections``: all connections of the server; the other arguments are uvicorn's."""
         super().__init__(*args, **kwargs)
         self._all = connections
         self._served: RequestResponseCycle | None = None
@@ -102,6 +105,8 @@ class Connection(HttpToolsProtocol):
         """Bytes of all pieces that ended within the body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Register the connection, and start the timer of the headers. Without room, the connection gets a
+        503 and is closed."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self.flow = _Reading(transport, self._schedule)
@@ -111,6 +116,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(Unavailable("the server has too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers, remove the connection, and notify the running handler that the client is gone."""
         self._all.closed(self)
         self._end_head()
         self._stop_watching()
@@ -124,13 +130,15 @@ class Connection(HttpToolsProtocol):
     # -- what was read, in pieces -------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """Store received bytes, and parse now unless a turn is scheduled."""
         if not self.transport.is_closing():
             self._unparsed += data
             if self._next_turn is None:
                 self._take_turn()
 
     def _take_turn(self) -> None:
-        """Parse received bytes, up to the limit of one turn."""
+        """Parse received bytes, up to the limit of one turn; schedule another turn for the rest. Reading
+        pauses while bytes are left. Too many bytes behind unanswered requests close the connection."""
         self._next_turn = None
         parsed = 0
         while self._unparsed and self._may_parse():
@@ -157,6 +165,8 @@ class Connection(HttpToolsProtocol):
             self._next_turn = self.loop.call_soon(self._take_turn)
 
     def _parse(self, piece: bytes) -> None:
+        """Feed ``piece`` to the parser. Refuse the request for invalid HTTP, too long headers, or a body of
+        mostly framing."""
         if self._in_head:
             self._head_bytes += len(piece)  # reset below if the headers end in this piece
         try:
@@ -176,6 +186,7 @@ class Connection(HttpToolsProtocol):
     # -- callbacks of the parser --------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        """Start the timer and the counts of a new request."""
         self._unset_keepalive_if_required()
         if not self._in_head:
             self._begin_head()
@@ -183,6 +194,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Record a header; a trailer is ignored. Raises HeaderTooLarge for too many headers, which stops
+        the parser."""
         if not self._in_head:
             return  # a trailer, which is ignored
         if len(self.headers) >= MAX_HEADERS:
@@ -193,6 +206,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Stop the timer of the headers. Unless an earlier request is unanswered, the connection now waits
+        for its client to send the body."""
         self._end_head()
         self._in_body = True
         if self.cycle is None or self.cycle.response_complete:
@@ -210,6 +225,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
@@ -217,6 +233,8 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        """Mark the connection as waiting unless a further complete request was received. Parse bytes that
+        waited, and watch the unsent bytes."""
         # No further complete request was received, so the connection waits for its client.
         if not self.pipeline or self.pipeline[-1][0].more_body:
             self._all.waits(self)
@@ -247,6 +265,8 @@ class Connection(HttpToolsProtocol):
             self._unread_timer = None
 
     def _check_reading(self, before: int) -> None:
+        """Close the connection if none of the ``before`` unsent bytes has left since the last check; else
+        check again."""
         self._unread_timer = None
         if self.transport.get_write_buffer_size() < before:
             self._watch_reading()
@@ -261,6 +281,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
 
     def _end_head(self) -> None:
+        """Stop the timer and the count of the headers. Idempotent."""
         self._in_head = False
         self._head_bytes = 0
         if self._head_timer is not None:
@@ -268,6 +289,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _too_slow(self) -> None:
+        """Close the connection after the time for headers; a client that sent a part of a request gets a
+        408. The timer starts again while received bytes wait for the parser."""
         if self.pipeline or self._unparsed:  # the rest of the headers may be received, but unparsed
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
         elif self._head_bytes:

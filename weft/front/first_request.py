@@ -22,7 +22,8 @@ WORDS = 32
 
 def command(url: str, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
     """Return a ``curl`` command for a server at ``url``: an embedding, a continued text, or a chat, with an
-    image if the model takes images. ``chats``: True if there is a chat template."""
+    image if the model takes images. ``chats``: True if there is a chat template. The command contains no
+    key."""
     route, body = _request(config, chats)
     data = shlex.quote(json.dumps({"model": config.served_names[0], **body}))
     key = _key_header(section)
@@ -35,7 +36,8 @@ def takes_images(config: EngineConfig) -> bool:
 
 
 def _request(config: EngineConfig, chats: bool) -> tuple[str, dict[str, Any]]:
-    """Return (route, fields of the body except the model's name)."""
+    """Return (route, fields of the body except the model's name). The route follows from the model:
+    embeddings without an output head, completions without a chat template, else chat."""
     known = about(config.model_path)
     if not config.spec.head:
         return "/v1/embeddings", {"input": known.question}
@@ -58,14 +60,15 @@ def example_image(config: EngineConfig, known: About) -> str:
 
 
 def has_template(config: EngineConfig, section: FrontSection) -> bool:
-    """Return True if the model or ``--chat-template`` brings a chat template, even a broken template."""
+    """Return True if the model or ``--chat-template`` brings a chat template, even a broken template. Reads
+    the tokenizer's files."""
     own = read_text_files(config.tokenizer_path).chat_template
     return section.chat_template is not None or own is not None
 
 
 def _key_header(section: FrontSection) -> str:
-    """Return the header with a key. A key is never printed: the header names the environment variable of
-    the key, or the place where the key was given."""
+    """Return the ``curl`` option with the key; "" for a server without keys. A key is never printed: the
+    option names the environment variable of the key, or the place where the key was given."""
     if not section.api_key:
         return ""
     held = env.get("WEFT_API_KEY")

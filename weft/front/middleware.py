@@ -65,7 +65,7 @@ class AccessGate:
     def __init__(
         self, app: ASGIApp, access: AccessControl, hosts: Hosts, metrics: Metrics, root_path: str = ""
     ) -> None:
-        """``root_path``: prefix removed from matching paths."""
+        """``root_path``: prefix removed from matching paths; "" for none."""
         self._hosts = hosts
         self._app = app
         self._access = access
@@ -73,6 +73,9 @@ class AccessGate:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check, count and answer one request. Every failure before the first byte of the answer becomes an
+        error answer; a later failure is logged and raised, so that uvicorn closes the connection. Scopes
+        other than HTTP pass unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,6 +91,7 @@ class AccessGate:
             more.append((b"request-id", request_id))  # name of the header in clients of the Messages API
 
         async def answer(message: Message) -> None:
+            """Send a message of the answer; record the status and add the common headers."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

@@ -79,15 +79,14 @@ def serve(
     siblings: Siblings | None = None,
 ) -> int:
     """Serve until a signal (0, after draining), a second signal (130) or the death of the last engine
-    process (1). Return the exit status.
+    process (1). Return the exit status; blocks until then.
 
-    A signal before the server is ready ends the server at once, with status 128 plus the signal's number.
-
-    ``owner`` owns the engine processes. Without ``supervisor`` the engine processes belong to this server,
-    and have been told to stop, or are dead, at the return. With ``supervisor`` the engine processes are
-    shared with other API servers and live on; signals are ignored, and the port is shared. Call from the
-    main thread. ``signals.STOPS`` are handled here and ignored after the return, because only the end of
-    the process follows. Raises ConfigError for an unusable port or tokenizer.
+    A signal before the server is ready ends the server at once, with status 128 plus the signal's number. A
+    failed start returns 1. ``owner`` owns the engine processes. Without ``supervisor`` the engine processes
+    belong to this server, and have been told to stop, or are dead, at the return. With ``supervisor`` the
+    engine processes are shared with other API servers and live on; signals are ignored, and the port is
+    shared. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
+    because only the end of the process follows. Raises ConfigError for an unusable port or tokenizer.
     """
     caught: list[int] = []
     # Only record signals for now: an exception in a handler would leave the event loop half started.
@@ -164,6 +163,8 @@ class FrontServer:
         supervisor: FrontSupervisor | None = None,
         siblings: Siblings | None = None,
     ) -> None:
+        """``listener``: bound socket. ``supervisor``, ``siblings``: None for a single API server, which
+        then owns the signals and ends the engine processes."""
         self._siblings = siblings
         self._config = config
         self._section = section
@@ -174,8 +175,9 @@ class FrontServer:
         """First received signal; 0 before."""
 
     async def run(self, caught: Sequence[int] = ()) -> int:
-        """Run the server and return the exit status. ``caught``: signals received during the start of the
-        event loop."""
+        """Run the server and return the exit status, see ``serve``. ``caught``: signals received during the
+        start of the event loop. At the return, links and HTTP are closed and signals are ignored. Raises
+        ConfigError."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._open = asyncio.Event()
         """Set once this API server can answer requests."""
@@ -216,11 +218,15 @@ class FrontServer:
         return self._supervisor is not None and self._supervisor.serving and not self._open.is_set()
 
     async def _serve_http(self, http: uvicorn.Server) -> None:
+        """Run uvicorn until its end. While other API servers take all connections, wait until this server
+        can answer."""
         if self._waits_to_listen:
             await self._open.wait()
         await http.serve(sockets=[self._listener])
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
+        """Return uvicorn's configuration with the application. Raises the limit of open files, and sends
+        uvicorn's log to Weft's."""
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
         section = self._section
         hosts = Hosts(
@@ -247,7 +253,8 @@ class FrontServer:
     # -- phases -------------------------------------------------------------------------------------
 
     async def _live(self, serving: asyncio.Task[None]) -> int:
-        """Start, serve and drain. Return the exit status; the links stay open."""
+        """Start, serve and drain. Return the exit status; the links stay open. Raises ConfigError; another
+        WeftError of the start is logged and returns 1."""
         front = self._front
         try:
             if not await self._unless_stopped(front.start(), serving):
@@ -274,8 +281,8 @@ class FrontServer:
         return await self._drain()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:
-        """Run ``work`` until a signal or the end of HTTP. Return True if ``work`` finished. Raises the
-        exception of ``work``."""
+        """Run ``work`` until a signal or the end of HTTP. Return True if ``work`` finished; False after its
+        cancellation. Raises the exception of ``work``."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,8 +296,9 @@ class FrontServer:
         return False
 
     async def _drain(self) -> int:
-        """Let running requests finish, within the drain time-out, and refuse new requests. Return the exit
-        status."""
+        """Let running requests finish, within the drain time-out, and refuse new requests. Requests that
+        are left fail with Unavailable. Return the exit status: 0, 130 after a second signal, or 1 if the
+        engine failed."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
         self._owner.drain()
@@ -316,6 +324,7 @@ class FrontServer:
             await asyncio.sleep(0.02)
 
     def _on_signal(self, number: int) -> None:
+        """Begin the drain at the first signal. A later signal, except SIGHUP, also cuts requests off."""
         # A closing terminal sends SIGHUP more than once, and so does its shell. SIGHUP never cuts requests
         # off.
         if self._signal and number != signal.SIGHUP:
@@ -337,6 +346,7 @@ class FrontServer:
     # -- the ready line -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
+        """Report readiness to the supervisor, or print the ready text to stdout."""
         if self._supervisor is not None:
             self._supervisor.ready()
             return

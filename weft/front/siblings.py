@@ -22,7 +22,8 @@ class Siblings:
     """The other API servers of the server. Used from one event loop."""
 
     def __init__(self, name: str, folder: Path, others: Callable[[], Iterable[str]]) -> None:
-        """``others``: returns the names of all running API servers."""
+        """``name``: this API server's name. ``folder``: private folder of the sockets. ``others``: returns
+        the names of all running API servers; this server's own name is skipped."""
         self.name = name
         self._folder = folder
         self._others = others
@@ -31,9 +32,10 @@ class Siblings:
     async def start(
         self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
     ) -> None:
-        """Start answering, in place of an earlier process of the same name. ``page()`` returns the metrics,
-        ``abort(id)`` returns True if the request was found, and ``history(second)`` returns the samples of
-        load after a second."""
+        """Start answering on a socket, in place of an earlier process of the same name. ``page()`` returns
+        the metrics, ``abort(id)`` returns True if the request was found, and ``history(second)`` returns
+        the samples of load after a second. A client that sends no line in time, or an invalid line, gets no
+        answer."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, ValueError, TimeoutError):
@@ -65,6 +67,8 @@ class Siblings:
         return FOUND in (await self._ask_all(f"abort {rid}")).values()
 
     async def _ask_all(self, line: str) -> dict[str, bytes]:
+        """Send ``line`` to all other API servers at once. Return name -> answer, without API servers that
+        do not answer in time."""
         names = [name for name in self._others() if name != self.name]
         answers = await asyncio.gather(*(self._ask(name, line) for name in names))
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
@@ -75,6 +79,7 @@ class Siblings:
             self._server.close()
 
     async def _ask(self, name: str, line: str) -> bytes | None:
+        """Return the answer of one API server; None after ``ANSWER_S`` seconds or a failed connection."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(self._path(name))

@@ -34,6 +34,7 @@ class AbortRequest(Body, frozen=True, kw_only=True):
     """Full id of an answer, as shown in its stream."""
 
     def check(self) -> None:
+        """Raise InvalidRequest unless ``rid`` has the form of an id."""
         if not _ID.fullmatch(self.rid):
             raise InvalidRequest(
                 "rid must be the id of an answer, as shown in the answer's field id", param="rid"
@@ -125,7 +126,8 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
 
 async def _made(front: Front, request: Request, kind: str) -> Response:
-    """Return an answer made without the engine."""
+    """Return an answer made without the engine. ``kind``: one of ``MADE``. Raises WeftError, also when the
+    server takes no requests or ``request_timeout`` passes."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
     with front.bodies.upload() as upload:

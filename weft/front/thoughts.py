@@ -18,7 +18,8 @@ def sealed(thought: str) -> str:
 
 
 def unsealed(text: str) -> str:
-    """Return the reasoning of the opaque form; "" for text of another server, or invalid text."""
+    """Return the reasoning of the opaque form; "" for text of another server, or invalid text. Never
+    raises."""
     if not text.startswith(_MARK):
         return ""
     try:

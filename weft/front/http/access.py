@@ -45,7 +45,8 @@ class ApiKeys:
 
     def find(self, authorization: bytes | None, x_api_key: bytes | None = None) -> int | None:
         """Return the number of the given key (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); None
-        for a wrong or missing key; 0 for a server without keys.
+        for a wrong or missing key; 0 for a server without keys. Keys are numbered from 0 in the given
+        order.
 
         With both headers, only Authorization counts.
         """
@@ -88,8 +89,9 @@ class AccessControl:
         *,
         open_metrics: bool = False,
     ) -> None:
-        """``origins``: see ``Origins``. ``now``: the clock of ``limits``. ``open_metrics``: no key for
-        ``METRICS_PATHS``."""
+        """``keys``: API keys; without any, all requests are allowed. ``admin_keys``: keys for
+        ``ADMIN_PATHS``. ``origins``: see ``Origins``. ``limits``: limits of each key; None without.
+        ``now``: the clock of ``limits``. ``open_metrics``: no key for ``METRICS_PATHS``."""
         self.open_paths = OPEN_PATHS | METRICS_PATHS if open_metrics else OPEN_PATHS
         """Paths without a key."""
         self.origins = Origins(origins)
@@ -99,7 +101,9 @@ class AccessControl:
         self._now = now
 
     def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Admit a request and return extra headers for the answer. Raises WeftError for a refused request."""
+        """Admit a request and return extra headers for the answer, with the rate limits of a POST. Stores
+        the key's number in ``scope``, and takes one request from the key's limit. Raises Unauthorized for a
+        missing or wrong key, Forbidden for a refused admin request, and RateLimited over a limit."""
         path = scope["path"]
         if path in self.open_paths:
             return []
@@ -120,11 +124,13 @@ class AccessControl:
         return self._keys.salt_of(key, salt)
 
     def spend(self, scope: Scope, tokens: int) -> None:
-        """Count the tokens of an admitted request."""
+        """Take the tokens of an admitted request, after its end, from the key's limit."""
         if self._limits is not None and tokens:
             self._limits.on(Spent(key_of(scope), tokens), self._now())
 
     def _admit_admin(self, given: tuple[bytes | None, bytes | None], headers: dict[bytes, bytes]) -> None:
+        """Raise Forbidden for a server without an admin key or for a browser, and Unauthorized for a wrong
+        key."""
         if not self._admin_keys:
             raise Forbidden("this route needs an admin key; start the server with --admin-key")
         if b"origin" in headers:
@@ -133,6 +139,8 @@ class AccessControl:
             raise Unauthorized("the admin key is missing or wrong; send it as Authorization: Bearer KEY")
 
     def _limited(self, key: int) -> list[tuple[bytes, bytes]]:
+        """Take one request from the key's limit. Return the rate limit headers. Raises RateLimited over a
+        limit."""
         assert self._limits is not None
         (verdict,) = self._limits.on(Asked(key), self._now())
         headers = headers_of(verdict)
@@ -147,6 +155,8 @@ class RateLimited(Overloaded):
     code = "rate_limit_exceeded"
 
     def __init__(self, what: str, wait: float, headers: list[tuple[bytes, bytes]]) -> None:
+        """``what``: the exhausted limit, "requests" or "tokens". ``wait``: seconds until another request is
+        admitted. ``headers``: rate limit headers of the answer."""
         super().__init__(f"this key has used all its {what} per minute; try again in {duration(wait)}")
         self.wait = wait
         self.headers = headers

@@ -300,7 +300,8 @@ def to_json(value: Any) -> bytes:
 
 
 def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
-    """Yield the JSON of ``answer``, with ``choices`` in place of its empty choices: one piece per choice."""
+    """Yield the JSON of ``answer``, which must have an empty list of choices, with ``choices`` in its
+    place: one piece per choice. ``choices`` is read one item at a time."""
     before, after = to_json(answer).split(_NO_CHOICES, 1)
     yield before + _NO_CHOICES[:-1]
     for number, choice in enumerate(choices):

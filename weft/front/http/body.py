@@ -77,7 +77,7 @@ class Upload:
         self.close()
 
     def close(self) -> None:
-        """Free the memory of the body. Idempotent."""
+        """Free the memory of the body, and mark the body as complete. Idempotent."""
         self.complete()
         self._share.used -= self._size
         self._size = 0
@@ -93,8 +93,8 @@ class Upload:
         self._share.reading.pop(self, None)
 
     def grow(self, count: int) -> None:
-        """Count ``count`` received bytes. Raises Overloaded if there is no room, and no other upload can
-        make room."""
+        """Count ``count`` received bytes. Other uploads without progress may be ended to make room. Raises
+        Overloaded if there is no room, and no other upload can make room."""
         self._progress += count
         if self._progress >= PROGRESS or self._size == 0:
             self._progress = 0
@@ -103,11 +103,15 @@ class Upload:
         self._take(count)
 
     def hold(self, count: int) -> None:
-        """Count ``count`` bytes added by the server to a complete body. Raises Overloaded."""
+        """Count ``count`` bytes added by the server to a complete body. Other uploads without progress may
+        be ended to make room. Raises Overloaded without room."""
         assert self._timeout is None, "hold() is for complete bodies only"
         self._take(count)
 
     def _take(self, count: int) -> None:
+        """Count ``count`` bytes; a body over ``SMALL`` bytes moves to the large share. Ends other uploads
+        of the share, longest time without progress first, until the share fits. Raises Overloaded if only
+        this upload is left."""
         self._share.used += count
         self._size += count
         if self._size > SMALL and self._share is self._bodies.small:
@@ -129,6 +133,7 @@ class Upload:
         share.used += self._size
 
     def _end(self) -> None:
+        """End the upload to make room for others: free the memory and make the reader time out now."""
         timeout = self._timeout
         self.ended = True
         self.close()
@@ -139,9 +144,10 @@ class Upload:
 async def read_json(request: Request, upload: Upload) -> list[bytes]:
     """Return the body in pieces. The pieces count as ``upload`` until ``upload.close``.
 
-    A large body is never joined here: a copy would take milliseconds of the event loop's time.
-
-    Raises UnsupportedMedia, TooLarge, RequestTimeout, Overloaded or Cancelled.
+    A large body is never joined here: a copy would take milliseconds of the event loop's time. The content
+    type must be JSON; the JSON itself is not parsed. Raises UnsupportedMedia, TooLarge, RequestTimeout for
+    a body that is too slow or was ended for others, Overloaded without memory, or Cancelled if the client
+    disconnects.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

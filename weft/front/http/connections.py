@@ -35,8 +35,9 @@ class Connections:
         self._all_ahead = 0
 
     def opened(self, connection: WaitingConnection) -> bool:
-        """Register a new connection. Return False if the new connection must be closed, because no other
-        can be closed."""
+        """Register a new connection as waiting for its client. Above the limit, close the connection with
+        the longest wait. Return False, without registration, if no other connection can be closed: then the
+        caller must close the new connection."""
         if len(self._open) >= self._most:
             if not self._waiting:
                 return False
@@ -49,7 +50,8 @@ class Connections:
         return True
 
     def waits(self, connection: WaitingConnection) -> None:
-        """Mark ``connection`` as waiting for its client."""
+        """Mark ``connection`` as waiting for its client, with the shortest wait. No effect for a closed
+        connection."""
         self.works(connection)
         if connection in self._open:
             self._waiting[connection] = None
@@ -59,8 +61,8 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def holds(self, connection: WaitingConnection, ahead: int) -> bool:
-        """Record ``ahead`` bytes behind the connection's request. Return False if all such bytes exceed the
-        limit."""
+        """Record ``ahead`` bytes behind the connection's request, in place of the last number. Return False
+        if such bytes of all connections exceed the limit; the caller then closes the connection."""
         self._all_ahead += ahead - self._ahead.pop(connection, 0)
         if ahead:
             self._ahead[connection] = ahead

@@ -22,7 +22,8 @@ class Origins:
         self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
 
     def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the extra headers for an answer to ``request``."""
+        """Return the extra headers for an answer to ``request``: [] without allowed origins, ``Vary`` alone
+        for a refused or missing origin."""
         if not self._allowed:
             return []
         origin = request.get(b"origin")

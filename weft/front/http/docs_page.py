@@ -87,6 +87,7 @@ def render(document: dict[str, Any], model: str, url: str) -> str:
 def _route(
     method: str, path: str, operation: dict[str, Any], schemas: dict[str, Any], model: str, url: str
 ) -> list[str]:
+    """Return the HTML of one route: heading, text, tables of parameters and body, statuses, and a command."""
     parts = [f'<h2 id="{_anchor(method, path)}">{_name(method, path)}</h2>']
     text = operation.get("description", "").strip()
     parts += [f"<p>{escape(paragraph)}</p>" for paragraph in text.split("\n\n") if paragraph]
@@ -117,6 +118,7 @@ def _table(rows: list[tuple[str, str, bool]]) -> str:
 
 
 def _body_schema(operation: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON schema of the operation's body; None without a body."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json")
     return None if content is None else schemas[_referred(content["schema"])]
 
@@ -140,7 +142,7 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _curl(method: str, path: str, model: str, url: str) -> str:
-    """Return a command for a request to the route."""
+    """Return a ``curl`` command for a request to the route. Routes in ``_EXAMPLES`` get a body."""
     target = url + path.replace("{model}", quote(model))
     if path in _EXAMPLES:
         body = json.dumps({"model": model, **_EXAMPLES[path]})

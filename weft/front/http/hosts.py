@@ -32,8 +32,9 @@ class Hosts:
         self._checks = ALL not in named and (bool(named) or (_is_local(_plain(address)) and not keys))
 
     def check(self, host: bytes | None) -> None:
-        """Raise Forbidden for a request to another ``host``. A request without the header passes, because
-        every browser sends the header."""
+        """Raise Forbidden for a request to another ``host``, the value of the Host header. Names of the
+        local machine always pass. A request without the header passes, because every browser sends the
+        header."""
         if not self._checks or host is None:
             return
         found = _HOST.fullmatch(host.decode("latin-1").strip())

@@ -15,7 +15,8 @@ _shown: dict[type, None] = {}
 
 
 def components() -> dict[str, Any]:
-    """Return the JSON schemas of all request and answer structs."""
+    """Return the JSON schemas of all registered structs, by name. Schemas of request bodies forbid unknown
+    fields."""
     _, schemas = msgspec.json.schema_components(tuple(_shown), ref_template="#/components/schemas/{name}")
     for request in (one for one in _shown if issubclass(one, Body)):
         schemas[request.__name__]["additionalProperties"] = False
@@ -23,6 +24,7 @@ def components() -> dict[str, Any]:
 
 
 def _json(schema: type) -> dict[str, Any]:
+    """Return the content of a body or answer of this struct, and register the struct for ``components``."""
     _shown[schema] = None
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}}
 
@@ -39,8 +41,9 @@ def _failures(error: type) -> dict[str, Any]:
 def generates(
     request: type, answer: type, chunk: type | str, *, error: type = answers.ErrorResponse
 ) -> dict[str, Any]:
-    """Return the parts of a generating route that FastAPI cannot see: body and answers. ``chunk``: struct
-    or description of the stream's events; ``error``: shape of a failure."""
+    """Return the parts of a generating route that FastAPI cannot see: body and answers. ``request``,
+    ``answer``: structs. ``chunk``: struct or description of the stream's events; ``error``: shape of a
+    failure. Registers the structs for ``components``."""
     if isinstance(chunk, str):
         events = chunk
     else:
@@ -63,7 +66,8 @@ def generates(
 
 
 def answers_of(request: type, answer: type, *, error: type = answers.ErrorResponse) -> dict[str, Any]:
-    """Return body and answers of a route that reads a body and generates nothing."""
+    """Return body and answers of a route that reads a body and generates nothing. Registers the structs for
+    ``components``."""
     return {
         "requestBody": {"required": True, "content": _json(request)},
         "responses": {
@@ -88,7 +92,7 @@ def probes() -> dict[str, Any]:
 
 
 def secure(document: dict[str, Any], open_paths: Iterable[str]) -> None:
-    """Add the authentication schemes to a document. ``open_paths`` need no key."""
+    """Add the authentication schemes to ``document``, in place. ``open_paths`` need no key."""
     document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

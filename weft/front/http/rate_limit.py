@@ -64,10 +64,12 @@ class _Bucket:
         self._at = now
 
     def take(self, count: float, now: float) -> None:
+        """Remove ``count`` from the bucket. The level may become negative."""
         self._level = self.level(now) - count
         self._at = now
 
     def level(self, now: float) -> float:
+        """Return the level at ``now``, refilled since the last removal. Negative for an overdrawn bucket."""
         gained = max(now - self._at, 0.0) * self._limit / MINUTE
         return min(self._level + gained, float(self._limit))
 
@@ -76,6 +78,7 @@ class _Bucket:
         return max(level - self.level(now), 0.0) * MINUTE / self._limit
 
     def standing(self, now: float) -> Standing:
+        """Return the state for the answer's headers; a negative level is shown as 0."""
         remaining = max(math.floor(self.level(now)), 0)
         return Standing(self._limit, remaining, self.wait(self._limit, now))
 
@@ -89,7 +92,9 @@ class RateLimits:
         self._buckets: dict[int, tuple[_Bucket | None, _Bucket | None]] = {}
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for ``event``: a verdict for each ``Asked``, nothing for ``Spent``."""
+        """Apply ``event`` and return the actions: one Admitted or Refused for ``Asked``, [] for ``Spent``.
+        An admitted request takes one from the key's request bucket; a refused request takes nothing.
+        ``now``: seconds of any monotonic clock."""
         requests, tokens = self._of(event.key, now)
         if isinstance(event, Spent):
             if tokens is not None:
@@ -112,6 +117,8 @@ class RateLimits:
         return [Admitted(**have)]
 
     def _of(self, key: int, now: float) -> tuple[_Bucket | None, _Bucket | None]:
+        """Return the key's buckets (requests, tokens), created full at the first call; None without a
+        limit."""
         if key not in self._buckets:
             requests, tokens = self._limits
             self._buckets[key] = (

@@ -28,7 +28,9 @@ class RetryAfter:
         self._ends.append(now)
 
     def refused(self, now: float) -> float:
-        """Return the seconds after which a just refused request should retry."""
+        """Return the seconds after which a just refused request should retry, between ``LEAST`` and
+        ``MOST``. Each call takes the next position in the line. Without a known rate, the result is
+        ``LEAST``."""
         rate = self.rate(now)
         if rate is None:
             return LEAST
@@ -37,7 +39,8 @@ class RetryAfter:
         return max(self._turn - now, LEAST)
 
     def rate(self, now: float) -> float | None:
-        """Return the present rate of ends per second; None if too few ends are known."""
+        """Return the present rate of ends per second; None with fewer than two ends in the last ``WINDOW``
+        seconds. Removes older ends."""
         while self._ends and now - self._ends[0] > WINDOW:
             self._ends.popleft()
         if len(self._ends) < 2:

@@ -71,10 +71,9 @@ class EventStream(Response):
         link: FlowPauser,
         media_type: str = "text/event-stream",
     ) -> None:
-        """``deadline``: time of the event loop's clock at which a client that does not read is given up.
-
-        ``held``: resources of the request, released after the end of the answer.
-        """
+        """``events``: complete events, or pieces of an answer. ``deadline``: time of the event loop's clock
+        at which a client that does not read is given up. ``held``: resources of the request, released after
+        the end of the answer. ``flow``: flow of the events, which ``link`` pauses and resumes."""
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -87,6 +86,8 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, then close the generator and release the resources, in this order. At the
+        deadline the answer is cut off, with a log line and without an exception."""
         with self._held:
             async with contextlib.aclosing(self._events) as events:
                 # The generator must be closed before the request's resources are released.
@@ -97,6 +98,8 @@ class EventStream(Response):
                     log.warning("a client did not read its stream in time: connection closed")
 
     async def _send(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
+        """Send headers and events. A send that blocks for ``PAUSE_AFTER`` seconds pauses the flow until the
+        client reads again."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
         async for data in events:
@@ -134,11 +137,13 @@ class Silence:
         self._timer.cancel()
 
     def sent(self) -> None:
-        """Restart the timer after a sent event."""
+        """Restart the silence after a sent event, and clear ``due``."""
         self.due = False
         self._until = self._loop.time() + KEEP_ALIVE
 
     def _look(self) -> None:
+        """Wake the flow's reader and set ``due`` after ``KEEP_ALIVE`` seconds of silence. Restart the
+        timer."""
         now = self._loop.time()
         if now >= self._until:  # otherwise an event was sent after the timer was set
             self.due = True
@@ -164,8 +169,8 @@ def late() -> DeadlineExceeded:
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, flow: Flow) -> AsyncIterator[None]:
-    """Fail ``flow`` with Cancelled if the client disconnects inside the context. The body must have been
-    read."""
+    """Fail ``flow`` with Cancelled if the client disconnects inside the context; nothing is raised here.
+    The body must have been read. Messages of ``receive`` are used up."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

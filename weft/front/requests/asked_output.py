@@ -47,6 +47,8 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
     param = asked.constraint.param
 
     def answered(form: Grammar) -> Grammar:
+        """Return the grammar of an answer in ``form``, reasoning included. Raises InvalidRequest for a
+        grammar that does not compile."""
         grammar = model.answer_grammar(form, in_reasoning=spec.in_reasoning)
         check(grammar, param)
         return grammar
@@ -71,11 +73,14 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
 def _calls(
     model: ModelOutput, spec: OutputSpec, choice: Literal["auto", "required"], check: Check
 ) -> Grammar | None:
-    """Return the grammar of calls; None for unconstrained calls. If the grammar cannot enforce the schema
-    of a tool that is not strict, the schema loses the unsupported keywords, or as a last resort all
-    keywords. Raises InvalidRequest."""
+    """Return the grammar of calls; None for unconstrained calls. Up to three attempts are made: full
+    schemas, schemas without unsupported keywords, and any object as arguments. A tool that is strict keeps
+    its schema in every attempt. Raises InvalidRequest that names the tools at fault if no attempt
+    compiles."""
 
     def made(tools: Sequence[Tool]) -> Grammar | None:
+        """Return the checked grammar of calls of ``tools``; None for unconstrained calls. Raises
+        InvalidRequest."""
         grammar = model.call_grammar(tools, choice, parallel=spec.parallel, in_reasoning=spec.in_reasoning)
         if grammar is not None:
             check(grammar, "tools")

@@ -99,7 +99,8 @@ class Front:
         siblings: Siblings | None = None,
         joining: bool = False,
     ) -> None:
-        """``siblings``: other API servers, if possible. ``joining``: True if the others serve already."""
+        """``siblings``: other API servers; None for a single API server. ``joining``: True if the others
+        serve already."""
         self.config = config
         self.section = section
         self.names = config.served_names
@@ -156,8 +157,9 @@ class Front:
         self.seeds = SeedMint(config.model.seed)
 
     async def start(self) -> None:
-        """Load tokenizer and template while the engine processes load the model. Raises ConfigError or
-        WeftError."""
+        """Connect to the engine processes, load tokenizer and template meanwhile, and start the background
+        tasks. Until the return, ``read`` and ``text`` raise Unavailable. Raises ConfigError for unusable
+        files, or the WeftError of an engine that does not start."""
         if self._siblings is not None:
             await self._siblings.start(self.metrics.own, self._abort_here, self._own_history)
         loop = asyncio.get_running_loop()
@@ -208,7 +210,8 @@ class Front:
         return load_history.encode(self._history.since(second))
 
     async def close(self, shutdown: bool = True) -> None:
-        """Close the links; every open request fails. ``shutdown``: also end the engine processes."""
+        """Stop the background tasks, the worker processes and the links; every open request fails.
+        ``shutdown``: also end the engine processes. Call once."""
         if self._reports is not None:
             self._reports.cancel()
         if self._sampling is not None:
@@ -240,7 +243,9 @@ class Front:
         return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, kind=kind)
 
     async def metrics_page(self) -> bytes:
-        """Return the metrics of the whole server, in Prometheus text format."""
+        """Return the metrics of the whole server, in Prometheus text format. The counts of an API server
+        that does not answer in time are left out. With ``--vllm-metrics`` the page also has vLLM's
+        names."""
         if self._siblings is None:
             page = self.metrics.render()
         else:
@@ -251,7 +256,8 @@ class Front:
         return page + as_vllm(page, self.config, self._engine_stats())
 
     async def load_since(self, second: int) -> load_history.LoadAnswer:
-        """Return the load of the whole server after a second of the monotonic clock."""
+        """Return the load of the whole server: one point for each second after ``second`` of the monotonic
+        clock, and the present load of each engine process."""
         first = second - load_history.WINDOW
         rings = [self._history.since(first)]
         if self._siblings is not None:
@@ -269,6 +275,7 @@ class Front:
         return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
 
     def _abort_here(self, rid: str) -> bool:
+        """Abort the request with this answer id in this process. Return True if the request was found."""
         generation = self.running.get(rid)
         if generation is not None:
             generation.abort()
@@ -312,11 +319,14 @@ class Front:
         with the job in a thread.
 
         ``kind``: one of ``KINDS``. ``lease``: memory lease for the images; without a lease, images are not
-        decoded. ``client``: number of the request's API key. Raises the WeftError of an invalid request,
-        and Overloaded if too much text work is waiting.
+        decoded, and ``then`` gets the job with undecoded ``pictures``. ``client``: number of the request's
+        API key. May fetch image files and compile grammars, and waits for both. Raises the WeftError of an
+        invalid request or of ``then``, Unavailable before the end of ``start``, and Overloaded if too much
+        text work is waiting.
         """
 
         def use(answer: ReadAnswer) -> T | Job:
+            """Return the result of ``then``, or the job itself if images are still to be decoded."""
             assert answer.job is not None
             # Without images to decode, `then` runs in the same thread.
             return answer.job if answer.job.pictures and lease is not None else then(answer.job)
@@ -331,7 +341,8 @@ class Front:
     async def _read_again(self, read: Callable[[], T]) -> T:
         """Return the result of ``read``, called in a thread. If a grammar is still compiling, wait on the
         event loop and call ``read`` again. A thread must not wait for a grammar: threads are few, and a
-        client can request a slow grammar."""
+        client can request a slow grammar. Raises InvalidRequest for a compile time-out, and Overloaded
+        after ``MAX_READS`` calls."""
         for _ in range(MAX_READS):
             try:
                 return await self.in_thread(read)
@@ -350,7 +361,7 @@ class Front:
 
     async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
         """Read a body for an answer without the engine, and return the answer's JSON. ``kind``: one of
-        ``MADE``."""
+        ``MADE``. Raises the errors of ``read``."""
         return (await self._read(kind, body, lambda answer: answer.made, None, client))[0]
 
     async def _read(
@@ -361,13 +372,18 @@ class Front:
         lease: Lease | None,
         client: int = 0,
     ) -> tuple[T, dict[str, memoryview]]:
-        """Return (result of ``use``, called in a thread with the read answer; fetched image files by URL)."""
+        """Read a body, and repeat the read with each missing input until all inputs are known. Return
+        (result of ``use``, called in a thread with the read answer; fetched image files by URL). The files
+        count against ``lease``, or without one against a lease that ends with this call. Raises the errors
+        of ``read``."""
         reader = self._ready_reader()
         files: dict[str, memoryview] = {}
         headers: dict[str, ImageHeader] = {}
         verdicts: dict[str, ErrorInfo | None] = {}
 
         def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
+            """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
+            input, or the result of ``use``. Raises WeftError and Compiling."""
             if data is None:
                 answer = read_with(reader.knowing(headers, client), kind, b"".join(body))
             else:
@@ -391,7 +407,8 @@ class Front:
         raise Overloaded("compiling the request's grammars takes too long; try again later")
 
     async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
-        """Return the compile error of ``grammar``; None if the grammar compiles."""
+        """Compile ``grammar`` and wait for the result. Return the compile error; None if the grammar
+        compiles. A compile time-out is also an error."""
         assert self._grammars is not None
         task = await self.in_thread(self._grammars.submit, grammar, client)
         await _ended(task)
@@ -404,8 +421,9 @@ class Front:
     async def _read_large(
         self, kind: str, body: list[bytes], known: Known, client: int
     ) -> bytes | bytearray | None:
-        """Return the answer of a worker process; None if the body is small enough for a thread. Raises
-        Overloaded."""
+        """Return the encoded ReadAnswer of a worker process; None if the body is small enough for a thread.
+        Schedules a heap trim after a large body. Raises Overloaded if ``TEXT_QUEUE`` work items wait
+        already."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many request bodies wait to be parsed; try again later")
         size = sum(map(len, body))
@@ -417,13 +435,15 @@ class Front:
         return await self._workers.call(*payload_of(kind, body, known), client=client, cost=size)
 
     def _trim_later(self) -> None:
-        """Schedule a heap trim after large bodies; otherwise the allocator keeps the memory."""
+        """Schedule a heap trim in ``TRIM_AFTER`` seconds, unless one is scheduled; otherwise the allocator
+        keeps the memory of large bodies."""
         loop = asyncio.get_running_loop()
         if self._trimming is None or self._trimming.when() < loop.time():
             self._trimming = loop.call_later(TRIM_AFTER, loop.run_in_executor, self._pool, trim_heap)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run text work off the event loop. Unbounded: each request has at most one work item at a time."""
+        """Run ``function`` in a text thread and return the result, or raise its exception. The queue is
+        unbounded here: each request has at most one work item at a time."""
         self._pooled += 1
         try:
             work = functools.partial(function, *args, **kwargs)
@@ -454,7 +474,8 @@ class Front:
 
 
 async def _ended(task: Compile) -> None:
-    """Wait until ``task`` has a result or has passed its deadline."""
+    """Wait until ``task`` has ended or its deadline has passed. Return nothing and raise nothing:
+    ``task.result`` has the outcome."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def ring() -> None:
@@ -468,6 +489,7 @@ async def _ended(task: Compile) -> None:
 
 
 def _decoded(data: bytes | bytearray) -> ReadAnswer:
+    """Return the answer of a read worker. Raises ReportedError for an answer with an error."""
     answer = decode_answer(data)
     if answer.error is not None:
         raise ReportedError(answer.error)

@@ -38,14 +38,16 @@ MAX_PIXELS = 1 << 30
 class Generation:
     """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
 
-    Owns the sequences. The creator must call ``close``, however the request ends. ``build`` runs in a
-    thread, everything else on the event loop.
+    Order of calls: ``build``, ``submit``, then ``next`` until ``done``. Owns the sequences. The creator
+    must call ``close``, however the request ends. ``build`` runs in a thread, everything else on the event
+    loop.
     """
 
     job: Job
 
     def __init__(self, front: Front, *, times: RequestTimes, deadline: float, seed: int) -> None:
-        """``deadline``: time of the event loop's clock. ``seed``: used if the request sets no seed."""
+        """``times``: receives marks and token events. ``deadline``: time of the event loop's clock at which
+        the request fails. ``seed``: used if the request sets no seed."""
         self.choices: list[Choice] = []
         self.headers: Mapping[str, str] = {}
         """HTTP headers of the request, which may name a session. Set before ``build``."""
@@ -82,8 +84,8 @@ class Generation:
         """Bytes of the logprobs collected for an answer that is not streamed."""
 
     def build(self, job: Job) -> None:
-        """Create the submissions. Raises WeftError for too many or too large sequences; then nothing
-        is created. No effect after ``close``."""
+        """Create the choices and submissions of ``job``, and store the job. Raises InvalidRequest for too
+        many or too large sequences; then nothing is created. No effect after ``close``."""
         most = self._front.config.scheduler.max_queued_requests
         # All sequences reach the queue before the next step takes any, so a larger request would always get
         # 429.
@@ -110,6 +112,7 @@ class Generation:
                 self._build(job)
 
     def _build(self, job: Job) -> None:
+        """Mint the ids, and fill ``choices`` and the submissions. Call with the lock held."""
         # A request's own seed is used as is for every prompt; a minted seed is varied by prompt number.
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
@@ -158,11 +161,14 @@ class Generation:
             self._set_budgets(job, job.thinking_budget)
 
     def _scope(self, job: Job) -> ContentScope | None:
+        """Return the part of the output in which stop strings count; None for the whole output."""
         if not job.params.stop or job.params.stop_in == "everything":
             return None
         return self._front.text.output.scope(job.output)
 
     def _set_budgets(self, job: Job, tokens: int) -> None:
+        """Give each choice a reasoning budget of ``tokens``. With budget 0, end the reasoning at once: the
+        end marker becomes an early delta and part of the submission."""
         for number, choice in enumerate(self.choices):
             reader = self.parser()
             assert isinstance(reader, OutputEngine)  # guaranteed by the request's reader
@@ -177,7 +183,8 @@ class Generation:
                 self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
 
     def submit(self) -> None:
-        """Submit the sequences to the engine. Raises WeftError; then no sequence runs."""
+        """Submit the sequences to the engine, and start the timer of the deadline. Raises Overloaded for a
+        full queue, or another WeftError; then no sequence runs."""
         links = self._front.links
         submits = self._submits
         self._submits = []
@@ -195,6 +202,7 @@ class Generation:
             self._flow.wake()
 
     def _late(self) -> None:
+        """Fail the flow with DeadlineExceeded, unless all tokens have arrived."""
         if self.flow.open:  # otherwise all tokens have arrived, and a slow client still gets the rest
             self.flow.fail(late())
 
@@ -218,8 +226,9 @@ class Generation:
         return all(choice.finished for choice in self.choices)
 
     async def next(self) -> list[TextDelta]:
-        """Wait for events and return the deltas since the last call; may be empty. Raises WeftError for a
-        failed request."""
+        """Wait for events and return the deltas since the last call; may be empty, for example after a
+        wake-up. After ``abort``, every open choice gets its last delta. Raises WeftError for a failed
+        request."""
         events = await self.flow.next()
         deltas = self._early + [delta for event in events for delta in self._take(event)]
         self._early = []
@@ -229,12 +238,15 @@ class Generation:
         return deltas
 
     def _take(self, event: TokenEvent) -> list[TextDelta]:
+        """Return the deltas of one event. With reasoning budgets, the event is taken token by token."""
         if not self._budgets:
             return self._take_all(event)
         return [delta for part in single(event) for delta in self._take_all(part)]
 
     def _take_all(self, event: TokenEvent) -> list[TextDelta]:
-        """Return the deltas of one event. Raises WeftError for an event with an error."""
+        """Apply one event to its choice and return the deltas; [] for an event without visible change. A
+        choice that ends early is finished in the engine. Raises ReportedError for an event with an error,
+        EngineDead for an abort by the engine, and InvalidRequest for too many logprobs."""
         choice = self._by_sequence.get(event.sequence)
         if choice is None:  # replaced by a continuation sequence
             return []
@@ -254,8 +266,9 @@ class Generation:
         return [delta, *self._watch_thought(choice, delta)]
 
     def _watch_thought(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
-        """Force the end of a choice's reasoning after the budget is exhausted. The choice continues in
-        another sequence."""
+        """Count ``delta`` against the choice's budget, and force the end of the reasoning after the budget
+        is exhausted. The old sequence is finished, and the choice continues in a new sequence. Return the
+        delta of the end marker; [] if nothing was forced."""
         budget = self._budgets.get(choice.index)
         if budget is None or choice.finished:
             return []
@@ -280,8 +293,8 @@ class Generation:
         return [forced]
 
     def _force_end(self, choice: Choice) -> TextDelta | None:
-        """Append the end-of-reasoning marker to the choice. Return its delta; None without room for the
-        marker and an answer."""
+        """Append the end-of-reasoning marker to the choice, and remove the choice's budget. Return the
+        marker's delta; None without room for the marker and an answer."""
         del self._budgets[choice.index]
         closing = self._front.thought_end
         if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
@@ -289,18 +302,22 @@ class Generation:
         return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))
 
     def named(self, prefix: str) -> str:
-        """Set and return the answer's id. ``abort`` requests refer to the id."""
+        """Set and return the answer's id: ``prefix`` and random digits. Registers the request under the id
+        in ``Front.running``, for ``abort``."""
         self.id = prefix + secrets.token_hex(12)
         self._front.running[self.id] = self
         self._times.named(self.id)
         return self.id
 
     def abort(self) -> None:
-        """End every open choice at the present token, with finish reason "abort"."""
+        """Request the end of every open choice at the present token, with finish reason "abort". The next
+        return of ``next`` has the last deltas."""
         self._aborted = True
         self.flow.wake()
 
     def _cut(self) -> list[TextDelta]:
+        """End every open choice with finish reason "abort", and finish all sequences in the engine. Return
+        the last deltas."""
         deltas = [choice.abort() for choice in self.choices]
         for choice in self.choices:
             self._front.links.finish(self.flow, choice.sequence)
@@ -325,7 +342,8 @@ class Generation:
             )
 
     def usage(self) -> Usage:
-        """Return the token counts so far. A prompt counts once, whatever ``n``."""
+        """Return the token counts so far. A prompt counts once, whatever ``n``. Counts of drafts are
+        present only if the server speculates."""
         n = self.job.params.n
         drafts = None
         if self._front.config.speculation.drafts:
@@ -339,14 +357,16 @@ class Generation:
         )
 
     def succeeded(self) -> None:
-        """Count the request as a success in the metrics."""
+        """Record the request as a success in metrics, log and trace. Call at most once."""
         usage = self.usage()
         reasons = [choice.finish_reason or "" for choice in self.choices]
         generated = [len(choice.token_ids) for choice in self.choices]
         self._times.done(usage.prompt_tokens, generated, reasons)
 
     def close(self) -> None:
-        """Release everything; open sequences are finished in the engine. Idempotent."""
+        """Release everything: open sequences are finished in the engine, all ids are freed, and the
+        answer's id is no longer known to ``abort``. A submitted request counts as ended for the retry
+        times. Idempotent."""
         with self._lock:
             if not self._open:
                 return
@@ -365,7 +385,8 @@ class Generation:
 
 async def probe(front: Front) -> None:
     """Generate a token in every live engine process, to prove readiness. A model without an output head
-    makes an embedding. Raises WeftError; EngineDead after a time-out."""
+    makes an embedding. Waits for all answers. Raises ReportedError for an error of an engine, and
+    EngineDead after ``engine_timeout`` seconds."""
     pooling: Pooling = "" if front.config.spec.head else "last"
     # Two ids per instance: a sequence and a request.
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]

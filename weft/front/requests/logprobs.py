@@ -28,6 +28,7 @@ class JsonArray:
         self._slices: list[bytes] = []
 
     def extend(self, items: Sequence[Any]) -> None:
+        """Encode ``items`` and append the JSON to the array."""
         if items:
             self._slices.append(r.to_json(items)[1:-1])
 
@@ -37,7 +38,7 @@ class JsonArray:
 
 
 def json_array(items: Iterable[Any]) -> Any:
-    """Return ``items`` as a JSON array, see ``JsonArray.raw``."""
+    """Return ``items`` as a JSON array, see ``JsonArray.raw``. Uses up ``items``, ``SLICE`` at a time."""
     made = JsonArray()
     source = iter(items)
     while batch := list(itertools.islice(source, SLICE)):
@@ -46,7 +47,8 @@ def json_array(items: Iterable[Any]) -> Any:
 
 
 def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
-    """Return one entry per prompt token, with candidates by token id. The first entry is null."""
+    """Return one entry per prompt token, with candidates by token id. The first entry is null. None for
+    ``positions`` gives the first entry alone."""
 
     def entries() -> Iterator[dict[str, r.PromptLogprob] | None]:
         yield None
@@ -64,9 +66,12 @@ def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], positions: Iterable[PositionLogprobs], top: int
 ) -> r.ChatLogprobs:
-    """Return the logprobs of output tokens, each with its ``top`` likeliest candidates in order of rank."""
+    """Return the logprobs of output tokens, each with its ``top`` likeliest candidates in order of rank.
+    ``ids`` and ``positions`` have equal length, and each position includes the output token. Uses up
+    ``positions``."""
 
     def token(number: int, logprob: float) -> dict[str, Any]:
+        """Return the JSON fields of one candidate: text, logprob and bytes."""
         data = tokenizer.token_bytes(number)
         return {"token": data.decode("utf-8", "replace"), "logprob": bounded(logprob), "bytes": list(data)}
 
@@ -84,7 +89,8 @@ def completion_logprobs(
     entries: Iterable[tuple[int, PositionLogprobs | None, int]],
     top: int,
 ) -> r.CompletionLogprobs:
-    """Return parallel arrays of ``entries``: (token, candidates or None, text offset)."""
+    """Return parallel arrays of ``entries``: (token, candidates or None, text offset). Uses up ``entries``.
+    A token without candidates has null logprobs. ``top_logprobs`` is None if ``top`` is 0."""
     texts = JsonArray()
     own = JsonArray()
     tops = JsonArray()

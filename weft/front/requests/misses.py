@@ -17,14 +17,14 @@ SHOWN = 32
 
 def explains(mode: str, headers: Mapping[str, str]) -> bool:
     """Return True if the answer to a request with ``headers`` includes the reason. ``mode``: value of
-    ``--explain-cache``."""
+    ``--explain-cache``; "all" explains every request, "asked" requests with the header ``HEADER``."""
     asked = headers.get(HEADER, "").strip().lower() in ("1", "true", "yes")
     return mode == "all" or (mode == "asked" and asked)
 
 
 def shown(miss: CacheMiss | None, prompt: bytes, tokenizer: Tokenizer) -> ShownMiss | None:
-    """Return ``miss`` of ``prompt`` (int32 ids) for an answer, with the text of both sides of a difference.
-    None for no miss."""
+    """Return ``miss`` of ``prompt`` (int32 ids) for an answer; None for no miss. For reason "differs" the
+    result has up to ``SHOWN`` tokens of text of both sides."""
     if miss is None:
         return None
     if miss.reason != "differs":

@@ -58,8 +58,8 @@ class ChoiceOutput:
         self._closed = False
 
     def take(self, delta: TextDelta) -> list[OutputEvent]:
-        """Parse ``delta`` and return the new events, with call ids filled in. The choice's last delta
-        closes the parser."""
+        """Parse ``delta`` and return the new events, with call ids filled in. Adds the events to content,
+        reasoning and calls. The choice's last delta closes the parser; a cut output completes no call."""
         found = [*self._parser.feed(delta.text)] if delta.text else []
         if delta.finish_reason is not None and not self._closed:
             self._closed = True
@@ -69,7 +69,8 @@ class ChoiceOutput:
         return [self._note(event) for event in found]
 
     def finish_reason(self, delta: TextDelta) -> OutputFinish | None:
-        """Return the finish reason of ``delta``, after ``take``; None for a choice that goes on."""
+        """Return the finish reason of ``delta``, after ``take``; None for a choice that goes on. "stop"
+        becomes "tool_calls" if there are calls and all calls are complete."""
         return "tool_calls" if delta.finish_reason == "stop" and self.calls_whole else delta.finish_reason
 
     @property
@@ -88,6 +89,8 @@ class ChoiceOutput:
         return _joined(self._reasoning)
 
     def _note(self, event: OutputEvent) -> OutputEvent:
+        """Add ``event`` to the content, the reasoning or the calls. Return the event; a CallBegin gets its
+        final id."""
         if isinstance(event, Content):
             self._content.append(event.text)
         elif isinstance(event, Reasoning):
@@ -103,6 +106,8 @@ class ChoiceOutput:
         return event
 
     def _id_of(self, event: CallBegin) -> str:
+        """Return the id of a call, and record the id as used. The model's own id is kept if not empty and
+        unique in the output; otherwise a random id is made."""
         own = event.id if event.id not in self._ids else ""
         found = own or "call_" + secrets.token_hex(12)
         self._ids.add(found)

@@ -67,7 +67,8 @@ class Told:
         self._verdicts = verdicts
 
     def submit(self, grammar: Grammar, client: int) -> _Verdict:
-        """Return the verdict on ``grammar``. Raises NeedsProof for a grammar without a verdict."""
+        """Return the verdict on ``grammar``, without any compile. Raises NeedsProof for a grammar without a
+        verdict."""
         digest = digest_of(grammar)
         if digest not in self._verdicts:
             raise NeedsProof(grammar)
@@ -82,8 +83,9 @@ class _Verdict:
         return True
 
     def wait(self) -> None:
-        """Raise the compile error, if any: InvalidRequest, which readers can answer with a looser grammar,
-        DeadlineExceeded or ReportedError."""
+        """Raise the compile error, if any; never blocks. An InvalidRequest stays an InvalidRequest, which
+        readers can answer with a looser grammar. A time-out becomes DeadlineExceeded; any other error
+        becomes ReportedError."""
         if self._error is None:
             return
         if self._error.http_status == InvalidRequest.http_status:

@@ -62,7 +62,8 @@ def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tupl
 
 
 def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
-    """Read one request. Raises WeftError, Compiling."""
+    """Read one request. Return the job, or the JSON for a kind in ``MADE``, or the missing files or the
+    grammar without a verdict. Raises WeftError, Compiling."""
     try:
         if kind in MADE:
             return ReadAnswer(made=MADE[kind](reader, body))
@@ -74,7 +75,8 @@ def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
-    """Read one request. Every error becomes an answer."""
+    """Read the request of one payload and return the answer. Every error becomes an answer; an unexpected
+    exception is logged and becomes an internal error."""
     kind, data, body = payload.split(b"\0", 2)
     try:
         known = _decode_known(data)
@@ -87,9 +89,11 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
 
 
 def main() -> None:
-    """Run a read worker: receive the ``Setup``, then answer one body after another."""
+    """Run a read worker: receive the ``Setup``, then answer one body after another. Returns when the other
+    end is closed."""
 
     def prepare(greeting: bytes) -> Answer:
+        """Load the text model named by the ``Setup``. Return the function that answers a payload."""
         setup = msgspec.msgpack.decode(greeting, type=Setup)
         reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()

@@ -134,9 +134,9 @@ class Reader:
     def knowing(
         self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
     ) -> Reader:
-        """Return a copy of the reader for one request. ``files``: headers of the request's fetched images,
-        by URL; reading raises NeedsFiles while one is missing. ``client``: number of the API key.
-        ``grammars``: replaces the reader's own."""
+        """Return a copy of the reader for one request, or the reader itself if nothing is given. ``files``:
+        headers of the request's fetched images, by URL; reading raises NeedsFiles while one is missing.
+        ``client``: number of the API key. ``grammars``: replaces the reader's own."""
         if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
@@ -160,15 +160,16 @@ class Reader:
         check_model(name, self._names)
 
     def named(self, asked: R) -> R:
-        """Return ``asked`` with a model: by default the server's own. Raises NotFound for an unknown
-        model."""
+        """Return ``asked`` with a model: a copy with the server's own model if ``asked`` names none. Raises
+        NotFound for an unknown model."""
         if asked.model is None:
             return msgspec.structs.replace(asked, model=self._names[0])
         check_model(asked.model, self._names)
         return asked
 
     def chat(self, body: bytes) -> Job:
-        """Read a chat request. Raises WeftError."""
+        """Return the job of a chat request. Raises WeftError for an invalid request, NeedsFiles for
+        unfetched images, and Compiling or NeedsProof for a grammar without a verdict."""
         asked = self.named(parse(body, ChatRequest))
         thoughts = asked.thoughts()
         try:
@@ -178,8 +179,8 @@ class Reader:
             raise renamed(error, thoughts.names) from None
 
     def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
-        """Read a conversation of any API. ``clip``: reduce ``max_tokens`` to the free context instead of an
-        error. Raises WeftError."""
+        """Return the job of a conversation of any API. ``clip``: reduce ``max_tokens`` to the free context
+        instead of an error. Raises the errors of ``chat``."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
         pictures: tuple[Picture, ...] = ()
         if asked.prompt_ids is None:
@@ -207,6 +208,8 @@ class Reader:
         )
 
     def _check_budget(self, asked: Conversation) -> None:
+        """Raise InvalidRequest for a reasoning budget with logprobs, or for a model without a known
+        end-of-reasoning marker."""
         name = "thinking_token_budget"
         if asked.thinking_budget is None:
             return
@@ -222,7 +225,9 @@ class Reader:
             )
 
     def _given(self, ids: list[int]) -> ChatPrompt:
-        """Return the prompt for token ids rendered by the client. Raises WeftError for invalid ids."""
+        """Return the prompt for token ids rendered by the client. Only the text of the last ``TAIL_TOKENS``
+        ids is decoded, to detect open reasoning. Raises ContextLength for too many ids, and InvalidRequest
+        for invalid ids."""
         self._prompt(ids, "prompt_token_ids", echo=False)
         prompt_bytes(ids, self.limits, "prompt_token_ids")  # raises for ids outside the vocabulary
         known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
@@ -230,8 +235,10 @@ class Reader:
         return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
 
     def prompted(self, asked: Conversation) -> tuple[ChatPrompt, tuple[Picture, ...]]:
-        """Return the final prompt, with one placeholder per image token, and the images. Raises WeftError,
-        or NeedsFiles."""
+        """Return (the final prompt, with one placeholder per image token; the images with their places). A
+        model without images, or a prompt without images, gives an empty tuple. Raises WeftError, NeedsFiles
+        for images without a known header, and ContextLength for a prompt that is too long with its
+        images."""
         prompt = self._rendered(asked)
         if not prompt.shown or self._pictures is None:
             return prompt, ()
@@ -247,7 +254,9 @@ class Reader:
         return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
 
     def _rendered(self, asked: Conversation) -> ChatPrompt:
-        """Return the prompt rendered by the chat template. Raises WeftError."""
+        """Return the prompt rendered by the chat template, with one placeholder per image. Raises
+        ContextLength for a prompt that is too long, and InvalidRequest for messages, tools or template
+        variables that the template refuses or that are nested too deeply."""
         try:
             return self.text.chat.encode(
                 asked.messages,
@@ -264,7 +273,9 @@ class Reader:
             raise self._too_long(error, "messages") from None
 
     def completions(self, body: bytes) -> Job:
-        """Read a completions request. Raises WeftError."""
+        """Return the job of a completions request. Without ``max_tokens``, the length is
+        ``DEFAULT_COMPLETION_TOKENS`` or the free context, if smaller. Raises WeftError, and Compiling or
+        NeedsProof for a grammar without a verdict."""
         asked = self.named(parse(body, CompletionRequest))
         params = asked.sampling()
         form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
@@ -283,7 +294,8 @@ class Reader:
         )
 
     def embeddings(self, body: bytes) -> Job:
-        """Read an embeddings request. Raises WeftError."""
+        """Return the job of an embeddings request: prompts only, without limits on the output. Raises
+        WeftError."""
         asked = self.named(parse(body, EmbeddingRequest))
         prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
         return Job(
@@ -299,7 +311,9 @@ class Reader:
         )
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
-        """Return (token ids, text for ``echo``). Raises ContextLength."""
+        """Return (token ids, text for ``echo``). A string is tokenized. Token ids are returned unchecked
+        except for their number, with the text decoded only for ``echo``. Raises InvalidRequest for invalid
+        text and ContextLength for too many tokens."""
         if isinstance(prompt, str):
             check_text(prompt, param)
             try:
@@ -311,6 +325,7 @@ class Reader:
         return prompt, self.text.tokenizer.decode(prompt) if echo else ""
 
     def _too_long(self, error: TooManyTokens, param: str) -> ContextLength:
+        """Return the error for a prompt longer than the model's context."""
         return ContextLength(
             f"the model's context is {self.limits.max_model_len} tokens, but the prompt has at least "
             f"{error.least}; shorten it",
@@ -331,6 +346,9 @@ class Reader:
         thinking_budget: int | None = None,
         pictures: tuple[Picture, ...] = (),
     ) -> Job:
+        """Return the job of checked prompts, each (token ids, text for ``echo``). Each prompt gets its
+        output limit. Lists for the engine only are moved from the text side's parameters to the resolved
+        ones. Raises InvalidRequest or ContextLength."""
         limits = self.limits
         made = [
             Prompt(
@@ -358,8 +376,10 @@ class Reader:
         )
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Compile ``grammar``. Raises InvalidRequest, with ``param``, for a grammar that fails or takes too
-        long, and Compiling for a compile under way if the reader does not wait."""
+        """Compile ``grammar`` and wait for the result. Return at once for a reader without ``grammars``.
+        Raises InvalidRequest, with ``param``, for a grammar that fails or takes too long. Raises Compiling
+        for a compile under way if the reader does not wait, and NeedsProof in a read worker without a
+        verdict."""
         if self._grammars is None:
             return
         try:
@@ -380,8 +400,8 @@ class Reader:
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
     ) -> None:
-        """Raise InvalidRequest if the repeated prompts in the answer would exceed the limit. Runs before
-        any computation."""
+        """Raise InvalidRequest if the repeated prompts in the answer, with their logprobs, would exceed the
+        limit. Runs before any computation."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
         size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt

@@ -91,8 +91,10 @@ async def handle(
     make_shape: Callable[[Generation], AnswerShape],
     prepare: Prepare = _as_it_came,
 ) -> Response:
-    """Answer one request; ``kind`` selects the reader. Raises WeftError for a failure before the first byte
-    of the answer."""
+    """Answer one request; ``kind`` selects the reader, ``make_shape`` the form of the answer, ``prepare``
+    may change the body. The request's tokens count against the rate limit of the key, and the outcome is
+    recorded in metrics, log and trace. Raises WeftError for a failure before the first byte of the
+    answer."""
     facts = front.facts(kind, request.scope)
     times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")), facts)
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
@@ -154,6 +156,8 @@ async def _answer(
     deadline: float,
     held: contextlib.ExitStack,
 ) -> Response:
+    """Generate all choices and return the whole answer. A long answer is streamed in pieces and takes over
+    the resources in ``held``. Raises WeftError for a failed request."""
     async with watched(receive, generation.flow):
         while not generation.done:
             for delta in await generation.next():
@@ -195,7 +199,7 @@ async def _pieces(
 
 async def _first(generation: Generation) -> list[TextDelta]:
     """Wait for the first deltas and return them. So a request refused by the engine gets an HTTP error, not
-    a stream.
+    a stream. Raises the WeftError of a refused request.
 
     Return an empty list if the engine has not answered for so long that the stream must begin.
     """
@@ -207,7 +211,7 @@ async def _first(generation: Generation) -> list[TextDelta]:
 
 
 async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[bytes]:
-    """Return the events of one delta."""
+    """Return the events of one delta as bytes. Many logprobs are encoded in a thread."""
 
     def encode() -> list[bytes]:
         return [shape.form.event(chunk) for chunk in shape.chunks(delta)]
@@ -216,8 +220,8 @@ async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[by
 
 
 async def _encode_end(front: Front, shape: AnswerShape, usage: Usage) -> list[bytes]:
-    """Return the events after the last delta. The events may repeat the whole answer and count tokens of
-    parts."""
+    """Return the events after the last delta as bytes. The events may repeat the whole answer and count
+    tokens of parts, so long answers are encoded in a thread."""
 
     def encode() -> list[bytes]:
         return [shape.form.event(chunk) for chunk in shape.closing(usage)]
@@ -233,7 +237,9 @@ async def _events(
     first: Sequence[TextDelta],
     times: RequestTimes,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. A failure becomes the last event."""
+    """Yield the events of a stream, ``first`` included, with keep-alive comments. A failure becomes the
+    last event, and nothing is raised; a disconnected client gets nothing more. The outcome is recorded in
+    ``times``."""
     try:
         async with watched(receive, generation.flow):
             with Silence(generation.flow) as silence:

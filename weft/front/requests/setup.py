@@ -52,7 +52,7 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def load(self) -> TextModel:
-        """Load the text model. Raises ConfigError."""
+        """Load and return the text model. Raises ConfigError for unusable files or parsers."""
         images, hidden = image_rules(self.images, self.most_images)
         return TextModel.load(
             self.tokenizer,
@@ -95,6 +95,8 @@ class GrammarCheck:
     """Checks grammars by compiling, in processes that start with the first grammar. Thread-safe."""
 
     def __init__(self, setup: Setup) -> None:
+        """Prepare the compiler; processes start with the first grammar. ``setup`` gives the tokenizer, the
+        vocabulary and the time limit."""
         limits = setup.limits
         backend = Backend(
             name=CHECKER,

@@ -40,7 +40,8 @@ class ThoughtBudget:
         return self._reader.thinking and self._left <= 0
 
     def take(self, text: str) -> None:
-        """Count one more token. ``text``: new text of the token; may be empty."""
+        """Count one more token. ``text``: new text of the token, which is fed to the reader; may be empty.
+        Only a token with reasoning before and after uses up budget."""
         before = self._reader.thinking
         if text:
             self._reader.feed(text)
@@ -48,7 +49,9 @@ class ThoughtBudget:
 
 
 def single(event: TokenEvent) -> Iterable[TokenEvent]:
-    """Yield ``event``, which has no output logprobs, as events of one token each."""
+    """Yield ``event``, which has no output logprobs, as events of one token each. Prompt logprobs go to the
+    first, the end to the last; the first tokens take the accepted drafts. An event without tokens is
+    yielded unchanged."""
     if len(event.token_ids) < 2:
         yield event
         return
@@ -69,7 +72,8 @@ def single(event: TokenEvent) -> Iterable[TokenEvent]:
 
 
 def after(submit: Submit, output: list[int], *, sequence: int, request: int) -> Submit:
-    """Return the Submit that continues ``submit`` after ``output``, under new ids."""
+    """Return the Submit that continues ``submit`` after ``output``, all token ids so far, under new ids.
+    The continuation requests no prompt logprobs and no cache explanation."""
     return msgspec.structs.replace(
         submit,
         sequence=sequence,

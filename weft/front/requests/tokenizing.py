@@ -36,6 +36,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest unless exactly one of ``prompt`` and ``messages`` is set."""
         if self.prompt is None and self.messages is None:
             raise missing("prompt")
         if self.prompt is not None and self.messages is not None:
@@ -65,7 +66,8 @@ class Detokenized(msgspec.Struct, kw_only=True):
 
 
 def tokenize(reader: Reader, body: bytes) -> bytes:
-    """Return the JSON answer to a TokenizeRequest. Raises WeftError."""
+    """Return the JSON answer to a TokenizeRequest. A text may have up to ``MAX_TOKENS`` tokens, also beyond
+    the model's context. Raises WeftError for an invalid request, and NeedsFiles for unfetched images."""
     asked = parse(body, TokenizeRequest)
     if asked.model is not None:
         reader.check_model(asked.model)
@@ -87,6 +89,7 @@ def tokenize(reader: Reader, body: bytes) -> bytes:
 
 
 def _conversation(reader: Reader, asked: TokenizeRequest) -> list[int]:
+    """Return the token ids of the conversation's prompt. Raises the errors of ``Reader.prompted``."""
     continues = bool(asked.continue_final_message)
     opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     conversation = Conversation(
@@ -102,7 +105,8 @@ def _conversation(reader: Reader, asked: TokenizeRequest) -> list[int]:
 
 
 def detokenize(reader: Reader, body: bytes) -> bytes:
-    """Return the JSON answer to a DetokenizeRequest. Raises WeftError."""
+    """Return the JSON answer to a DetokenizeRequest. Raises InvalidRequest for ids outside the vocabulary,
+    and NotFound for an unknown model."""
     asked = parse(body, DetokenizeRequest)
     if asked.model is not None:
         reader.check_model(asked.model)
