@@ -48,6 +48,8 @@ class DeviceQueue:
     even if the work hangs."""
 
     def __init__(self, threaded: bool) -> None:
+        """With ``threaded``, start a daemon thread that runs the submitted work in order. Otherwise
+        ``submit`` runs work in the caller."""
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:

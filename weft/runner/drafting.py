@@ -56,8 +56,8 @@ def make_drafter(
 
 
 def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptions | None:
-    """Return capture options for the passes of a drafter, like the options of decode steps; None unless
-    captures are lazy and on a CPU."""
+    """Return capture options for the passes of a drafter, derived from ``graphs``, the options of decode
+    steps. Return None unless captures are lazy and on a CPU."""
     if graphs is None or not graphs.lazy or parts.model.device.type != "cpu":
         return None
     return CaptureOptions(

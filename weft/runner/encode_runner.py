@@ -154,6 +154,7 @@ class EncodeRunner:
         self._next_step, self._failed = -1, False
 
     def _step(self, handle: StepHandle) -> None:
+        """Carry out the plan of ``handle``. After an error, every further step raises EngineDead."""
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
@@ -162,6 +163,11 @@ class EncodeRunner:
 
     @torch.inference_mode()
     def _carry_out(self, handle: StepHandle) -> None:
+        """Apply the image updates of a plan, in order, and set ``encode_seconds`` of ``handle``.
+
+        An image that cannot be encoded is marked with its error and does not stop the step. Raises EngineDead
+        for a step out of order, a plan with rows, or an update of another type.
+        """
         plan = handle.plan
         if plan.step != self._next_step >= 0:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
@@ -190,7 +196,8 @@ class EncodeRunner:
                 )
 
     def _encode(self, ops: dict[int, Encode]) -> dict[int, Embedded | ErrorInfo]:
-        """Encode images. Return the embedding or the error of each image, by the index of its op."""
+        """Encode images. Return the embedding or the error of each image, by the index of its op. Never
+        raises an Exception: failures are logged."""
         if self._together and len(ops) > 1:
             # If the batch fails, encode one by one below, so that only the broken image fails.
             try:
@@ -201,6 +208,8 @@ class EncodeRunner:
         return {number: self._alone(op) for number, op in ops.items()}
 
     def _alone(self, op: Encode) -> Embedded | ErrorInfo:
+        """Encode one image. Return the embedding, or the error for the client; a failure is logged, not
+        raised."""
         try:
             return self._tower.embed(self._store.image(op))
         except Exception as error:
@@ -210,6 +219,8 @@ class EncodeRunner:
             ).info()
 
     def _write(self, op: Encode, made: Embedded | ErrorInfo) -> None:
+        """Write an embedding into the blocks of ``op``. Instead mark the blocks with an error if ``made`` is
+        an error or has another number of rows than the prompt."""
         place = (False, op.blocks)
         self._clean(place)
         if not isinstance(made, ErrorInfo):
@@ -221,6 +232,8 @@ class EncodeRunner:
         self._spoiled[place] = made
 
     def _send(self, op: SendMedia) -> None:
+        """Announce an embedding to its transfer, or fail the transfer if the image could not be encoded.
+        Raises EngineDead if this rank has no transfers."""
         if self._departures is None or self.embeddings is None:
             raise EngineDead("an embedding must be sent, but this rank has no transfers of embeddings")
         error = self._spoiled.get((False, op.blocks))

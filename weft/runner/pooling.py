@@ -47,7 +47,8 @@ class Pooler:
         """float64 [slots, hidden]; None until a sequence asks for a mean."""
 
     def apply(self, ops: Iterable[Op]) -> None:
-        """Follow slot allocation and release. Raises EngineDead for an embedding that cannot be computed."""
+        """Record pooling modes at slot allocation, forget modes at release, and reset sums. Raises EngineDead
+        for an embedding that cannot be computed."""
         for op in ops:
             if isinstance(op, FreeSlot):
                 self._mode[op.slot] = _NONE
@@ -55,6 +56,8 @@ class Pooler:
                 self._alloc(op)
 
     def _alloc(self, op: AllocSlot) -> None:
+        """Record mode and length of a new sequence; zero the sum of a mean. Raises EngineDead for an unknown
+        mode, or for a mean with cached positions."""
         mode = _MODES.get(op.pooling)
         if mode is None or (mode == _MEAN and op.num_cached):
             raise EngineDead(f"slot {op.slot} is allocated for an embedding that cannot be made")
@@ -74,8 +77,8 @@ class Pooler:
         return bool(plan.prefill.rows and self._mode[plan.prefill.slot].any())
 
     def take(self, plan: StepPlan, hidden: Tensor) -> Pooled | None:
-        """Add the hidden states of a step. Return the embeddings of prompts that are complete; None if no
-        prompt is.
+        """Add the hidden states of a step to the sums of means. Return the embeddings (float32) of prompts
+        that are complete; None if no prompt is.
 
         hidden: [T, hidden] of the plan's tokens, prefill rows first.
         """

@@ -70,6 +70,7 @@ class HostCopy:
         return host.copy_(tensor, non_blocking=True)
 
     def _start_all(self, rows: LogprobTensors | None) -> LogprobTensors | None:
+        """Start the copies of all columns. Return the columns on the host; None without ``rows``."""
         if rows is None:
             return None
         return LogprobTensors(
@@ -175,6 +176,7 @@ def _counts(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:
+    """Return int32 drafts of all rows one after the other, without padding; empty without ``proposed``."""
     if proposed is None:
         return EMPTY
     next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])

@@ -168,7 +168,8 @@ class Runner:
         handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def done(self, handle: StepHandle) -> bool:
-        """Return True if ``read`` would return or raise without waiting."""
+        """Return True if ``read`` would return or raise without waiting; False if the step is not sampled
+        yet. Raises nothing."""
         if handle.sampled is None or not (handle.forwarded.done() and handle.sampled.done()):
             return False
         if handle.sampled.exception() is not None or handle.forwarded.exception() is not None:
@@ -177,10 +178,10 @@ class Runner:
         return copy.there()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Wait for the step, release its buffers and return its result.
+        """Wait for the step, return its staging buffers to the rings, write the trace, and return the result.
 
-        Raises EngineDead after the deadline, and every exception of the step. After an interrupt the call may
-        be repeated.
+        Raises EngineDead after the deadline or if the step was not sampled, and every exception of the step.
+        After an interrupt the call may be repeated.
         """
         deadline = time.monotonic() + self._timeout
         result_of(handle.forwarded, deadline)
@@ -226,6 +227,8 @@ class Runner:
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
     def _clear(self) -> None:
+        """Forget all sequences, slots, bound images, staged buffers, drafts and captured graphs. Afterwards
+        any step number may come first. Raises EngineDead if a GPU does not synchronize in time."""
         if self._device.type == "cuda":
             synchronize(self._device, self._timeout)
         slots = self._sampler.slots
@@ -252,6 +255,7 @@ class Runner:
             self._trace.close()
 
     def _forward(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
+        """Run ``_forward_whole``. After an error, every further step raises EngineDead until ``reset``."""
         # No step may run after a failed step: its collectives would pair with the collectives that other
         # ranks still run for the failed step.
         if self._failed:
@@ -263,6 +267,12 @@ class Runner:
 
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
+        """Apply the slot updates of a plan and compute the logits. Return (function for the sampled rows,
+        logits).
+
+        Takes a staging buffer and fills ``buffer``, ``encode_seconds`` and ``times`` of ``handle``. Raises
+        EngineDead for a step out of order or a plan that contradicts the slot table.
+        """
         plan = handle.plan
         # -1 as ``_next_step`` means that any step number may come first.
         if plan.step != self._next_step >= 0:
@@ -321,7 +331,7 @@ class Runner:
         """Run the step as a captured graph and return its rows and logits; None if the step must run op by
         op.
 
-        Fills ``hidden``, ``each``, ``drawn`` and ``uncaptured`` of ``handle``.
+        Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
         if self.graphs is None:
@@ -345,7 +355,8 @@ class Runner:
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
     ) -> tuple[RowsLeft, Tensor, list[Stretch]]:
-        """Compute the step as two micro-batches. Return its rows, its logits and the times of the parts."""
+        """Compute the step as two micro-batches. Return (function for the rows, logits, times of the parts).
+        Adds the staging buffers to ``handle``. Hands hidden states to drafter and pooler if needed."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
         whole = self._reads_hidden(plan)
@@ -357,7 +368,8 @@ class Runner:
         return lambda: rows, drive(self._model.logits(hidden)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[RowsLeft, Tensor]:
-        """Compute the step op by op. Return its rows and its logits."""
+        """Compute the step op by op. Return (function for the rows, logits). Hands hidden states to drafter
+        and pooler if needed."""
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
@@ -380,6 +392,9 @@ class Runner:
             handle.hidden = hidden
 
     def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy | Drawn:
+        """Return the tokens drawn inside the capture, or sample now. After an error in sampling, every
+        further step fails until ``reset``. Raises EngineDead if masks arrive for tokens that are already
+        drawn."""
         if handle.drawn is not None:
             if masks is not None:
                 raise EngineDead(
@@ -395,6 +410,8 @@ class Runner:
 
     @torch.inference_mode()
     def _sample_whole(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
+        """Sample the step, write the tokens into the history, advance the slots, and propose drafts. Return
+        the running copies of the result to the host. Raises EngineDead if a constrained step has no masks."""
         rows_left, logits = handle.forwarded.result()
         state = self._state
         if masks is not None:
@@ -423,7 +440,8 @@ class Runner:
             handle.times = replace(handle.times, drafting=self._launcher.take())
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
-        """Propose drafts and write them into history. Return the drafts; None if no row wants drafts."""
+        """Propose drafts and write them into history. Return int64 [rows with next_k > 0, most drafts]; None
+        if no row wants drafts. Clears ``hidden`` and may set ``uncaptured`` of ``handle``."""
         state = self._state
         # ``hidden_sink`` already gave the hidden states to the drafter within the replay.
         kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
@@ -447,6 +465,8 @@ class Runner:
         return drafts
 
     def _make_graphs(self, options: GraphOptions) -> DecodeGraphs:
+        """Return the captured decode steps. Sampling is captured too if the drafter (or its absence) allows;
+        hidden states go to the drafter inside the capture on a CPU."""
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         drafter = self.drafter if self._device.type == "cpu" else None
         hidden_sink = None if drafter is None else drafter.hidden_sink()

@@ -87,7 +87,8 @@ class SlotState:
         self._covered = None
 
     def apply(self, op: Op) -> None:
-        """Apply one slot update. Raises EngineDead if the update contradicts the table (a diverged group)."""
+        """Apply one slot update; updates of other parts are only checked. Raises EngineDead if the update
+        contradicts the table (a diverged group)."""
         self._covered = None
         if isinstance(op, AppendEach):
             self._append_each(op)
@@ -107,6 +108,8 @@ class SlotState:
             self._append(op)
 
     def _alloc(self, op: AllocSlot) -> None:
+        """Put a sequence into a free slot: write its ids, lengths and image spans, and clear its block
+        tables. Raises EngineDead if the slot is in use or the lengths are invalid."""
         if self._live[op.slot]:
             raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
         known = len(op.token_ids)
@@ -133,6 +136,8 @@ class SlotState:
         self._live[op.slot] = False
 
     def _append(self, op: AppendBlocks) -> None:
+        """Append block ids to one block table of a slot. Raises EngineDead for a free slot or a full table.
+        """
         if not self._live[op.slot]:
             raise EngineDead(f"blocks are appended to slot {op.slot}, which is free")
         at = int(self._entries[op.kind, op.slot])
@@ -144,6 +149,8 @@ class SlotState:
         self._entries[op.kind, op.slot] = end
 
     def _append_each(self, op: AppendEach) -> None:
+        """Append one block to the tables of several slots. Raises EngineDead for a slot outside the table, a
+        slot named twice, a free slot or a full table."""
         slots = op.slots.astype(np.int64)
         if slots.min() < 0 or slots.max() >= self.num_slots or len(np.unique(slots)) != len(slots):
             raise EngineDead("blocks are appended to slots outside the table, or twice to one")

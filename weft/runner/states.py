@@ -30,6 +30,8 @@ class _Kind:
     """One state group: slots and snapshots of each part, both ``[layers, rows, elements]``."""
 
     def __init__(self, slots: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
+        """``slots``: [layers, slots + 1, copies, ...] of each state tensor. ``snapshots``: [layers, blocks +
+        1, ...]. Both are kept as flat views."""
         self.copies = slots[0].shape[2]
         self.num_slots = slots[0].shape[1] - 1
         self.num_blocks = snapshots[0].shape[1] - 1
@@ -106,7 +108,8 @@ class States:
             self._carry_out(run)
 
     def _carry_out(self, run: list[SaveState | LoadState]) -> None:
-        """Copy states for ``run``: updates of one type and one state group."""
+        """Copy states for ``run``, updates of one type and one state group; a load also makes copy 0 live.
+        Raises EngineDead for an invalid slot, block or copy, or for two copies to one place."""
         kind = self._kinds.get(run[0].kind)
         if kind is None:
             raise EngineDead(f"step copies a state of KV cache group {run[0].kind}, which has none")

@@ -48,6 +48,8 @@ class StepTrace:
     before."""
 
     def __init__(self, path: str) -> None:
+        """Create the file, private to this user, and write the first event. Raises ConfigError if the file
+        cannot be written."""
         try:
             self._file: IO[str] | None = open_private(Path(path), "w")
         except OSError as error:
@@ -60,8 +62,8 @@ class StepTrace:
         self._event({"name": "weft_origin", "ph": "M", "pid": 0, "args": about})
 
     def step(self, plan: StepPlan, launched: float, read: float, times: StepTimes | None = None) -> None:
-        """Record a step. ``launched`` and ``read``: monotonic seconds of the launch and of the read
-        result."""
+        """Record a step; do nothing after the end of the trace. ``launched`` and ``read``: monotonic seconds
+        of the launch and of the read result. ``times``: adds the tracks of the micro-batches."""
         if self._file is None:
             return
         event: dict[str, Any] = {
@@ -141,7 +143,8 @@ class StepTrace:
         self._write("\n]\n", last=True)
 
     def _write(self, text: str, *, last: bool = False) -> None:
-        """Write to the file. If the file cannot be written (a full disk), log a warning and end the trace."""
+        """Write to the file, and with ``last`` close the file. If the file cannot be written (a full disk),
+        log a warning and end the trace. After the end nothing is written."""
         file = self._file
         if file is None:
             return

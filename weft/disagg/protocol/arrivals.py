@@ -113,6 +113,8 @@ class Arrivals:
     def __init__(
         self, parked_bytes: int = PARKED_BYTES, parked_s: float = PARKED_S, remember_s: float = REMEMBER_S
     ) -> None:
+        """``parked_bytes``, ``parked_s``: limits in bytes and seconds for writes without an expected
+        transfer. ``remember_s``: seconds for which ended transfers are remembered."""
         self._rooms: dict[RoomKey, _Room] = {}
         self._early: Parking[Incoming] = Parking(parked_bytes, parked_s)
         self._ended: Tombstones[None] = Tombstones(remember_s)
@@ -152,6 +154,8 @@ class Arrivals:
         return min([at for at in both if at is not None], default=None)
 
     def _incoming(self, write: Incoming, now: float) -> list[Action]:
+        """Handle a write: copy the bytes, park the write until its transfer is expected, or drop the write.
+        """
         room = self._rooms.get(write.key)
         if room is not None:
             return self._take(room, write)
@@ -162,6 +166,8 @@ class Arrivals:
         return [self._drop(write, "too many bytes arrived before their transfers")]
 
     def _expected(self, key: RoomKey, coverage: Coverage, now: float) -> list[Action]:
+        """Register a transfer and handle its parked writes. No effect for a known or ended transfer. A
+        transfer of 0 bytes is done at once."""
         if key in self._rooms or key in self._ended:
             return []
         room = self._rooms[key] = _Room(coverage)
@@ -174,6 +180,8 @@ class Arrivals:
         return actions
 
     def _take(self, room: _Room, write: Incoming) -> list[Action]:
+        """Return the copy of a write. Answer a repeated write without a copy, drop a late write, and fail the
+        transfer for spans outside the transfer."""
         # A repeated write: the first copy counts, and the sender needs only an answer.
         if (write.source, write.number) in room.taken:
             return [Answer(write, None)]
@@ -190,6 +198,8 @@ class Arrivals:
         return [*actions, Copy(write)]
 
     def _copied(self, write: Incoming, error: ErrorInfo | None) -> list[Action]:
+        """Count the bytes of an ended copy and answer the write. Report the transfer done once all bytes are
+        there. An error, or bytes received twice, fails the transfer."""
         room = self._rooms.get(write.key)
         # The transfer ended while the copy ran: answer, but report nothing more.
         if room is None or room.over:

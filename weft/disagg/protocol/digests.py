@@ -79,6 +79,7 @@ def digest_bytes(data: bytes, seed: int) -> int:
 
 
 def _level(words: np.ndarray) -> np.ndarray:
+    """Return one uint64 per ``WORDS`` words of ``words``; the last block may be shorter."""
     whole = len(words) // WORDS * WORDS
     sums = []
     for at in range(0, whole, _AT_ONCE):

@@ -50,7 +50,8 @@ class Ring:
         return len(self._leases)
 
     def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
-        """Return a lease, or None while there is no space. Raises EngineDead for a size beyond the ring."""
+        """Reserve ``size`` bytes for ``owner``. Return the lease, or None while there is no space. Raises
+        EngineDead for a size beyond the ring."""
         if not 0 < size <= self.size:
             raise EngineDead(f"a lease of {size} bytes of a ring of {self.size}")
         if not self._order:

@@ -64,8 +64,8 @@ class Outbox:
         self._waiting.setdefault(write.peer, deque()).append(write)
 
     def begin(self) -> list[Slotted]:
-        """Give slots to waiting writes and return the writes. The caller copies the bytes, then calls
-        ``copied``."""
+        """Move waiting writes into free slots, one write per peer and turn, and return the writes with slots.
+        The caller copies the bytes, then calls ``copied``."""
         begun, turns = list[Slotted](), deque(self._waiting)
         while turns and self._free:
             peer = turns.popleft()

@@ -16,7 +16,8 @@ class Outcomes:
         """Error of the first failure report; None without a failure or without an error."""
 
     def take(self, rank: int, outcome: Outcome, error: ErrorInfo | None = None) -> Outcome:
-        """Record a rank's report and return the combined outcome of the group."""
+        """Record a rank's report and return the combined outcome of the group. Only the first final report of
+        a rank counts; the first error is stored."""
         if self._said[rank] is Outcome.pending:
             self._said[rank] = outcome
             if outcome is Outcome.failed and self.error is None:

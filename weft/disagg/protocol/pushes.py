@@ -218,7 +218,8 @@ class Pushes:
         return sum(part.nbytes for queue in queues for queued in queue for part in queued.parts)
 
     def on(self, event: Event) -> list[Action]:
-        """Return the actions for ``event``, in order of execution. Independent of time."""
+        """Return the actions for ``event``, in order of execution. Events of a transfer without ``Begin`` are
+        stored; events of a stopped transfer are ignored. Independent of time."""
         match event:
             case Begin():
                 return self._begin(event)
@@ -245,6 +246,7 @@ class Pushes:
                 return [] if room is None else self._release(room)
 
     def _begin(self, event: Begin) -> list[Action]:
+        """Register a transfer. Early events wait for ``More``. No effect for a known transfer."""
         if event.key in self._rooms:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
@@ -255,6 +257,8 @@ class Pushes:
         return self._report(event.key, room)
 
     def _more(self, key: RoomKey) -> list[Action]:
+        """Handle the oldest waiting event of a transfer; nothing for an unknown transfer or without such an
+        event."""
         room = self._rooms.get(key)
         if room is None or not room.behind:
             return []
@@ -263,6 +267,8 @@ class Pushes:
         return self._take(room, event)
 
     def _take(self, room: _Room, event: Computed | Grown | Spoiled) -> list[Action]:
+        """Handle one event of a begun transfer: fail, extend the block tables, or queue computed positions
+        and send as many writes as fit."""
         if isinstance(event, Spoiled):
             return self._fail(event.key, room, event.error)
         if isinstance(event, Grown):
@@ -273,6 +279,8 @@ class Pushes:
         return self._turn(room.plans) + self._report(event.key, room)
 
     def _queue(self, room: _Room, event: Computed) -> None:
+        """Queue the new positions of ``event`` as writes to each peer, and the state of a layer behind its
+        last position. Computes the digests now. No effect for a failed transfer."""
         if room.over:
             return
         ranges = dict[tuple[int, tuple[tuple[int, int], ...]], list[int]]()
@@ -299,6 +307,8 @@ class Pushes:
         room.missing -= {(kind, number) for kind, numbers in ended.items() for number in numbers}
 
     def _written(self, event: Written) -> list[Action]:
+        """Free the window space of an ended write and send further writes. An error fails the transfer. An
+        unknown write is ignored."""
         room = self._rooms.get(event.key)
         lease = None if room is None else room.under_way.pop((event.peer, event.number), None)
         if room is None or lease is None:
@@ -308,6 +318,7 @@ class Pushes:
         return [*failed, *self._turn([event.peer]), *self._report(event.key, room)]
 
     def _fail(self, key: RoomKey, room: _Room, error: ErrorInfo) -> list[Action]:
+        """Drop all queued writes and report the failure, at most once per transfer."""
         if room.over:
             return []
         room.over = True

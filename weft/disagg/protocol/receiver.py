@@ -65,6 +65,8 @@ class ReceivingRooms(Rooms):
         return room.was_bound and self._fence != "copy"  # without "copy", senders write to local memory
 
     def _opened(self, room: Room, now: float) -> list[ev.Action]:
+        """Handle the parked offer of a transfer, now that its Submit is there. Offers of other peers are
+        dropped."""
         actions: list[ev.Action] = []
         for peer, message in self._early.flush(room.key):
             if peer == room.peer and room.state is State.new:
@@ -72,6 +74,8 @@ class ReceivingRooms(Rooms):
         return actions
 
     def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
+        """Park an offer without a Submit, or answer ``Later`` if there is no space. Other messages: see
+        ``Rooms``."""
         if not isinstance(message, r.Admitted):
             return super()._heard_early(peer, message, now)
         self._early.flush(message.key)  # a repeated offer replaces the parked offer
@@ -80,6 +84,8 @@ class ReceivingRooms(Rooms):
         return [ev.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
 
     def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
+        """Handle a message of a live transfer: offer, repeated offer or first tokens. Tokens with a wrong
+        digest fail the transfer. Other messages count as strays."""
         match message:
             case r.Admitted() if room.state is State.new:
                 return self._admitted(room, message, now)
@@ -98,6 +104,8 @@ class ReceivingRooms(Rooms):
         return []
 
     def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[ev.Action]:
+        """Start the deadline and request memory from the scheduler (``RoomWanted``). Answer ``Later`` while a
+        request is pending."""
         if room.key in self._asked:
             return [ev.Send(room.peer, r.Later(key=room.key, seconds=LATER_S))]
         room.begin(now)
@@ -106,6 +114,8 @@ class ReceivingRooms(Rooms):
         return [ev.Tell(r.RoomWanted(room.key, message))]
 
     def _reserve(self, message: r.Bound, now: float) -> list[ev.Action]:
+        """Bind the memory that the scheduler reserved, and accept the offer. Memory for an ended transfer is
+        freed at once. Memory that does not fit the offer refuses the transfer."""
         key = message.key
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
@@ -122,6 +132,7 @@ class ReceivingRooms(Rooms):
         return gone or [ev.Expect(key, room.offer, message), ev.Send(room.peer, message)]
 
     def _postpone(self, key: RoomKey, seconds: float) -> list[ev.Action]:
+        """Answer a pending offer with ``Later``; no effect without a pending ``RoomWanted``."""
         room = self._rooms.get(key)
         if room is None or key not in self._asked:
             return []
@@ -141,6 +152,8 @@ class ReceivingRooms(Rooms):
         return [ev.Send(room.peer, refused), *actions]
 
     def _progressed(self, room: Room, now: float) -> list[ev.Action]:
+        """End the transfer as received once all ranks and the first tokens are there; else return no actions.
+        """
         if room.outcomes.all is not Outcome.done or room.metadata is None:
             return []
         landed = r.Landed(key=room.key)

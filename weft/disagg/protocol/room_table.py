@@ -125,6 +125,8 @@ class Rooms:
     """All transfers of one engine process, on one side (sending or receiving)."""
 
     def __init__(self, ranks: int, fence: FenceBy = "copy", patience: Patience = Patience()) -> None:
+        """``ranks``: ranks of the local group. ``fence``: proof that writes have ended. ``patience``:
+        intervals and time-outs in seconds."""
         self._ranks, self._fence, self._patience = ranks, fence, patience
         self._rooms: dict[RoomKey, Room] = {}
         self._ended: Tombstones[Ended] = Tombstones(patience.remember)
@@ -189,6 +191,7 @@ class Rooms:
     # ---- events of both sides
 
     def _common(self, event: ev.Common, now: float) -> list[ev.Action]:
+        """Handle the events that sender and receiver share. Return the actions in order."""
         match event:
             case ev.Open():
                 return self._open(event, now)
@@ -215,6 +218,8 @@ class Rooms:
                 return self._tick(now)
 
     def _heard(self, event: ev.Heard, now: float) -> list[ev.Action]:
+        """Handle a peer's message. A message of another process than the transfer's peer is dropped. For an
+        ended transfer the stored answer is repeated."""
         key, message = event.message.key, event.message
         room = self._rooms.get(key)
         if room is not None and room.peer != event.peer:
@@ -233,6 +238,8 @@ class Rooms:
         return self._heard_early(event.peer, message, now)
 
     def _open(self, event: ev.Open, now: float) -> list[ev.Action]:
+        """Register a transfer. If a fence came first, report the transfer failed and its memory free. No
+        effect for a known or completed transfer."""
         if event.key in self._rooms:
             return []
         if (ended := self._ended.get(event.key)) is not None:
@@ -247,6 +254,8 @@ class Rooms:
         return self._opened(room, now)
 
     def _tick(self, now: float) -> list[ev.Action]:
+        """Fail transfers past a deadline, and repeat unanswered messages, stops, fences and revocations.
+        Forget old transfers."""
         # A failing transfer has no deadline: only a proof of the fence gives memory back.
         actions: list[ev.Action] = []
         for room in list(self._rooms.values()):
@@ -292,6 +301,8 @@ class Rooms:
         return actions
 
     def _rank_report(self, event: ev.RankReport, now: float) -> list[ev.Action]:
+        """Record a rank's outcome: fail the transfer, make a bound transfer active, or move the transfer on.
+        Ignored unless bound or active."""
         room = self._rooms.get(event.key)
         if room is None or room.state not in (State.bound, State.active):
             return []
@@ -314,6 +325,8 @@ class Rooms:
         return self._fail(room, lost.info(), now) if self._gone else []
 
     def _rank_gone(self, rank: int, now: float) -> list[ev.Action]:
+        """Record the end of a rank's process: fail all bound transfers, and count the rank as stopped in
+        failing transfers."""
         actions: list[ev.Action] = []
         self._gone.add(rank)
         for room in list(self._rooms.values()):
@@ -326,6 +339,7 @@ class Rooms:
         return actions
 
     def _peer_lost(self, peer: Peer, now: float) -> list[ev.Action]:
+        """Fail all transfers with a dead peer and forget the fences that wait for the peer."""
         actions: list[ev.Action] = []
         for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
             del self._notices[key]
@@ -345,6 +359,8 @@ class Rooms:
         return self._fail(room, Unavailable("the other end has ended the transfer").info(), now)
 
     def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[ev.Action]:
+        """Fail the transfer; ``Fenced`` follows once all ranks have stopped. Remember and answer a fence for
+        an unknown transfer at once."""
         room = self._rooms.get(fence.key)
         if room is not None:
             room.peer_asked = True

@@ -38,7 +38,8 @@ class SendingRooms(Rooms):
         self._incarnation = incarnation
 
     def on(self, event: ev.SenderEvent, now: float) -> list[ev.Action]:
-        """Return the actions for ``event``, in order of execution."""
+        """Return the actions for ``event``, in order of execution. A transfer addressed to another
+        incarnation of this engine is refused."""
         match event:
             case ev.Open(key) if self._incarnation not in (None, key.incarnation):
                 error = TransferRefused("the transfer was addressed to another process of this engine").info()
@@ -54,6 +55,8 @@ class SendingRooms(Rooms):
         return room.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
 
     def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
+        """Offer a new transfer to the receiver and start the deadline. No effect for an unknown transfer or a
+        second offer."""
         room = self._rooms.get(message.key)
         if room is None or room.offer is not None or room.state is not State.new:
             return []
@@ -63,6 +66,8 @@ class SendingRooms(Rooms):
         return self._say(room, message, now)
 
     def _finished(self, message: r.Metadata, now: float) -> list[ev.Action]:
+        """Store the first tokens with their digest, and send them once the transfer is bound. No effect for
+        an unknown, failing or finished transfer."""
         room = self._rooms.get(message.key)
         if room is None or room.metadata is not None or room.state >= State.failing:
             return []
@@ -70,6 +75,8 @@ class SendingRooms(Rooms):
         return [] if room.state is State.new else self._say(room, room.metadata, now)
 
     def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
+        """Handle a message of a live transfer: accepted, postponed, refused or received. Impossible messages
+        count as strays; others that come too late are ignored."""
         match message:
             case r.Bound() if room.state is State.new and room.offer is not None:
                 return self._bind(room, room.offer, message, now)
@@ -90,6 +97,8 @@ class SendingRooms(Rooms):
         return []
 
     def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[ev.Action]:
+        """Accept the receiver's memory and start the ranks. An answer that does not fit the offer, or a lost
+        rank, fails the transfer."""
         try:
             check_bound(offer, bound)
         except WeftError as error:

@@ -123,6 +123,8 @@ class SpanPlan:
             yield from self.state(kind, numbers)
 
     def _layers(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
+        """Return the parts of all layers ``numbers``: the cached spans of the first layer, shifted by the
+        layer strides."""
         made = self._made.get((kind, begin, end))
         if made is None:
             made = self._made[kind, begin, end] = list(self._plan(kind, begin, end))
@@ -212,6 +214,8 @@ class _Runs(NamedTuple):
 
 
 def _runs(sender: KindDims, source: Place, receiver: KindDims, target: Place, begin: int, end: int) -> _Runs:
+    """Return runs of entries for positions ``begin`` .. end - 1, cut at the block ends of both sides. A state
+    is one run. Raises RoomMessageError for a missing block."""
     if sender.kind == "state":
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         return _Runs(source.ids, zero, target.ids, zero, one)

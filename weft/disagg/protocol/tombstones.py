@@ -50,6 +50,7 @@ class Tombstones(Generic[T]):
             self._forget(next(iter(theirs)))
 
     def _forget(self, key: RoomKey) -> None:
+        """Remove an entry and the bytes counted for its stranger. Raises KeyError for an unknown key."""
         del self._ended[key]
         if (stranger := self._by.pop(key, None)) is not None:
             self._bytes[stranger] -= self._of[stranger].pop(key)

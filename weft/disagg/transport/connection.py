@@ -65,7 +65,8 @@ class Connection:
     peer."""
 
     def __init__(self, sock: socket.socket, buffer: Callable[[int], torch.Tensor], takes_fds: bool) -> None:
-        """``buffer(nbytes)`` returns memory for a payload."""
+        """``buffer(nbytes)`` returns memory for a payload. ``takes_fds``: accept file descriptors (Unix
+        sockets)."""
         self.sock = sock
         self.out_key = self.in_key = f.NO_KEY
         self.proven = False
@@ -108,7 +109,7 @@ class Connection:
         return unsent
 
     def flush(self) -> None:
-        """Send as many bytes as possible without blocking."""
+        """Send as many bytes as possible without blocking. Raises OSError if the connection is broken."""
         while self._queue:
             first = self._queue[0]
             if first.header is None:
@@ -119,6 +120,7 @@ class Connection:
                 self._queue.popleft()
 
     def _send_some(self, out: _Outgoing, header: memoryview) -> bool:
+        """Send bytes of one frame in one system call. Return False if the socket would block."""
         # One system call for header and payload: at most `_MOST_VECTORS` pieces.
         vector = [out.pieces[at] for at in range(min(len(out.pieces), _MOST_VECTORS))]
         extra = []
@@ -146,8 +148,8 @@ class Connection:
     def receive(self, most: int) -> Iterator[Got]:
         """Yield received frames, as far as readable without blocking. Stops after about ``most`` bytes.
 
-        Each frame is yielded before the next is parsed. So a key or a limit changed by the caller applies
-        to the next frame.
+        Each frame is yielded before the next is parsed. So a key or a limit changed by the caller applies to
+        the next frame. Raises ConnectionResetError at the end of the stream, other OSErrors, and BadFrame.
         """
         read = 0
         while read < most:
@@ -162,6 +164,8 @@ class Connection:
                 yield got
 
     def _read(self) -> int:
+        """Append the next bytes to the input, and received descriptors to ``fds``. Return the number of
+        bytes, 0 at the end of the stream. Raises BadFrame for too many descriptors."""
         if not self._takes_fds:
             data = self.sock.recv(self._next_read())
         else:
@@ -188,6 +192,7 @@ class Connection:
         return max(body - len(self._in), 1) if payload else _READ
 
     def _fill(self) -> int:
+        """Read into the payload buffer. Return the number of bytes, 0 at the end of the stream."""
         assert self._payload is not None
         view = memory_of(self._payload)[self._filled :]
         count = self.sock.recv_into(view)
@@ -195,7 +200,8 @@ class Connection:
         return count
 
     def _next(self) -> Got | None:
-        """Return the next frame, or None if the frame is incomplete."""
+        """Remove and return the next frame, or None if the frame is incomplete. Raises BadFrame for wrong
+        sizes, a wrong MAC, or a long frame before the end of the handshake."""
         if self._header is None:
             if len(self._in) < f.HEADER.size:
                 return None
@@ -222,6 +228,7 @@ class Connection:
         return got
 
     def _begin_payload(self, body: int, payload: int) -> None:
+        """Allocate the payload buffer and move the bytes that were read behind the body into the buffer."""
         self._payload = self._buffer(payload)
         already = bytes(self._in[body : body + payload])
         self._filled = len(already)

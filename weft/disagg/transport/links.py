@@ -40,6 +40,8 @@ class Link:
     """One connection. This rank is the writer (the connecting end) or the receiver (the accepting end)."""
 
     def __init__(self, name: str, connection: Connection, writer: bool, until: float, host: str = "") -> None:
+        """``name``: key of the link in its transport. ``writer``: True at the connecting end. ``until``:
+        deadline of the handshake (monotonic seconds)."""
         self.name, self.connection, self.writer = name, connection, writer
         self.host = host
         """Address of the connecting end; "" if all peers are on this host."""

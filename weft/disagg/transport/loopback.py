@@ -63,6 +63,8 @@ class LoopbackNetwork:
     """All transports of one test. ``now``: any clock."""
 
     def __init__(self, now: Callable[[], float], seed: int = 0, faults: Faults = Faults()) -> None:
+        """``now``: the clock in seconds. ``seed``: makes the faults reproducible. ``faults``: probabilities
+        and delays."""
         self.now, self.faults = now, faults
         self.rng = random.Random(seed)
         self.transports: dict[str, LoopbackTransport] = {}

@@ -197,6 +197,8 @@ class Staged:
         return None
 
     def ready(self) -> list[Write]:
+        """Start copies of waiting writes into free slots. Return the writes whose copies have ended, now with
+        spans in the ring. A copy that cannot start is logged and reported by ``failed``."""
         if not self._sends:
             return []
         now = time.monotonic()
@@ -268,6 +270,8 @@ class Staged:
             memory.close()
 
     def _into(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Copy spans into the inbox and start the copy to ``region``. Return the digests, uint64 [n]. Blocks
+        while the inbox is full. Raises EngineDead for more bytes than the inbox holds."""
         size = int(spans[:, 2].sum())
         if size > self._inbox.nbytes:
             raise EngineDead(f"{size} bytes of KV cache in one write; the limit is {self._inbox.nbytes}")

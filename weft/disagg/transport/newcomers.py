@@ -28,8 +28,8 @@ class Newcomers:
         return sum(map(len, self._waiting.values()))
 
     def add(self, address: str, connection: str) -> str | None:
-        """Add ``connection``. Return the connection that must be closed to make room; None if there is
-        room."""
+        """Add ``connection`` of a peer at ``address``. Return the connection that must be closed to make
+        room; None if there is room. The returned connection is already forgotten here."""
         victim = None
         if len(self._waiting.get(address, ())) >= self._each:
             victim = self._oldest(address)

@@ -52,6 +52,8 @@ class ShmTransport(SocketTransport):
             os.unlink(self._path)
 
     def _listen(self) -> tuple[socket.socket, str]:
+        """Return a socket that listens at the path, private to this user, and the path. Raises ConfigError.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(self._path)
@@ -77,6 +79,8 @@ class ShmTransport(SocketTransport):
         link.connection.send(hello, fds=[region.fd for region in shared])
 
     def _met(self, link: Link, hello: f.Hello) -> None:
+        """As receiver, map the writer's regions read-only and close the descriptors; then finish the
+        handshake. Raises BadFrame for a wrong number of descriptors, EngineDead for memory without seals."""
         if not link.writer:
             # The mappings stay valid without the descriptors, so close all descriptors, on errors too.
             fds, link.connection.fds = link.connection.fds, []
@@ -91,6 +95,8 @@ class ShmTransport(SocketTransport):
         super()._met(link, hello)
 
     def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        """Return the writer's mapped regions as the source of a write. Raises BadFrame for an unknown region
+        or a span outside the region."""
         memory = list[torch.Tensor]()
         for part, spans in parts:
             if part.source >= len(link.regions):

@@ -69,6 +69,7 @@ class SocketTransport:
     """True if file descriptors come with a Hello."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
+        """Listen at once. ``rank``, ``incarnation``: of this process; peers must address both."""
         self.rank, self.incarnation = rank, incarnation
         self._listener, address = self._listen()
         self._listener.setblocking(False)
@@ -170,6 +171,8 @@ class SocketTransport:
             self._send(now)
 
     def _send(self, write: Write) -> None:
+        """Send a write, or queue the write until the handshake ends. A failure closes the link and ends the
+        write with an error; nothing is raised."""
         link = self._links.get(write.peer)
         try:
             link = link or self._dial(write.peer)
@@ -265,6 +268,8 @@ class SocketTransport:
     # ---- connections
 
     def _dial(self, peer: str) -> Link:
+        """Start a connection to ``peer`` and send the Hello. Return the link; the handshake is not complete.
+        Raises Unavailable for an unknown peer, OSError if connecting fails."""
         if peer not in self._peers:
             raise Unavailable("a write names a peer that was never connected")
         endpoint, _, deadline = self._peers[peer]
@@ -281,6 +286,8 @@ class SocketTransport:
         return link
 
     def _connect(self, link: Link, address: object) -> None:
+        """Start to connect without blocking. If the accept queue of a Unix socket is full, store the address
+        for ``_try_again``. Raises OSError."""
         sock, link.address = link.connection.sock, None
         try:
             sock.connect(address)  # type: ignore[arg-type]
@@ -291,6 +298,7 @@ class SocketTransport:
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
     def _try_again(self) -> None:
+        """Accept and connect again, after the pause that follows a failed attempt."""
         if self._again is None or self._again > time.monotonic():
             return
         self._again = None
@@ -303,6 +311,8 @@ class SocketTransport:
                 self._lost(link, error)
 
     def _accept(self) -> None:
+        """Accept one connection. Refuse a stranger or too many connections; close the oldest newcomer to make
+        room. Without free descriptors, log an error and pause. Raises nothing."""
         try:
             sock, address = self._listener.accept()
         except OSError as error:
@@ -337,6 +347,7 @@ class SocketTransport:
         return Connection(sock, self._buffers.give, self.takes_fds)
 
     def _serve(self, link: Link, mask: int) -> None:
+        """Send and receive on one link. Any error closes the link and is not raised."""
         try:
             if mask & selectors.EVENT_WRITE:
                 link.connection.flush()
@@ -351,6 +362,8 @@ class SocketTransport:
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
+        """Send queued bytes of a link. An error closes the link and is not raised; no effect on a closed
+        link."""
         if not self._lives(link):
             return
         try:
@@ -363,6 +376,7 @@ class SocketTransport:
         return self._links.get(link.name) is link
 
     def _watch(self, link: Link) -> None:
+        """Watch the socket for writing only while bytes are queued."""
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
         # A link that waits for another connect is not registered with the selector.
         if not self._lives(link) or link.address is not None:
@@ -398,6 +412,7 @@ class SocketTransport:
                 self._lost(link, Unavailable("a peer did not identify itself in time"))
 
     def _patience(self) -> float:
+        """Return the seconds until the next handshake deadline, attempt or staged copy; at most 3,600."""
         due = [link.until for link in self._links.values() if link.until is not None]
         due += [] if self._again is None else [self._again]
         staged = self._memory.patience()
@@ -407,6 +422,7 @@ class SocketTransport:
     # ---- frames
 
     def _got(self, link: Link, got: Got) -> None:
+        """Handle one frame by the state of the link. Raises BadFrame for a frame out of order."""
         match got.frame:
             case f.Hello() if not link.said_hello:
                 self._check_hello(link, got.frame)
@@ -440,6 +456,7 @@ class SocketTransport:
             self._send_write(link, link.waiting.pop(0))
 
     def _send_write(self, link: Link, write: Write) -> None:
+        """Send a write on an open link and record that an answer is due."""
         link.unanswered[write.key, write.number] = None
         parts = tuple(
             f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
@@ -449,6 +466,8 @@ class SocketTransport:
         self._flush(link)
 
     def _got_write(self, link: Link, frame: f.WriteFrame, got: Got) -> None:
+        """Check a received write and queue the event for ``poll``. Raises BadFrame for an unknown region or
+        spans outside the region."""
         parts = [(part, f.spans_of(part)) for part in frame.parts]
         spans = sum(len(each) for _, each in parts)
         for part, each in parts:

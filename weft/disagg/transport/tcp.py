@@ -40,6 +40,8 @@ class TcpTransport(SocketTransport):
         super().__init__(rank, incarnation)
 
     def _listen(self) -> tuple[socket.socket, str]:
+        """Return a listening socket with a port of the system's choice, and the address "host|port". Raises
+        ConfigError."""
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             sock = socket.create_server((self._host, 0), family=family, backlog=128)
@@ -60,6 +62,8 @@ class TcpTransport(SocketTransport):
         link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, link.nonce))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
+        """Derive the keys of the connection from both nonces. The writer sends the proof; the receiver sends
+        its Hello. Raises BadFrame without a nonce."""
         if len(hello.nonce) != NONCE_BYTES:
             raise f.BadFrame("a peer sent a hello without a nonce")
         if link.writer:
@@ -87,6 +91,8 @@ class TcpTransport(SocketTransport):
         return pieces
 
     def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        """Return the payload as the source of a write, with spans numbered from the start of the payload.
+        Raises BadFrame if payload and spans differ in length."""
         lengths = np.concatenate([spans[:, 2] for _, spans in parts]) if parts else np.empty(0, np.int64)
         size = 0 if got.payload is None else got.payload.numel()
         if int(lengths.sum()) != size:

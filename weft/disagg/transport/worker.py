@@ -178,6 +178,8 @@ class RankTransfer:
     # ---- on the thread
 
     def _run(self) -> None:
+        """Run turns until ``close``. An error disables the transfers of the rank for good: all present and
+        later transfers fail. Closes the transport."""
         try:
             while not self._done:
                 self.turn(_IDLE_S)
@@ -242,6 +244,7 @@ class RankTransfer:
             self._arrive(event)
 
     def _take_command(self, command: _Command) -> None:
+        """Carry out one command. Errors of one transfer are reported as its failure."""
         match command:
             case None:
                 self._done = True
@@ -274,6 +277,8 @@ class RankTransfer:
             self._report(key, Outcome.failed, _info(error))
 
     def _begin(self, began: Began) -> None:
+        """Connect to all ranks of the receiver and start the pushes. Raises RoomMessageError for invalid
+        blocks."""
         offer, bound = began.offer, began.bound
         blocks = began.blocks or (Blocks(first=0, ids=b""),) * len(self.dims.kinds)
         own = Side(self.dims, placed(blocks, self.dims, bound.start, began.num_cached, grows=True))
@@ -285,6 +290,8 @@ class RankTransfer:
         self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start)))
 
     def _expect(self, expecting: Expecting) -> None:
+        """Register the spans that will arrive. Raises RoomMessageError for invalid blocks or another layout.
+        """
         offer, bound = expecting.offer, expecting.bound
         # The sender plans with `bound.dims`, so both must agree on shares of rows.
         if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
@@ -324,6 +331,7 @@ class RankTransfer:
                 self._transport.write(action)
 
     def _arrive(self, event: a.Event) -> None:
+        """Carry out the actions for ``event``: copy and check bytes, answer writes, report outcomes."""
         for action in self.arrivals.on(event, self._clock()):
             match action:
                 case a.Copy(write):
@@ -335,6 +343,7 @@ class RankTransfer:
                     self._report(key, outcome, error)
 
     def _take(self, write: a.Incoming) -> ErrorInfo | None:
+        """Copy the bytes of a write and return None or the error. Any exception is logged and returned."""
         try:
             return self._transport.take(write)
         except Exception as error:

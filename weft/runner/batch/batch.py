@@ -166,7 +166,8 @@ class BatchBuilder:
         return replace(step, exchange=exchange)
 
     def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[RowColumns[Tensor], _Staged]:
-        """Return the columns of the rows, and the columns for logits and samples, on the device."""
+        """Upload all columns of ``plan`` in one copy. Return the row columns, and the columns for logits and
+        drafts, on the device. ``entries`` and ``merged`` are None if no row has drafts."""
         logits = logits_columns(plan)
         drafts = verify_columns(plan)
         rows, there, drafts_there = _upload(
@@ -182,8 +183,8 @@ class BatchBuilder:
     def _sampling(
         self, rows: RowColumns[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
     ) -> dict[str, Any]:
-        """Return the fields of ``StepRows``. ids, positions: int64 [T]; ids are read only if rows have
-        drafts."""
+        """Return the fields of ``StepRows``; ``verify`` is None if no row has drafts. starts: int64 [rows].
+        ids, positions: int64 [T]; ids are read only if rows have drafts."""
         verify = None
         if staged.entries is not None and staged.merged is not None:
             # [decode rows, most drafts]; -1 stays as padding
@@ -232,7 +233,9 @@ class BatchBuilder:
         shift: int = 0,
         live: Tensor | None = None,
     ) -> StepInput:
-        """Build the model input. ``live``: int64 [rows], replaces the live state copies of the slots."""
+        """Build the model input: prefill rows first, then decode rows. starts: int64 [rows].
+        ``logits_index``: merged rows with logits. ``shift``: see ``follow``. ``live``: int64 [rows], replaces
+        the live state copies of the slots."""
         slots = rows.slot
         # [T]: position and slot of each token
         positions = starts[rows.row] + rows.within
@@ -265,8 +268,9 @@ class BatchBuilder:
         return Batch(step=step, **rows)
 
     def stage_decode(self, plan: StepPlan, each: int, buffer: StagingBuffer) -> list[Tensor]:
-        """Upload the columns for ``decode_rows``: slots and, if rows are padded to ``each`` tokens, counts
-        and drafts."""
+        """Upload the columns for ``decode_rows`` through ``buffer`` and return them on the device. The
+        columns are the slots and, if ``each`` > 0 (rows padded to ``each`` tokens), counts, slot and padded
+        row of each real token, and drafts."""
         columns = [plan.decode.slot]
         if each:
             count = plan.decode.count
@@ -375,6 +379,11 @@ class BatchBuilder:
     def _segment(
         self, segment: Segment, begin: int, slots: Tensor, starts: Tensor, q_offsets: Tensor, live: Tensor
     ) -> SegmentInput:
+        """Build the device input of one segment.
+
+        ``begin``: merged row of the first token. slots, starts, live: int64 [rows]. q_offsets: int32 [rows +
+        1]. Block tables are cut behind the longest row.
+        """
         longest = int((segment.start + segment.count).max()) if segment.rows else 0
         return SegmentInput(
             begin=begin,

@@ -42,7 +42,7 @@ class MicroBatchedSteps:
         launcher: Launcher,
         ring: StagingRing,
     ) -> None:
-        """``ring``: two buffers for each step in flight."""
+        """``launcher``: runs the collectives of the model. ``ring``: two buffers for each step in flight."""
         self._model = model
         self._cache = cache
         self._backends = backends

@@ -29,6 +29,8 @@ class StagingBuffer:
     """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
+        """Allocate memory for ``capacity`` int64 numbers; pinned and with a copy on the device if the device
+        is a GPU."""
         self._device = device
         self._cuda = device.type == "cuda"
         self._allocate(capacity)
@@ -94,9 +96,11 @@ class StagingRing:
         self._timeout = timeout
 
     def acquire(self) -> StagingBuffer:
-        """Return a free buffer, after its last copy has ended. The caller calls ``begin``.
+        """Take a free buffer out of the ring, after the last copy of the buffer has ended. The caller calls
+        ``begin``, and later ``release``.
 
-        Raises EngineDead if more steps are in flight than the ring has buffers.
+        Raises EngineDead if more steps are in flight than the ring has buffers, or if the last copy does not
+        end within the time-out of the ring.
         """
         if not self._free:
             raise EngineDead("more steps in flight than staging buffers")

@@ -150,6 +150,8 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run ``run`` once uncaptured and capture ``run`` as a CUDA graph on a separate stream. Return the
+        replay."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -252,6 +254,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
+        """Capture every bucket with the spare slot, and log the time and the memory."""
         began = time.monotonic()
         before = _reserved(self._slots.device)
         # The largest graph comes first, so that the smaller graphs fit into its memory.
@@ -270,6 +273,9 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
+        """Return a function that computes a step of bucket ``key`` for the slots in ``_slots``. The function
+        writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the buffers
+        of this object, and calls ``hidden_sink``."""
         rows, each, context, micro_batches, padded, ends = key
         tokens = slice(rows * each)
         slots = self._slots[:rows]
@@ -322,8 +328,9 @@ class DecodeGraphs:
     def find(self, plan: StepPlan, draws: bool = False) -> Key | None:
         """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
 
-        Call exactly once per step: the call counts steps per bucket and resets ``uncaptured``. ``draws``:
-        True if ``end`` can draw all rows.
+        Call exactly once per step: the call counts steps per bucket and sets ``uncaptured``. ``draws``: True
+        if ``end`` can draw all rows. A bucket with padding or several tokens per row is returned from its
+        ``WORTH_CAPTURING``-th step on.
         """
         self.uncaptured = False
         rows = plan.decode
@@ -354,10 +361,11 @@ class DecodeGraphs:
         return key
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> Replayed:
-        """Run the step of ``plan`` as a replay, or capture the step, or launch op by op. Outputs stay valid
-        until the next call.
+        """Run the step of ``plan`` as a replay; else capture the step while running it; else launch op by op.
+        Sets ``uncaptured`` if the step was captured. Outputs stay valid until the next call.
 
-        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read.
+        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read. ``drawn``
+        of the result is None unless ``key.ends``.
         """
         rows = plan.decode.rows
         each = key.each
@@ -414,10 +422,7 @@ class DecodeGraphs:
 
     def _capture_now(self, key: Key) -> None:
         """Capture a step while computing the step. If capture is impossible, log once and capture nothing
-        from now on.
-
-        The step is computed in both cases.
-        """
+        from now on. The step is computed in both cases."""
         try:
             self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotCapture as error:

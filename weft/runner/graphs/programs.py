@@ -60,6 +60,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call the operator and return its result. Record calls with tensors. Set ``obstacle`` at the first
+        call with a tensor that also returns a value to the host."""
         given = kwargs or {}
         signature = _signature(func)
         arguments = list(args)
@@ -93,7 +95,8 @@ def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> 
 
 
 def _replay(program: Any, launcher: Launcher) -> None:
-    """Run a program with collectives, and report their times to ``launcher`` if the launcher records."""
+    """Run a program with collectives, and report their times to ``launcher`` if the launcher records. Raises
+    CommLost if a collective fails."""
     times = torch.ops.weft_cpu.ring_times.default
     if launcher.recording:
         times(True)
@@ -184,8 +187,8 @@ class _Builder:
         return code.program()
 
     def _results(self, call: _Call) -> list[int]:
-        """Return a register per new tensor; -1 for other results (an argument written in place, or no
-        tensor)."""
+        """Give each new tensor among the results a register. Return a register per result; -1 for other
+        results (an argument written in place, or no tensor)."""
         registers = []
         for result in call.results:
             new = isinstance(result, Tensor) and not any(result is value for value in call.arguments)
@@ -195,6 +198,8 @@ class _Builder:
         return registers
 
     def _reads(self, arguments: Sequence[Any]) -> list[int]:
+        """Return the registers of all tensors in ``arguments``, nested lists included. Tensors without a
+        register are constants."""
         found = []
         for value in arguments:
             if isinstance(value, list | tuple):
@@ -204,6 +209,8 @@ class _Builder:
         return found
 
     def _argument(self, call: _Call, kind: str, value: Any) -> None:
+        """Append the code of one argument to ``_code``. ``kind``: type of the argument in the schema of the
+        operator. Raises CannotCapture for an unsupported type."""
         code = self._code
         numbers = self._code.numbers
         if value is None:
@@ -230,6 +237,7 @@ class _Builder:
             self._thing(call, value)
 
     def _list(self, call: _Call, kind: str, value: Sequence[Any]) -> None:
+        """Append the code of a list of tensors or of integers. Raises CannotCapture for other lists."""
         code = self._code
         if "Tensor" in kind:
             code.numbers += (code.TENSORS, int("Optional[Tensor]" in kind), len(value))

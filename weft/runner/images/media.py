@@ -101,8 +101,8 @@ class MediaStore:
         return self._pool
 
     def apply(self, ops: Iterable[Op]) -> float:
-        """Apply the image updates of a plan. Return the seconds for encoding (on a GPU: the seconds to
-        launch).
+        """Apply the image updates of a plan: encode, move, bind, exchange and send embeddings. Images bound
+        by the last plan are forgotten. Return the seconds for encoding (on a GPU: the seconds to launch).
 
         Raises EngineDead for an invalid update.
         """
@@ -184,6 +184,8 @@ class MediaStore:
     # ----
 
     def _host_pool(self, limits: MediaLimits | None, dtype: torch.dtype) -> Tensor:
+        """Return the pool of embeddings on the host, pinned if the device is a GPU. Without host blocks only
+        the null block exists."""
         levels, _, rows, width = (1, 1, 1, 0) if limits is None else pool_shape(limits)
         blocks = 0 if limits is None else limits.host_blocks
         shape = (levels, 1 + blocks, rows, width)
@@ -197,6 +199,8 @@ class MediaStore:
         self.write(op.blocks, op.count, self._tower.embed(self.image(op)))
 
     def _move(self, op: MoveMedia) -> None:
+        """Copy an embedding between device and host, block by block: to the device if ``op.up``. On a GPU the
+        copies may still run on return. Raises EngineDead for invalid blocks."""
         near = self._checked(op.blocks, self._pool.shape[1])
         far = self._checked(op.host, self._host.shape[1])
         if len(near) != len(far):

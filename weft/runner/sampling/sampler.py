@@ -127,8 +127,8 @@ class Sampler:
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, processed: bool = False
     ) -> None:
-        """``processed``: return logprobs of sampled tokens after steps 1 to 6 of the sampling rule instead of
-        before."""
+        """``num_slots``: slots with parameters. ``processed``: return logprobs of sampled tokens after steps
+        1 to 6 of the sampling rule instead of before."""
         self._vocab = vocab_size
         self._processed = processed
         self._device = torch.device(device)
@@ -188,6 +188,7 @@ class Sampler:
     def _draw_all(
         self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
     ) -> tuple[Tensor, Tensor]:
+        """Draw all entries: (tokens int64 [S], error bool [S]). Tokens of entries with an error are 0."""
         entries = len(rows.slot_host)
         classes = self._classes_of(rows, masks)
         if (classes == GREEDY).all() and direct.serves(logits):
@@ -285,8 +286,8 @@ class Sampler:
     def _changed(
         self, logits: Tensor, rows: _Rows, kind: int, fast: bool, history: Tensor, num_prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Apply steps 1 to 3: (x [R, V], error bool [R]). The error covers values that steps 1 to 3 may
-        hide."""
+        """Apply steps 1 to 3: (x [R, V], error bool [R]). The error covers values that steps 1 to 3 may hide.
+        The logits are not written."""
         x, error = self._changeable(logits, rows, kind, fast)
         if kind & LISTS:
             self._apply_lists(x, rows, history, num_prompt)
@@ -343,6 +344,7 @@ class Sampler:
         )
 
     def _apply_penalties(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        """Apply repetition, frequency and presence penalties to ``x`` [R, V] in place."""
         longest = history.shape[1]
         # [R, longest]: on a CPU only up to the last position; elsewhere reading that position would wait for
         # the device
@@ -356,6 +358,8 @@ class Sampler:
         ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
 
     def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        """Apply allowed ids, banned ids, stop ids, bad words and biases of the rows to ``x`` [R, V] in place.
+        Stop ids are banned until a row has ``min_tokens``."""
         # Collect (row, id) pairs over all rows, then change x with one call per effect.
         lists = [self.slots.lists[slot] for slot in rows.slot_host]
         entries = [(row, of) for row, of in enumerate(lists) if of is not None]
@@ -393,6 +397,7 @@ class Sampler:
         num_prompt: Tensor,
         masks: TokenMasks,
     ) -> LogprobTensors | None:
+        """Return logprobs of the sampled tokens of the entries that want logprobs; None if no entry does."""
         asked = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
         entries = np.flatnonzero(asked >= 0)
         if not len(entries):
@@ -438,6 +443,8 @@ class Sampler:
         return *ops.logprobs_of(x, tokens, top), ops.broken(x)
 
     def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
+        """Return logprobs of prompt tokens under the logits of the preceding positions; None without such
+        rows."""
         count = len(rows.prompt_slot_host)
         if not count:
             return None
@@ -450,6 +457,8 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, asked: np.ndarray
     ) -> LogprobTensors:
+        """Return logprobs of ``tokens`` under the unchanged logits, with ``max(asked)`` alternatives per
+        entry, in chunks. ``asked``: int [entries], number of alternatives; entries with fewer get padding."""
         top = int(asked.max())
         parts = []
         for begin in range(0, len(entries), self._chunk()):

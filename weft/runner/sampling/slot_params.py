@@ -45,7 +45,8 @@ class SlotParams:
         self.lists: list[Lists | None] = [None] * num_slots
 
     def alloc(self, op: AllocSlot) -> None:
-        """Store the parameters of a new sequence. Raises EngineDead if the slot is in use."""
+        """Store the parameters of a new sequence, its lists and its class. Raises EngineDead if the slot is
+        in use."""
         if self._taken[op.slot]:
             raise EngineDead(f"sampler: slot {op.slot} is given to a sequence before the last one was freed")
         params = op.params
@@ -72,6 +73,8 @@ class SlotParams:
         self.lists = [None] * len(self.lists)
 
     def _class(self, params: TokenParams, top_k: int, lists: Lists | None) -> int:
+        """Return the class of a row: bits for the steps of the sampling rule that the parameters need, and
+        the width of top-k. ``GREEDY`` excludes all filters."""
         kind = 0 if lists is None else LISTS
         if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
             kind |= PENALTY

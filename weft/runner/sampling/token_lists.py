@@ -67,6 +67,8 @@ def pairs_of(lists: list[tuple[int, np.ndarray]], device: torch.device) -> tuple
 
 
 def _words(words: list[tuple[int, ...]], device: torch.device) -> Words:
+    """Return bad words as device columns: prefixes int32 [words, longest prefix], right-aligned; lengths of
+    the prefixes and last ids, int64 [words]."""
     lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
     prefixes = np.full((len(words), int(lengths.max())), -1, dtype=np.int32)
     for row, word in enumerate(words):
