@@ -25,7 +25,7 @@ def test_heads_write_profiles_when_they_are_asked(checkpoint: str, start: Any, t
         base_url=base, headers={"authorization": "Bearer admin"}, timeout=deadline(60)
     ) as client:
         asked = client.post("/admin/profile", json={"seconds": 60})
-        assert (asked.status_code, asked.json()) == (200, {"status": "asked 1 heads"})
+        assert (asked.status_code, asked.json()) == (200, {"status": "requested from 1 engines"})
         model = client.get("/v1/models").json()["data"][0]["id"]
         body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True}
         assert client.post("/v1/completions", json=body).status_code == 200

@@ -208,7 +208,7 @@ def test_room_for_embeddings_follows_from_model_and_settings(models: SeeingModel
     assert (held.blocks, held.host_blocks, held.pool_bytes) == (1, 2, 2 * 73728)
     with pytest.raises(ConfigError, match=r"--mm-cache-bytes 73727 does not hold .* at least 72K,"):
         config_of(folder, mm_cache_bytes="73727")
-    with pytest.raises(ConfigError, match=r"--mm-host-cache-bytes 73727 holds no .* at least 72K,"):
+    with pytest.raises(ConfigError, match=r"--mm-host-cache-bytes 73727 is too small .* at least 72K,"):
         config_of(folder, mm_host_cache_bytes="73727")
     assert config_of(folder, language_model_only=True).kv.media is None
     kimi = config_of(models.folder("kimi-k25")).kv.media

@@ -279,8 +279,10 @@ def test_the_pointer_and_the_keyboard_show_values_with_their_time(server: Any, b
     move = {"type": "mouseMoved", "y": box[1] + 40}
     browser.send("Input.dispatchMouseEvent", x=box[0] + box[2] - 10, **move)
     browser.wait(f"!{tip}.hidden")
-    assert re.fullmatch(shown, browser.evaluate(f"{tip}.innerText"))
-    left, right = browser.evaluate(f"(({{left, right}}) => [left, right])({tip}.getBoundingClientRect())")
+    text, left, right = browser.evaluate(
+        f"((tip, box) => [tip.innerText, box.left, box.right])({tip}, {tip}.getBoundingClientRect())"
+    )
+    assert re.fullmatch(shown, text)
     assert box[0] - 1 <= left < right <= box[0] + box[2] + 1, "the values stay within the chart"
     browser.send("Input.dispatchMouseEvent", x=5, y=5, type="mouseMoved")
     browser.wait(f"{tip}.hidden")

@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_in_one_line(
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert "(not a directory): set WEFT_OPS_CACHE to a folder that this user may write" in told
+    assert "(not a directory): set WEFT_OPS_CACHE to a folder with write permission" in told
 
 
 def test_without_a_build_one_line_says_what_it_costs(

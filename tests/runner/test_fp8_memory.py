@@ -70,6 +70,6 @@ def test_what_has_no_lines_stays_as_it_is() -> None:
     assert with_cache_dtype(mixed, FP8).caches[1] == state
     assert with_cache_dtype(mixed, FP8).caches[0].fp8
     alone = msgspec.structs.replace(mixed, caches=(state,))
-    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: LlamaForCausalLM has no cache"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: LlamaForCausalLM has no KV cache in 8 bits"):
         with_cache_dtype(alone, FP8)
     assert with_cache_dtype(alone, CacheSection()) == alone

@@ -284,7 +284,7 @@ async function poll() {
     const since = points.length ? points[points.length - 1].second : 0;
     const answer = await api("/metrics/history?since=" + since, { cache: "no-store" });
     $("key-form").hidden = answer.status !== 401;
-    if (answer.status === 401) return show(key ? "the key is wrong" : "an API key is needed", false);
+    if (answer.status === 401) return show(key ? "the key is wrong" : "the server needs an API key", false);
     if (!answer.ok) return show("the server answers " + answer.status, false);
     const found = await answer.json();
     take(found);
@@ -631,7 +631,7 @@ async function attach(files) {
   complain("");
   if (!model) await describe();
   for (const file of files) {
-    if (!seesImages) return complain(`${model || "This model"} takes no images.`);
+    if (!seesImages) return complain(`${model || "This model"} does not accept images.`);
     if (!file.type.startsWith("image/")) return complain(`${file.name} is not an image.`);
     const size = (file.size / (1 << 20)).toFixed(1);
     if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} has ${size} MiB. An image can have at most 4 MiB.`);

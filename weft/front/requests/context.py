@@ -88,6 +88,12 @@ TRIM_AFTER = 3.0
 """Seconds between a large body and the trim of the heap."""
 
 
+def _rate_limits(section: FrontSection) -> RateLimits | None:
+    """Return the share of one API server in the rate limits, rounded up; None without limits."""
+    limits = (section.rate_limit_requests, section.rate_limit_tokens)
+    return RateLimits(*(-(-limit // section.fronts) for limit in limits)) if any(limits) else None
+
+
 class Front:
     """All objects with the lifetime of the process. Used from one event loop."""
 
@@ -106,8 +112,10 @@ class Front:
         self.names = config.served_names
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
-        name = "front" if siblings is None else f"front {siblings.name}"
-        self._spans = open_writer(config.runner.trace_requests, name)
+        self._siblings = siblings
+        self._spans = open_writer(
+            config.runner.trace_requests, f"front {siblings.name}" if siblings else "front"
+        )
         self.links = Links(
             owner,
             Patience(
@@ -123,7 +131,6 @@ class Front:
             spans=self._spans,
         )
         self.metrics = Metrics(self.names[0], self.links)
-        self._siblings = siblings
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self.lifecycle = Lifecycle(each * len(self.links.instances))
         self.bodies = Bodies(section.max_request_bytes)
@@ -138,13 +145,11 @@ class Front:
         self._sampling: asyncio.Task[None] | None = None
         self._keys_share = len(section.api_key) > 1
         self.media = MediaService(config.media, apart=self._keys_share)
-        limits = (section.rate_limit_requests, section.rate_limit_tokens)
-        each_front = [-(-limit // section.fronts) for limit in limits]
         self.access = AccessControl(
             section.api_key,
             section.admin_key,
             section.allowed_origins,
-            RateLimits(*each_front) if any(limits) else None,
+            _rate_limits(section),
             time.monotonic,
             open_metrics=section.open_metrics,
         )
