@@ -70,9 +70,7 @@ def head_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def decode_bytes(spec: ModelSpec, dtype: str, rows: int, context: int) -> int:
-    """Return the bytes that one step of ``rows`` tokens must read: weights without the input embedding, keys,
-    values.
-    """
+    """Return the bytes that one step of ``rows`` tokens reads: weights, keys and values."""
     weights = weight_bytes(spec, dtype) - (0 if spec.tied else head_bytes(spec, dtype))
     kv = sum(
         len(cache.layers) * 2 * cache.kv_heads * cache.head_dim * min(context, cache.window or context)
@@ -111,9 +109,7 @@ def timed(run: Callable[[], object], rounds: int) -> float:
 
 
 def ceilings(rounds: int) -> dict[str, Any]:
-    """Return the limits of this GPU: bytes per second of a copy (read and written), operations per second of
-    a product.
-    """
+    """Return the limits of this GPU: bytes per second of a copy, operations per second of a product."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     copy = timed(partial(torch.empty_like(source).copy_, source), rounds)
     del source
@@ -286,9 +282,7 @@ def bench_weft(folder: Path, machine: dict[str, Any], args: argparse.Namespace, 
 
 
 def bench_transformers(folder: Path, rounds: int, tick: Any, device: str = "cuda") -> dict[str, Any]:
-    """Run the same workloads through ``generate`` of transformers, as one static batch. Return the
-    results.
-    """
+    """Return the results of the same workloads by ``generate`` of transformers, as one static batch."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def click(browser: Browser, element: str) -> None:
     )
     for kind in ("mousePressed", "mouseReleased"):
         browser.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+
+def point_until(browser: Browser, point: Callable[[], object], expression: str) -> None:
+    """Repeat ``point`` until the expression is true. The page may move its parts before the pointer acts."""
+    for _ in range(10):
+        point()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            if browser.evaluate(expression):
+                return
+            time.sleep(0.05)
+    raise AssertionError(f"never true: {expression}")
 
 
 def log(browser: Browser) -> str:
@@ -274,16 +287,19 @@ def test_the_pointer_and_the_keyboard_show_values_with_their_time(server: Any, b
     browser.wait("points.length > 3")
     shown = r"\d\d:\d\d:\d\d\s*output [\d.,]+ tokens/s\s*prompts [\d.,]+ tokens/s"
     tip = "document.querySelector('#tokens + .tip')"
-    browser.evaluate("document.getElementById('tokens').scrollIntoView()")
-    box = browser.evaluate("(({x, y, width}) => [x, y, width])($('tokens').getBoundingClientRect())")
-    move = {"type": "mouseMoved", "y": box[1] + 40}
-    browser.send("Input.dispatchMouseEvent", x=box[0] + box[2] - 10, **move)
-    browser.wait(f"!{tip}.hidden")
-    text, left, right = browser.evaluate(
-        f"((tip, box) => [tip.innerText, box.left, box.right])({tip}, {tip}.getBoundingClientRect())"
+    place = "(({x, y, width}) => [x, y, width])($('tokens').getBoundingClientRect())"
+
+    def move() -> None:
+        x, y, width = browser.evaluate(f"document.getElementById('tokens').scrollIntoView() || {place}")
+        browser.send("Input.dispatchMouseEvent", x=5, y=5, type="mouseMoved")
+        browser.send("Input.dispatchMouseEvent", x=x + width - 10, y=y + 40, type="mouseMoved")
+
+    point_until(browser, move, f"!{tip}.hidden")
+    (x, _, width), text, left, right = browser.evaluate(
+        f"((tip, box) => [{place}, tip.innerText, box.left, box.right])({tip}, {tip}.getBoundingClientRect())"
     )
     assert re.fullmatch(shown, text)
-    assert box[0] - 1 <= left < right <= box[0] + box[2] + 1, "the values stay within the chart"
+    assert x - 1 <= left < right <= x + width + 1, "the values stay within the chart"
     browser.send("Input.dispatchMouseEvent", x=5, y=5, type="mouseMoved")
     browser.wait(f"{tip}.hidden")
     browser.evaluate("$('tokens').focus()")
@@ -410,13 +426,11 @@ def test_a_reply_shows_its_speed_and_can_be_copied(server: Any, browser: Browser
     button = "document.querySelector('#log .stats button')"
     clipboard = "Object.defineProperty(navigator, 'clipboard', {value: %s, configurable: true})"
     browser.evaluate(clipboard % "{writeText: async (text) => (window.copied = text)}")
-    click(browser, button)
-    browser.wait(f"{button}.textContent === 'Copied'")
+    point_until(browser, lambda: click(browser, button), f"{button}.textContent === 'Copied'")
     assert browser.evaluate("window.copied").startswith("word word word")
     browser.evaluate(clipboard % "undefined")  # as on a page without HTTPS
     browser.evaluate(f"{button}.textContent = 'Copy'")
-    click(browser, button)
-    browser.wait(f"{button}.textContent === 'Copied'")
+    point_until(browser, lambda: click(browser, button), f"{button}.textContent === 'Copied'")
     assert browser.evaluate("document.querySelector('body > textarea') === null")
 
 

@@ -47,10 +47,9 @@ def commit(
 ) -> list[TokenEvent]:
     """Apply the result of the oldest plan in flight and return the client events in plan order.
 
-    Tokens are appended and lengths advance. Complete sequences end. Slots and blocks pending on the step are
-    free. Counters are updated. ``policy`` receives the numbers of verified and accepted drafts. Raises
-    EngineDead when ``plan`` is not the oldest plan in flight, or when ``result`` has another step or other
-    rows than ``plan``.
+    Complete sequences end; slots and blocks pending on the step are free. ``policy`` receives the numbers of
+    verified and accepted drafts. Raises EngineDead if ``plan`` is not the oldest plan in flight, or if
+    ``result`` has another step or other rows.
     """
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
@@ -77,7 +76,7 @@ def commit(
         for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
             event = _commit_row(state, row, result)
             told += [(number, event)] if event is not None else []
-    # Only after the commit: the proposed drafts continue the tokens just taken by the matchers.
+    # Only now: the proposed drafts continue the tokens just taken by the matchers.
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
     state.counts.constrained_steps += plan.constrained
@@ -110,8 +109,7 @@ def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
 def _count_drafts(
     state: SchedulerState, decode: Segment, alive: np.ndarray, result: StepResult, policy: DraftPolicy
 ) -> None:
-    """Count verified and accepted drafts of the rows ``alive`` by position in the row, and notify
-    ``policy``."""
+    """Count verified and accepted drafts of the rows ``alive`` by position, and notify ``policy``."""
     rows = np.flatnonzero(alive & (decode.count > 1))
     if not len(rows):
         return
@@ -277,8 +275,7 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
-    """Commit one row: append tokens, advance lengths, end the sequence if complete or failed. Return the
-    event, or None without news."""
+    """Commit one row; end the sequence if complete or failed. Return the event, or None without news."""
     sequence = row.sequence
     tokens = row.tokens
     error = row.error

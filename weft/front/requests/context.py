@@ -113,9 +113,8 @@ class Front:
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
         self._siblings = siblings
-        self._spans = open_writer(
-            config.runner.trace_requests, f"front {siblings.name}" if siblings else "front"
-        )
+        name = "front" if siblings is None else f"front {siblings.name}"
+        self._spans = open_writer(config.runner.trace_requests, name)
         self.links = Links(
             owner,
             Patience(
@@ -156,8 +155,7 @@ class Front:
         self.retry_after = RetryAfter()
         self.running: dict[str, Generation] = {}
         """Requests in the engine, by answer id."""
-        self.drain: Callable[[], None] = lambda: None
-        """Drains and ends the server. Set by the owner of this object."""
+        self.drain: Callable[[], None] = lambda: None  # drains and ends the server; set by the owner
         self.ids = IdMint()
         self.seeds = SeedMint(config.model.seed)
 
