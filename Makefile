@@ -55,6 +55,7 @@ ops: $(RUNTIME)  ## compile the C++ operations for this CPU, unless they are com
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/prose.py
 
 types: setup
 	$(BIN)/mypy

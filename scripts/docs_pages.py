@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # mkdocs loads the hook by path: the packages of the checkout are not on it
+sys.path.insert(0, str(ROOT))  # mkdocs loads the hook by path, without the packages of the checkout
 
 from weft.common import env, errors  # noqa: E402
 from weft.config import flags  # noqa: E402
@@ -80,7 +80,7 @@ def metric_list() -> str:
         code = f"<code>{name.replace('_', '_<wbr>')}</code>"
         row = f"| {code} | {_text(help_texts[plain])} | {kind}: {labels.replace(',', ', ')} |"
         rows.append((places[plain], row))
-    # In the order of the source: there a metric follows the metric that its help text refers to.
+    # In the order of the source, where related metrics follow each other.
     head = ["| metric | meaning | type and labels |", "|---|---|---|"]
     return "\n".join([*head, *(row for _, row in sorted(rows))])
 
@@ -297,7 +297,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the Markdown of a page for the site. Results and logs of changes stay out of the search."""
     where = page.file.src_uri
     if where == HOME:
-        page.meta["hide"] = ["navigation"]  # its part of the navigation has this page alone
+        page.meta["hide"] = ["navigation"]  # the part of the navigation has one page
     if where.startswith(OUTSIDE):
         page.meta["search"] = {"exclude": True}
     return site_text(markdown, where)

@@ -34,6 +34,9 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
+        """Load the model and start the engine's thread; blocks meanwhile. ``model``: a folder, a hub name
+        or the name of a bundled model. ``config``: see ``LLM``. Raises ConfigError for an invalid
+        setting."""
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
@@ -89,7 +92,8 @@ class AsyncLLM:
             self._end(request)
 
     async def abort(self, request_id: str) -> bool:
-        """Cancel a running request: its iterator yields a last output with finish_reason "abort".
+        """Cancel a running request: its iterator yields a last output with finish_reason "abort" for each
+        choice that has not ended. Return True then.
 
         Return False if no such request runs.
         """
@@ -105,7 +109,8 @@ class AsyncLLM:
         return True
 
     async def stats(self) -> HeadStats:
-        """Return the engine's counters. Raise EngineDead."""
+        """Return the engine's counters, as of the next round of the engine. Raise EngineDead, also after
+        ``shutdown`` or without progress of the engine."""
         answers: asyncio.Queue[HeadStats] = asyncio.Queue()
         if not self._thread.stats(_on_loop(answers.put_nowait)):
             raise _dead(self._thread.death)
@@ -129,7 +134,8 @@ class AsyncLLM:
     async def _prepare(
         self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
     ) -> Request:
-        """Make the request in a thread. If the caller is cancelled meanwhile, release the request."""
+        """Make the request in a thread and return the request. If the caller is cancelled meanwhile,
+        release the request. Raise InvalidRequest or ContextLength."""
         # A thread cannot be cancelled. The shield lets the thread finish, so that the request can be
         # released.
         making = asyncio.ensure_future(
@@ -146,7 +152,8 @@ class AsyncLLM:
     async def _wait(self, queue: asyncio.Queue[T]) -> T:
         """Return the next item of ``queue``.
 
-        Raise EngineDead if the engine thread makes no round for ``--engine-timeout``.
+        Raise EngineDead if the engine thread makes no round for ``--engine-timeout``. The engine is then
+        declared dead for all callers.
         """
         while True:
             rounds = self._thread.rounds
@@ -163,7 +170,8 @@ class AsyncLLM:
     def _make(
         self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
     ) -> Request:
-        """Make the request, in a worker thread. Raise InvalidRequest or ContextLength."""
+        """Return the request for a prompt, in a worker thread. Raise InvalidRequest, also for an unknown
+        option beside ``messages``, or ContextLength."""
         if isinstance(prompt, dict) and "messages" in prompt:
             options = dict(prompt)
             messages = options.pop("messages")
@@ -177,7 +185,9 @@ class AsyncLLM:
     async def _stream(
         self, request: Request, events: asyncio.Queue[TokenEvent]
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs until the request has ended. Events that arrive together make one output."""
+        """Yield outputs until the request has ended. Events that arrive together make one output. A choice
+        that ends early, at a stop string, is finished in the engine. Raise InvalidRequest, Overloaded or
+        EngineDead for an error of the whole request."""
         choices = {choice.sequence: choice for choice in request.choices}
         while not request.finished:
             news = False
@@ -196,7 +206,8 @@ class AsyncLLM:
                 yield request.output()
 
     def _end(self, request: Request) -> None:
-        """Cancel the open sequences of a request and release its ids."""
+        """Remove the request: cancel its open sequences and release its ids. ``abort`` no longer finds the
+        request."""
         self._requests.pop(request.request_id, None)
         open_ones = [choice.sequence for choice in request.choices if not choice.finished]
         if open_ones:
@@ -220,7 +231,7 @@ def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
 
 
 def _raise_whole(error: ErrorInfo) -> None:
-    """Raise the exception for an error of the whole request.
+    """Raise InvalidRequest, EngineDead or Overloaded for an error of the whole request.
 
     Return for an error of one sequence's computation.
     """

@@ -33,6 +33,7 @@ class EngineThread:
     """
 
     def __init__(self, core: EngineCore | Replicas) -> None:
+        """Start the thread, which owns ``core`` from now on."""
         self._core = core
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
@@ -57,32 +58,37 @@ class EngineThread:
         return self._rounds
 
     def give_up(self, message: str) -> None:
-        """Declare a hung engine dead. Later calls are refused."""
+        """Declare a hung engine dead. Later calls are refused; running sequences get their terminal event
+        only if the thread goes on. No effect on a dead engine."""
         with self._lock:
             if self._death is None:
                 self._death = EngineDead(message).info()
 
     def submit(self, submits: Sequence[Submit], sink: Sink) -> None:
-        """Start the sequences of one request. Send one terminal event per sequence to ``sink``, unless
-        ``finish`` is called.
+        """Start the sequences of one request. Send their events to ``sink``, the last of each sequence
+        terminal, unless ``finish`` is called.
 
-        A refusal (for example, queue full) is a terminal event too.
+        A refusal (queue full, or a dead engine) is a terminal event too; nothing is raised. If the engine
+        is dead, ``sink`` is called in the caller's thread.
         """
         if not self._post(lambda: self._submit(submits, sink)):
             self._refuse(submits, sink)
 
     def finish(self, sequences: Sequence[int]) -> None:
-        """End sequences in any state; ignore unknown ids. Their sinks get no more events."""
+        """End sequences in any state; ignore unknown ids. Their sinks get no more events once the thread
+        has taken the command."""
         self._post(lambda: self._finish(sequences))
 
     def stats(self, sink: Callable[[HeadStats], None]) -> bool:
-        """Send the engine's counters to ``sink``. Return False if the engine is dead."""
+        """Request the engine's counters; the thread passes them to ``sink`` later. Return False, without a
+        call of ``sink``, if the engine is dead."""
         return self._post(lambda: sink(self._core.stats()))
 
     def stop(self, timeout: float = 30.0) -> None:
         """End the thread and close the engine.
 
-        Running sequences get EngineDead. Block for ``timeout`` seconds at most.
+        Running sequences get EngineDead. Block for ``timeout`` seconds at most; a thread that still runs
+        then is left alone. Idempotent.
         """
         with self._lock:
             self._commands.put(None)
@@ -97,7 +103,8 @@ class EngineThread:
             return True
 
     def _run(self) -> None:
-        """Run the engine loop, in the thread, until a stop or a failure; then end all sequences."""
+        """Run the engine loop, in the thread, until a stop or a failure; then end all sequences and close
+        the engine. Failures are logged, not raised."""
         error = EngineDead("the engine was shut down")
         try:
             while self._obey():
@@ -159,7 +166,8 @@ class EngineThread:
             log.error("a command after the engine's end failed: %s", error)
 
     def _submit(self, submits: Sequence[Submit], sink: Sink) -> None:
-        """Submit the sequences of a request, in the thread. End all of them if one is refused."""
+        """Submit the sequences of a request, in the thread. If the engine refuses a sequence, end all
+        sequences of the request with the error."""
         if self._death is not None:
             self._refuse(submits, sink)
             return

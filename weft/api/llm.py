@@ -77,6 +77,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
+        """Load the model and start the engine; blocks meanwhile. For ``config`` and errors, see the class."""
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
@@ -228,9 +229,11 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int],
     ) -> list[Request]:
-        """Make one request per prompt with ``make``, run all requests to completion and return the requests.
+        """Make one request per prompt with ``make``, run all requests to completion and return the
+        requests. All ids are released at the return.
 
-        ``what`` names a prompt in error messages. Raise InvalidRequest before any computation.
+        ``what`` names a prompt in error messages. Raise InvalidRequest or ContextLength before any
+        computation, and the errors of ``_drive``.
         """
         params = _spread(sampling_params, len(prompts))
         grammars = _spread_grammars(grammar, len(prompts))
@@ -258,7 +261,8 @@ class LLM:
     def _drive(self, requests: list[Request], use_tqdm: bool) -> None:
         """Run the engine until every request has ended. On any error, remove all requests from the engine.
 
-        Raise EngineDead if the engine fails; later calls then raise EngineDead at once.
+        Raise EngineDead if the engine fails or was shut down; later calls then raise EngineDead at once.
+        InvalidRequest and Overloaded refuse the call and leave the engine usable.
         """
         if self._core is None:
             raise EngineDead("this LLM was shut down")
@@ -284,7 +288,8 @@ class LLM:
                 self._clear(run)
 
     def _clear(self, run: _Run) -> None:
-        """Remove the requests of ``run`` from the engine. Mark the engine as dead if the removal fails."""
+        """Remove the requests of ``run`` from the engine. Log a failure and mark the engine as dead;
+        nothing is raised."""
         try:
             run.clear()
         except WeftError as error:
@@ -299,6 +304,8 @@ class _Run:
     """The requests of one call, and the loop that runs the engine for the call."""
 
     def __init__(self, core: EngineCore | Replicas, requests: list[Request], bar: Any) -> None:
+        """``requests``: requests of one call, still to be submitted. ``bar``: progress bar, advanced by one
+        per ended request."""
         self._core = core
         self._bar = bar
         # All sequences of a call count as one client request. So the prompts need no fairness among each
@@ -313,7 +320,9 @@ class _Run:
         self._tokens = 0
 
     def drive(self) -> None:
-        """Step the engine until every sequence has ended. Raise EngineDead if the engine loses a sequence."""
+        """Submit and step the engine until every sequence has ended. Events fill the choices of the
+        requests. Raise EngineDead if the engine loses a sequence, Overloaded if the queue has no room for
+        the call, and InvalidRequest if the engine refuses a request."""
         while self._waiting or self._live:
             self._submit()
             for event in (*self._core.hear(), *self._core.step()):
@@ -334,7 +343,7 @@ class _Run:
             self._core.step()
 
     def _submit(self) -> None:
-        """Submit sequences until the engine's queue is full.
+        """Submit sequences in order until the engine's queue is full.
 
         Raise Overloaded if the queue is full and the engine has no sequence of the call.
         """
@@ -352,7 +361,8 @@ class _Run:
                 self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        """Apply an event to its choice.
+        """Apply an event to its choice. A sequence that ends is no longer live; an ended request advances
+        the progress bar.
 
         Raise the error of an invalid request. Ignore events of ended sequences.
         """

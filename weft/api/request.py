@@ -39,6 +39,8 @@ class Request:
         submits: list[Submit],
         choices: list[Choice],
     ) -> None:
+        """``prompt``: text; None for a prompt of token ids. ``ids``: token ids of the prompt. ``submits``,
+        ``choices``: one per choice."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_ids = ids
@@ -46,9 +48,9 @@ class Request:
         self.choices = choices
 
     def prioritise(self, priority: int) -> None:
-        """Set the priority, before the request is submitted.
+        """Set the priority in ``submits``, before the request is submitted.
 
-        A smaller priority runs first. Raise InvalidRequest.
+        A smaller priority runs first. Raise InvalidRequest for anything except an integer of 64 bits.
         """
         if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
             raise InvalidRequest(
@@ -66,7 +68,8 @@ class Request:
         return all(choice.finished for choice in self.choices)
 
     def embedding(self, normalize: bool) -> EmbeddingOutput:
-        """Return the output of an ended embedding request. ``normalize``: scale the vector to length 1."""
+        """Return the output of an ended embedding request. ``normalize``: scale the vector to length 1. A
+        failed request gives an empty vector and ``error``."""
         choice = self.choices[0]
         raw = np.frombuffer(choice.embedding, "<f4").astype(np.float32)
         return EmbeddingOutput(
@@ -79,7 +82,7 @@ class Request:
         )
 
     def output(self) -> RequestOutput:
-        """Return the accumulated output."""
+        """Return the accumulated output, with copied lists. May be called while the request runs."""
         first = self.choices[0]
         logprobs: list[PositionLogprobs | None] | None = None
         wanted = self.submits[0].params.prompt_logprobs >= 0
@@ -127,9 +130,11 @@ class RequestMaker:
         request_id: str | None = None,
         grammar: Grammar | None = None,
     ) -> Request:
-        """Return the request for a prompt in any form.
+        """Return the request for a prompt in any form: a string, ``{"prompt": ...}``, or
+        ``{"prompt_token_ids": [...]}`` with or without ``media``. Takes ids until ``release``.
 
-        Raise InvalidRequest or ContextLength; no id is taken then.
+        ``seed``: used if ``params`` has no seed. Raise InvalidRequest or ContextLength; no id is taken
+        then.
         """
         text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
@@ -147,9 +152,10 @@ class RequestMaker:
         grammar: Grammar | None = None,
         **options: Any,
     ) -> Request:
-        """Return the request for a conversation. ``options``: keywords of ``ChatFormat.encode``.
+        """Return the request for a conversation. ``options``: keywords of ``ChatFormat.encode``. May fetch
+        and decode images, and block meanwhile. Takes ids until ``release``.
 
-        Raise InvalidRequest or ContextLength.
+        Raise InvalidRequest or ContextLength; no id is taken then.
         """
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
@@ -175,7 +181,8 @@ class RequestMaker:
         return request
 
     def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
-        """Return the embedding request for a prompt. Raise the errors of ``from_prompt``."""
+        """Return the embedding request for a prompt, with a single choice. Takes ids until ``release``.
+        Raise the errors of ``from_prompt``."""
         text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
         data = prompt_bytes(ids, self._limits, param)
@@ -195,7 +202,8 @@ class RequestMaker:
         return made
 
     def release(self, request: Request) -> None:
-        """Release the ids of a request."""
+        """Release the ids of a request, which then may be used again. Call once, after the end of the
+        request."""
         for submit in request.submits:
             self.ids.release(submit.sequence)
         self.ids.release(request.submits[0].request)
@@ -206,7 +214,8 @@ class RequestMaker:
             check_media(media, len(ids), self._images, computes=True)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
-        """Return (text, ids, images) of a prompt in any form. Raise InvalidRequest."""
+        """Return (text, ids, images) of a prompt in any form. Text is None for a prompt of token ids, and
+        ids are unchecked then. Raise InvalidRequest."""
         if isinstance(prompt, str):
             return prompt, self._text.tokenizer.encode(prompt), ()
         # Extra keys are refused, not ignored.
@@ -235,9 +244,10 @@ class RequestMaker:
         param: str,
         grammar: Grammar | None,
     ) -> Request:
-        """Build the submits and choices of a request. Raise InvalidRequest or ContextLength.
+        """Return a request with new ids. Raise InvalidRequest or ContextLength.
 
-        ``continues``: the output continues text of the prompt. ``param``: field to name in errors.
+        ``request_id``: None for an id made from the engine's. ``continues``: the output continues text of
+        the prompt. ``param``: field to name in errors.
         """
         if grammar is not None and not isinstance(grammar, Grammar):
             raise InvalidRequest("grammar must be an object of weft.types.grammar", param="grammar")

@@ -46,7 +46,7 @@ def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target
     """Return uint8 [frames, canvas height, canvas width, 3] as bytes, for one image file or the files of a
     frame group.
 
-    Raises BadMedia with the number of the frame.
+    ``files``: (file, its header). Raises BadMedia with the number of the frame.
     """
     made = []
     for number, (data, header) in enumerate(files):
@@ -58,9 +58,11 @@ def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target
 
 
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
-    """Return uint8 [canvas height, canvas width, 3] of one file as bytes. Raises BadMedia.
+    """Return uint8 [canvas height, canvas width, 3] of one file as bytes: upright, on white, resized.
 
-    The caller must have checked the pixel count of ``header`` against the server's limit.
+    The caller must have checked the pixel count of ``header`` against the server's limit: Pillow's own
+    limit is switched off for the process. Raises BadMedia for a damaged file, for a size other than the
+    header's, for lack of memory, and without Pillow.
     """
     load()
     from PIL import Image

@@ -14,7 +14,8 @@ class BadMedia(Exception):
     """An unusable image. ``reason`` continues the words "the image " and includes a remedy."""
 
     def __init__(self, reason: str, code: str = INVALID, frame: int = 0) -> None:
-        """``frame``: number of the frame among several frames in one task of a media worker."""
+        """``reason``: see the class. ``code``: error code for the client. ``frame``: number of the frame
+        among several frames in one task of a media worker."""
         super().__init__(reason)
         self.reason = reason
         self.code = code

@@ -37,9 +37,10 @@ class Fetcher:
         permits: Callable[[str], bool] = is_public,
         secure: ssl.SSLContext | None = None,
     ) -> None:
-        """``allowed``: entries of ``--allowed-media-domains``. ``seconds``: limit of a fetch including
-        redirects; only a name lookup may exceed the limit. ``permits``: check of addresses.
-        """
+        """``allowed``: entries of ``--allowed-media-domains``; none refuses every URL. ``most_bytes``:
+        maximum bytes of a file. ``seconds``: limit of a fetch including redirects; only a name lookup may
+        exceed the limit. ``permits``: check of addresses. ``secure``: TLS settings; None for the
+        system's."""
         self._allowed = allowed
         self._most = most_bytes
         self._seconds = seconds
@@ -47,7 +48,8 @@ class Fetcher:
         self._secure = secure
 
     def fetch(self, url: str) -> bytes:
-        """Return the bytes of the file. Raises BadMedia."""
+        """Return the bytes of the file, of any content. Blocks. Raises BadMedia for a refused URL, a failed
+        fetch, a time-out, and a file that is too large."""
         deadline = time.monotonic() + self._seconds
         address = web_address(url, self._allowed)
         try:
@@ -66,7 +68,8 @@ class Fetcher:
         raise BadMedia(f"is behind more than {MAX_REDIRECTS} redirects", REFUSED)
 
     def _get(self, address: WebAddress, deadline: float) -> bytes | WebAddress:
-        """Return the file, or the address of a redirect. Raises BadMedia, OSError or HTTPException."""
+        """Return the file, or the address of a redirect. The connection is closed at the return. Raises
+        BadMedia, OSError (TimeoutError past the deadline) or HTTPException."""
         with self._connect(address, deadline) as link:
             watched = _Watched(link, deadline)
             link.sendall(_request(address))
@@ -100,7 +103,9 @@ class Fetcher:
         return bytes(data)
 
     def _connect(self, address: WebAddress, deadline: float) -> socket.socket:
-        """Return a connection to one of the host's addresses, after a check of all addresses."""
+        """Return a connection to one of the host's addresses, after a check of all addresses. With https,
+        TLS is set up. Raises BadMedia for an unknown or refused host, TimeoutError past the deadline, and
+        the OSError of the last address if no address works."""
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError):

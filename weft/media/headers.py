@@ -55,9 +55,9 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Return the header of a complete file.
+    """Return the header of a complete file, without decoding.
 
-    Raises BadMedia for other formats, damaged headers and animations.
+    Raises BadMedia for other formats, damaged headers, animations and JPEGs with too many scans.
     """
     view = memoryview(data)
     start = bytes(view[:16])
@@ -124,7 +124,8 @@ pixels.
 
 
 def _scans(view: memoryview, at: int) -> int:
-    """Return the number of scans of a JPEG from ``at`` on. Raises BadMedia for too many scans.
+    """Return the number of scans of a JPEG from ``at`` on, at least 1. Raises BadMedia for more than
+    ``MOST_SCANS`` scans, and IndexError for a cut marker.
 
     The function skips parts like a decoder: bytes without a marker are skipped, and comments or camera
     previews do not count. Markers below 0xC0 have no length: a decoder skips such a marker alone, or fails.
@@ -212,7 +213,8 @@ def _png(view: memoryview) -> ImageHeader:
 
 
 def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (name, data) of each chunk. The data of the last chunk may be cut off."""
+    """Yield (name, data) of each chunk, up to IEND or the end of the file. The data of the last chunk may
+    be cut off. Raises BadMedia for too many chunks."""
     at = 8
     for _ in range(_MOST_TURNS):
         if at + 12 > len(view):
@@ -253,7 +255,8 @@ def _webp(view: memoryview) -> ImageHeader:
 
 
 def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (name, data) of each chunk. Chunks are padded to even sizes."""
+    """Yield (name, data) of each chunk. Chunks are padded to even sizes. Raises BadMedia for too many
+    chunks."""
     at = 12
     for _ in range(_MOST_TURNS):
         if at + 8 > len(view):
@@ -265,7 +268,8 @@ def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _gif(view: memoryview) -> ImageHeader:
-    """Return the header of a GIF: the canvas, enlarged to contain the frame. Raises BadMedia."""
+    """Return the header of a GIF: the canvas, enlarged to contain the frame. Raises BadMedia for an
+    animation, or without an image."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     frames = 0
@@ -293,7 +297,8 @@ def _gif(view: memoryview) -> ImageHeader:
 
 
 def _after_blocks(view: memoryview, at: int) -> int:
-    """Return the position behind a chain of length-prefixed blocks starting at ``at``."""
+    """Return the position behind a chain of length-prefixed blocks starting at ``at``; may lie behind the
+    end of the file. Raises BadMedia for too many blocks."""
     for _ in range(_MOST_TURNS):
         if at >= len(view) or not view[at]:
             return at + 1
@@ -302,6 +307,8 @@ def _after_blocks(view: memoryview, at: int) -> int:
 
 
 def _bmp(view: memoryview) -> ImageHeader:
+    """Return the header of a BMP. A negative height, for rows from top to bottom, becomes positive. Raises
+    BadMedia for an unknown header."""
     (size,) = struct.unpack_from("<I", view, 14)
     if size == 12:
         width, height = struct.unpack_from("<HH", view, 18)

@@ -29,9 +29,10 @@ class LocalPictures:
         self._fetcher = Fetcher(section.allowed_media_domains, section.max_image_bytes, section.media_timeout)
 
     def items(self, parts: Sequence[Asked]) -> list[MediaItem]:
-        """Return one item per image and per frame group of ``parts``, in order, each at position 0.
+        """Return one item per image and per frame group of ``parts``, in order, each at position 0, with
+        pixels. Fetches and decodes here, and blocks meanwhile.
 
-        Raises InvalidRequest with the part.
+        Raises InvalidRequest with the part for an image that is refused, missing or damaged.
         """
         opened: dict[str, Image] = {}
         named = [_named(part, opened) for part in parts]
@@ -52,7 +53,8 @@ class LocalPictures:
     def _pixels(
         self, picture: Picture, opened: Mapping[str, Image], files: Mapping[str, memoryview]
     ) -> bytes:
-        """Return the pixels of all frames of a picture. Raises InvalidRequest."""
+        """Return the pixels of all frames of a picture: uint8 [frames, height, width, 3] as bytes.
+        ``opened``: name -> upright Pillow image. Raises InvalidRequest."""
         made = []
         for frame in picture.frames:
             try:
@@ -81,8 +83,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 def _named(part: Asked, opened: dict[str, Image]) -> _Named:
     """Return ``part`` with a name for each open Pillow image. The upright images are added to ``opened`` by
-    name.
-    """
+    name. Raises InvalidRequest for a source that is no URL and no readable image."""
     places = tuple(part.place(number) for number in range(len(part.frames)))
     names = []
     for source, where in zip(part.frames, places, strict=True):

@@ -45,7 +45,7 @@ class MediaMemory:
         return free >= (self._used_by.get(client, 0) + size if self._apart else 0)
 
     def add(self, client: int, size: int) -> None:
-        """Add ``size`` bytes (may be negative) to the client's use."""
+        """Add ``size`` bytes (may be negative) to the client's use, without a check of the limit."""
         self.used += size
         left = self._used_by.get(client, 0) + size
         self._used_by[client] = left
@@ -53,7 +53,9 @@ class MediaMemory:
             del self._used_by[client]
 
     def share(self, size: int) -> SharedBytes | None:
-        """Return shared memory of ``size`` bytes; None if descriptors or shared memory are scarce."""
+        """Return shared memory of ``size`` bytes, and count its descriptor; None if descriptors or shared
+        memory are scarce. Logs one warning per shortage. The caller closes the memory and reduces
+        ``descriptors``."""
         try:
             made = SharedBytes(size) if self.descriptors < most_descriptors() else None
         except OSError:
@@ -79,8 +81,7 @@ class Lease:
 
     def take(self, size: int) -> None:
         """Take ``size`` more bytes. Raises Overloaded if there is no room now, InvalidRequest if there is
-        never enough room.
-        """
+        never enough room; then nothing is taken."""
         memory = self._memory
         if self.size + size > memory.most_of_client:
             raise InvalidRequest(

@@ -105,7 +105,9 @@ def task_of(payload: bytes) -> tuple[Task, memoryview]:
 
 
 def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
-    """Return (key, bytes behind the reply). Raises BadMedia, ValueError or msgspec.DecodeError."""
+    """Return (key, bytes behind the reply). The bytes are a view into ``answer``; a fetched file has an
+    empty key. Raises BadMedia for a reply with a failure, and ValueError or msgspec.DecodeError for an
+    invalid reply."""
     head, rest = _split(answer)
     done = _done.decode(head)
     if done.reason:
@@ -114,7 +116,7 @@ def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
 
 
 def _split(data: bytes | bytearray) -> tuple[memoryview, memoryview]:
-    """Return the head and the rest. Raises ValueError."""
+    """Return views of the head and of the rest. Raises ValueError for a message that is too short."""
     view = memoryview(data)
     if len(view) < _LENGTH.size:
         raise ValueError("a message without a header")

@@ -92,7 +92,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
-    """Return URL to header for fetched files. Raises InvalidRequest with the part."""
+    """Return URL -> header for fetched files. ``files``: URL -> file, with every wanted URL. Raises
+    InvalidRequest with the part for an unusable file."""
     found = {}
     for one in wanted:
         try:
@@ -106,6 +107,7 @@ class Pictures:
     """Measures images by a model's facts and a server's limits. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
+        """``facts``: image sizes of the model. ``section``: limits and allowed domains of the server."""
         self.facts = facts
         self._section = section
         self._fingerprint = blake2b(msgspec.json.encode(facts), digest_size=KEY_BYTES).digest()
@@ -160,7 +162,8 @@ class Pictures:
         return True
 
     def _frame(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> Frame:
-        """Return the checked frame of one source. Raises InvalidRequest."""
+        """Return the checked frame of one source: a known file, or a ``data:`` URL that is decoded here.
+        Raises InvalidRequest."""
         if source in known:
             return self._checked(Frame(where=where, header=known[source], url=source))
         try:
@@ -182,7 +185,9 @@ class Pictures:
         return frame
 
     def fitted(self, frame: Frame, detail: str = "auto") -> Picture:
-        """Return one image fitted to the model's sizes. Raises InvalidRequest."""
+        """Return one image fitted to the model's sizes. ``detail``: "low" limits the image to
+        ``LOW_PIXELS``. Raises InvalidRequest for an image over the server's limit or outside the model's
+        sizes."""
         facts = self._low if detail == "low" else self.facts
         try:
             fit = facts.grid_of(*self._checked(frame).header.shown)
@@ -191,9 +196,11 @@ class Pictures:
         return self._picture(frame.where, (frame,), fit)
 
     def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
-        """Return the frame groups of a video, fitted to the model's sizes.
+        """Return the frame groups of a video, fitted to the model's sizes. The last group may have fewer
+        frames.
 
-        Raises InvalidRequest, also for frames of different sizes.
+        Raises InvalidRequest for a model without videos, for frames of different sizes, and for sizes
+        outside the model's limits.
         """
         video, size = self.facts.frames, self.facts.temporal
         if video is None:

@@ -57,6 +57,8 @@ class MediaService:
         self._fetchers = self._pool(FETCHERS, SLACK + 4 * section.max_image_bytes)
 
     def _pool(self, most: int, memory: int) -> WorkerPool:
+        """Return a pool of at most ``most`` processes, each with ``memory`` bytes for a task. No process is
+        started yet."""
         section = self._section
         rules = WorkerRules(
             most_bytes=section.max_image_bytes,
@@ -75,18 +77,20 @@ class MediaService:
         return max(CPU_S * self._section.max_image_pixels / CPU_PIXELS, CPU_S)
 
     async def fetch(self, wanted: Sequence[Wanted], lease: Lease, client: int = 0) -> dict[str, memoryview]:
-        """Fetch files and return URL to file. The files count in ``lease``.
+        """Fetch files and return URL -> file. The files count in ``lease``.
 
-        Each running fetch reserves the maximum file size. To bound this memory, at most ``FETCHERS`` fetches
-        of one request run at a time. ``client``: clients share the processes equally, counted in files.
-        Raises WeftError with the part of the request.
+        Each running fetch reserves the maximum file size. To bound this memory, at most ``FETCHERS``
+        fetches of one request run at a time. ``client``: clients share the processes equally, counted in
+        files. Raises InvalidRequest with the part for a file that cannot be fetched, Overloaded without
+        memory or processes, or another WeftError; all other fetches are then cancelled.
         """
         few = asyncio.Semaphore(FETCHERS)
         files = await _all(self._fetch(one, lease, few, client) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
     async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore, client: int) -> memoryview:
-        """Fetch one file. Reserve the maximum size first and return the unused part afterwards."""
+        """Fetch one file. Take the maximum size from ``lease`` first, and give the unused part back
+        afterwards; after an error, the whole size stays taken until the lease closes."""
         async with few:
             lease.take(self._section.max_image_bytes)
             task = packed(Fetch(url=wanted.url))
@@ -122,7 +126,8 @@ class MediaService:
     async def _decode(
         self, picture: Picture, files: Mapping[str, memoryview], lease: Lease, client: int
     ) -> MediaItem:
-        """Decode one picture."""
+        """Decode one picture in a worker and return its media item. Pixels are in shared memory where
+        possible, else in the item. Raises WeftError with the part of the request."""
         shared = lease.share(picture.nbytes)
         into = None if shared is None else shared.name
         data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
@@ -160,9 +165,10 @@ class MediaService:
         cost: float = 1.0,
     ) -> tuple[bytes, memoryview]:
         """Run one task in ``pool`` and return (key, bytes). ``places``: the place of each frame in the
-        request, for errors.
+        request, for errors. ``cost``: the client's use of the pool.
 
-        Raises WeftError with the place.
+        Raises InvalidRequest with the place for an error of the image, WeftError with the place if the
+        worker dies, and the pool's own errors, such as Overloaded.
         """
         try:
             return result_of(await pool.call(*payload, client=client, cost=cost))

@@ -52,7 +52,8 @@ def is_web(url: str) -> bool:
 
 
 def inline(url: str, most: int) -> bytes:
-    """Return the bytes in a ``data:`` URL. Raises BadMedia, also for more than ``most`` bytes."""
+    """Return the bytes in a ``data:`` URL; the declared type is ignored. Raises BadMedia for any other URL,
+    for data that is not base64, and for more than ``most`` bytes."""
     if url[:5].lower() != "data:":
         raise BadMedia(
             "must be a data: URL with base64, or an http(s) URL if this server allows http(s); this server "
@@ -69,9 +70,8 @@ def inline(url: str, most: int) -> bytes:
 
 
 def from_base64(text: str, most: int) -> bytes:
-    """Return the decoded bytes. Raises BadMedia for invalid or empty data and for more than ``most``
-    bytes.
-    """
+    """Return the decoded bytes. Line breaks and missing padding are accepted. Raises BadMedia for invalid
+    or empty data and for more than ``most`` bytes."""
     if len(text) > most // 2 * 3 + 4096:  # before decoding; leaves room for line breaks
         raise too_large(most)
     try:
@@ -138,7 +138,8 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
 
 
 def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebAddress:
-    """Return the target of a redirect from ``start``, with the usual checks. Raises BadMedia."""
+    """Return the target of a redirect from ``start``, with the usual checks. ``location`` may be relative.
+    Raises BadMedia, also for a redirect from https to http."""
     url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
     if not is_web(url):
         raise BadMedia("is redirected to a URL that is not http(s)", REFUSED)

@@ -44,9 +44,11 @@ GRACE_S = 1.0
 
 
 def main(make: Callable[..., Fetcher] = Fetcher) -> None:
-    """Run a media worker. ``make`` makes the fetcher."""
+    """Run a media worker until the other end closes. ``make`` makes the fetcher."""
 
     def prepare(greeting: bytes) -> Answer:
+        """Load Pillow if installed, and limit the process's memory. Return the function that answers a
+        payload."""
         rules = msgspec.msgpack.decode(greeting, type=WorkerRules)
         if can_decode():
             load()
@@ -58,7 +60,9 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
 
 
 def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
-    """Return the reply to one task, in pieces. An error of the image is a reply too."""
+    """Return the reply to one task, in pieces. An error of the image, lack of memory and a time-out are
+    replies too. Pixels go to shared memory if possible, and then are not part of the reply. Raises
+    ValueError or msgspec.DecodeError for an invalid payload."""
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
@@ -78,9 +82,8 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
 
 
 def _stepping_back(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, run in a new thread. The thread gets the lowest priority if the work is
-    long.
-    """
+    """Return the result of ``work``, run in a new thread, or raise its exception. The thread gets the
+    lowest priority if the work is long. Raises MemoryError if no thread can start."""
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -105,7 +108,7 @@ def _stepping_back(work: Callable[[], T]) -> T:
 
 
 def _decoded(task: Decode, data: memoryview) -> tuple[bytes, bytes]:
-    """Return the pixels and the cache key of a task."""
+    """Return (pixels, cache key) of a task. Raises BadMedia and MemoryError."""
     pixels = group_pixels(_files(task, data), task.target)
     return pixels, key_of(pixels, task.target)
 
@@ -118,7 +121,8 @@ def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, Ima
 
 
 def _written(pixels: bytes, into: SharedName | None) -> bool:
-    """Return True if ``pixels`` were written to the shared memory ``into``."""
+    """Write ``pixels`` to the shared memory ``into``. Return True on success; False without shared memory,
+    or if the memory cannot be opened."""
     if into is None:
         return False
     try:
@@ -130,7 +134,8 @@ def _written(pixels: bytes, into: SharedName | None) -> bool:
 
 @contextlib.contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside the block after ``seconds``. Works only in the main thread."""
+    """Raise TimeoutError inside the block after ``seconds``. Works only in the main thread: uses the
+    process's real-time timer, and restores the handler of SIGALRM."""
 
     def end(number: int, frame: object) -> None:
         raise TimeoutError

@@ -16,6 +16,8 @@ class Blocks:
     """Content blocks in output order, and the events for the stream."""
 
     def __init__(self, *, omit_thoughts: bool = False) -> None:
+        """``omit_thoughts``: leave the reasoning text out; only the signature has the reasoning, in opaque
+        form."""
         self.done: list[e.ContentBlock] = []
         """Ended blocks."""
         self._omit_thoughts = omit_thoughts
@@ -24,7 +26,8 @@ class Blocks:
         """Pieces of the open block's text, reasoning or input."""
 
     def take(self, found: OutputEvent) -> list[Any]:
-        """Return the events for one parsed output event."""
+        """Add one parsed output event to the blocks, and return the events for the stream; [] if there is
+        nothing to send. A change of type ends the open block."""
         if isinstance(found, Content):
             opened = self._enter(e.TextBlock(text=""))
             return [*opened, self._piece(found.text, e.TextPiece(text=found.text))]
@@ -42,7 +45,8 @@ class Blocks:
         return self.close()
 
     def close(self) -> list[Any]:
-        """End the open block, if any, and return the events."""
+        """End the open block, fill in its content, and append the block to ``done``. Return the events; []
+        without an open block."""
         block, self._open = self._open, None
         if block is None:
             return []
@@ -62,7 +66,8 @@ class Blocks:
         return [*last, e.BlockStop(index=index)]
 
     def _enter(self, block: e.ContentBlock) -> list[Any]:
-        """Return the events that open ``block``; none if a block of the same type is open already."""
+        """Open ``block``, after the end of any other open block, and return the events. Without effect if a
+        block of the same type is open already."""
         if type(self._open) is type(block):
             return []
         ended = self.close()

@@ -40,7 +40,8 @@ def translated(error: ErrorInfo) -> ErrorInfo:
 
 
 def error_body(error: ErrorInfo) -> MessagesError:
-    """Return the body for ``error``, which must be translated already."""
+    """Return the body for ``error``, which must be translated already. ``type`` follows from the HTTP
+    status."""
     kind = _TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"

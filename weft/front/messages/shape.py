@@ -28,7 +28,7 @@ class MessagesShape:
     form = FORM
 
     def __init__(self, generation: Generation, *, block: int) -> None:
-        """``block``: see ``cache_creation``."""
+        """Name the answer in ``generation``. ``block``: tokens per cache block, see ``cache_creation``."""
         self._generation = generation
         self._block = block
         self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
@@ -55,6 +55,8 @@ class MessagesShape:
         return [event for found in self._output.take(delta) for event in self._blocks.take(found)]
 
     def closing(self, usage: Usage) -> list[Any]:
+        """End the open block. Return its events, the stop reason with the usage, and the end of the
+        message."""
         ended = self._blocks.close()
         made = self._usage(usage.completion_tokens)
         delta = e.DeltaUsage(
@@ -75,6 +77,7 @@ class MessagesShape:
         return [error_body(translated(error))]
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the whole message as one piece of JSON. Ends the open block."""
         self._blocks.close()
         message = self._message(content=self._blocks.done, output=usage.completion_tokens)
         message.stop_reason, message.stop_sequence = self._ending()
@@ -86,7 +89,8 @@ class MessagesShape:
         )
 
     def _ending(self) -> tuple[e.StopReason | None, str | None]:
-        """Return the stop reason of the message, and the matched stop sequence, if any."""
+        """Return (stop reason, matched stop sequence or None). Both are None for an aborted message. A
+        length cut by the free context, not by ``max_tokens``, has its own stop reason."""
         choice = self._generation.choices[0]
         if choice.finish_reason == "length":
             cut = self._generation.job.prompts[0].max_tokens < self._facts.max_tokens
@@ -98,6 +102,8 @@ class MessagesShape:
         return ("tool_use" if self._output.calls_whole else "end_turn"), None
 
     def _usage(self, output: int) -> e.MessageUsage:
+        """Return the usage with ``output`` output tokens. Each prompt token is counted once: as input, as
+        cache creation, or as cache read."""
         tokens = self._generation.job.prompts[0].count
         cached = self._generation.choices[0].num_cached
         created = cache_creation(tokens, cached, self._block)

@@ -108,10 +108,11 @@ class LoadHistory:
         """Load of each engine process over the last sample."""
 
     def add(self, now: float, engines: Iterable[EngineState], latencies: Sequence[Sequence[float]]) -> None:
-        """Add the sample that ends ``now``. The first call only sets the counters to compare with.
+        """Add the sample that ends ``now``, and update ``engines``. The first call only sets the counters
+        to compare with. A second call within one second changes nothing.
 
-        ``latencies``: cumulative bucket counts of each histogram of this process. A second call within one
-        second changes nothing.
+        ``now``: seconds of the monotonic clock. ``latencies``: cumulative bucket counts of each histogram
+        of this process.
         """
         states = list(engines)
         second = round(now)
@@ -146,7 +147,8 @@ _COUNTERS = ("generation_tokens", "prompt_tokens", "steps", "decode_rows", "pref
 
 def _growth(now: HeadStats, before: HeadStats) -> _Growth:
     """Return the growth of the counters. The first heartbeat of an engine has the counts of its whole past,
-    so growth begins with the second one. The counters of a restarted engine begin at 0."""
+    so growth begins with the second one. A counter below its last value belongs to a restarted engine, and
+    counts from 0."""
     if before == _NO_STATS:
         return _Growth(0, 0, 0, 0, 0)
     pairs = [(getattr(now, name), getattr(before, name)) for name in _COUNTERS]
@@ -162,6 +164,7 @@ def _per_bucket(now: Sequence[float], then: Sequence[float]) -> tuple[int, ...]:
 
 
 def _load(engine: EngineState, grown: _Growth, span: float) -> EngineLoad:
+    """Return the load of one engine over ``span`` seconds. An empty role becomes "unified"."""
     steps = max(grown.steps, 1)
     return EngineLoad(
         name=engine.name,
@@ -183,6 +186,7 @@ def _sample(
     grown: list[_Growth],
     latencies: tuple[tuple[int, ...], ...],
 ) -> Sample:
+    """Return the sample of all engines: sums, except ``kv_usage``, which is the maximum."""
     return Sample(
         second=second,
         span=span,
@@ -200,7 +204,7 @@ def _sample(
 
 def merged(rings: Iterable[Sequence[Sample]]) -> list[Sample]:
     """Return one sample for each second of ``rings``, oldest first. The engines' part comes from the first
-    ring with the second; observations of all rings are added up."""
+    ring with the second; observations of all rings are added up. ``rings`` stay unchanged."""
     found: dict[int, Sample] = {}
     for ring in rings:
         for sample in ring:
@@ -213,6 +217,7 @@ def merged(rings: Iterable[Sequence[Sample]]) -> list[Sample]:
 
 
 def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sum per bucket; () for two histograms without observations."""
     if not one or not other:
         return one or other
     return tuple(a + b for a, b in zip(one, other, strict=True))
@@ -235,12 +240,15 @@ def points(samples: Sequence[Sample], since: int, bounds: Sequence[Sequence[floa
 
 
 def _add(sums: list[list[int]], sample: Sample, sign: int) -> None:
+    """Add the observations of ``sample`` to ``sums`` in place, or subtract them with ``sign`` -1."""
     for total, counts in zip(sums, sample.latencies, strict=True):
         for bucket, count in enumerate(counts):
             total[bucket] += sign * count
 
 
 def _point(sample: Sample, sums: Sequence[Sequence[int]], bounds: Sequence[Sequence[float]]) -> Point:
+    """Return the point of one sample, with values of 4 significant digits. ``sums``: observations per
+    bucket of each histogram over the last ``WINDOW``."""
     steps = max(sample.steps, 1)
     shares = (0.5, 0.99)
     latencies = [
@@ -310,7 +318,8 @@ async def keep(
     engines: Callable[[], Iterable[EngineState]],
     latencies: Callable[[], Sequence[Sequence[float]]],
 ) -> None:
-    """Add a sample at each full second of the monotonic clock, until the task is cancelled."""
+    """Add a sample to ``history`` at each full second of the monotonic clock. Runs until the task is
+    cancelled. ``engines`` and ``latencies`` are called for each sample."""
     while True:
         now = time.monotonic()
         history.add(now, engines(), latencies())

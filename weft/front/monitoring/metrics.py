@@ -253,6 +253,7 @@ class _LinkCollector(Collector):
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of the links to all engine processes."""
         for name, (text, of_link) in _LINK_GAUGES.items():
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
@@ -278,6 +279,8 @@ class _HeadCollector(_LinkCollector):
     """Collector of each engine process's metrics, as of the last heartbeat."""
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of each engine process: state, load, transfers, histograms, free blocks and
+        counters."""
         instances = self._links.instances
         stats = [(instance.name, instance.stats) for instance in instances]
         roles = [(one.name, one.role or "") for one in instances]
@@ -309,6 +312,8 @@ class _HeadCollector(_LinkCollector):
         counters: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
         histograms: Mapping[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]],
     ) -> Iterable[Metric]:
+        """Yield the transfer metrics of the engine processes with transfers. ``all_heads``: ((name, role),
+        counters; None without transfers)."""
         moving = [(who, its) for who, its in all_heads if its is not None]
         for name, (text, read) in gauges.items():
             yield self._gauge(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
@@ -363,6 +368,7 @@ class Metrics:
     """All metrics of one API server, in private registries. ``links`` are read at each scrape."""
 
     def __init__(self, model: str, links: Links) -> None:
+        """Register all metrics, without observations. ``model``: value of the label ``model_name``."""
         self._heads = CollectorRegistry(auto_describe=False)
         self._own = CollectorRegistry(auto_describe=False)
         self.model = model
@@ -395,6 +401,7 @@ class Metrics:
 
     def render_all(self, pages: Mapping[str, bytes]) -> bytes:
         """Return the exposition of a server with several API servers. ``pages``: name -> ``own`` of each.
+        Engine metrics are added once, from this API server.
 
         Samples get the label ``front`` and are not added up. A restarted API server counts from 0;
         Prometheus expects restarts of a series, but not of a sum.

@@ -38,8 +38,8 @@ class RequestTimes:
             self._facts.id = name
 
     def asked(self, prompt: int, n: int, most: int) -> None:
-        """Record the size of the request: ``prompt`` tokens, ``n`` choices, at most ``most`` output tokens
-        per choice."""
+        """Record the size of the request in metrics and log facts: ``prompt`` tokens, ``n`` choices, at
+        most ``most`` output tokens per choice."""
         self._metrics.asked_n.observe(n)
         self._metrics.asked_tokens.observe(most)
         if self._facts is not None:
@@ -51,7 +51,8 @@ class RequestTimes:
             self._trace.mark(name)
 
     def event(self, event: TokenEvent) -> None:
-        """Record a token event."""
+        """Record a token event: a cache miss, the time to the first token, and the time between tokens of
+        each sequence. An event of several tokens counts as that many equal gaps."""
         if event.cache_miss is not None:
             self._metrics.misses.labels(self._metrics.model, event.cache_miss.reason).inc()
         if not event.token_ids:
@@ -94,14 +95,16 @@ class RequestTimes:
         self._log(*reasons)
 
     def failed(self, code: str) -> None:
-        """Record the end of a request with an error in metrics, trace and log. ``code``: the error's code."""
+        """Record the end of a request with an error in metrics, log and trace. ``code``: the error's code.
+        The metrics count every call; log and trace only the first end."""
         self._metrics.failure.labels(self._metrics.model, code).inc()
         if self._trace is not None:
             self._trace.end(code)
         self._log(code)
 
     def close(self) -> None:
-        """End the record of the request. No effect after ``done`` and ``failed``."""
+        """End trace and log of a request without an end: as abandoned. No effect after ``done`` and
+        ``failed``."""
         if self._trace is not None:
             self._trace.end("the request was abandoned")
         self._log("given_up")

@@ -12,7 +12,8 @@ class RequestTrace:
     """Root span of one request, from arrival to answer. Ends once; later calls of ``end`` are ignored."""
 
     def __init__(self, writer: SpanWriter, kind: str, header: str | None) -> None:
-        """``header``: the client's ``traceparent``, if any. An invalid value is ignored."""
+        """Begin the span now. ``header``: the client's ``traceparent``, if any. An invalid value is
+        ignored, and the span begins a new trace."""
         caller = None if header is None else parse_traceparent(header[: MAX_TRACEPARENT + 1])
         context = SpanContext.root() if caller is None else caller.child()
         parent = "" if caller is None else caller.span
@@ -35,7 +36,8 @@ class RequestTrace:
         self._span.attributes.update({f"weft.{name}": count for name, count in counts.items()})
 
     def end(self, error: str | None = None) -> None:
-        """End the span. ``error``: code of the error; None for an answered request."""
+        """End the span and write the span to the trace file. ``error``: code of the error; None for an
+        answered request. Only the first call counts."""
         if self._open:
             self._open = False
             self._writer.write(self._span, time.monotonic(), error)

@@ -25,8 +25,9 @@ class Throughput:
 
     def line(self, now: float, engines: Iterable[tuple[str, HeadStats]]) -> str | None:
         """Return the line for the time since the last call; None without computed tokens or open sequences.
+        The counters become the base of the next call.
 
-        ``engines``: names, and the counters of the last heartbeat.
+        ``engines``: names, and the counters of the last heartbeat. ``now``: seconds.
         """
         stats = dict(engines)
         seconds, self._at = max(now - self._at, 1e-3), now
@@ -54,7 +55,8 @@ class Throughput:
 
 
 async def report(engines: Callable[[], Iterable[tuple[str, HeadStats]]]) -> None:
-    """Log lines until the task is cancelled."""
+    """Log a line every ``EVERY_S`` seconds with traffic. Runs until the task is cancelled. ``engines`` is
+    called for each line."""
     loop = asyncio.get_running_loop()
     made = Throughput(loop.time())
     while True:

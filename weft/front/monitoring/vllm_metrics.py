@@ -63,6 +63,8 @@ class _Derived(Collector):
         self._answers = answers
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics that vLLM has and Weft does not: cached prompt tokens, drafts, cache settings,
+        and answers by status class."""
         labels = ["model_name", "engine"]
         model = self._config.served_names[0]
         cached = CounterMetricFamily(
@@ -91,6 +93,7 @@ class _Derived(Collector):
         yield http
 
     def _cache_config(self, model: str) -> Metric:
+        """Return the KV cache's settings as labels of a gauge with value 1, for each engine."""
         kv, cache = self._config.kv, self._config.cache
         facts = {
             "block_size": kv.block_size,

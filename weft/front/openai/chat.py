@@ -33,6 +33,7 @@ class ChatShape:
     form = StreamForm()
 
     def __init__(self, generation: Generation) -> None:
+        """Name the answer in ``generation``."""
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
@@ -55,6 +56,8 @@ class ChatShape:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
     def chunks(self, delta: TextDelta) -> list[r.ChatChunk]:
+        """Return the chunks of one delta: one per run of events of the same kind; [] without anything to
+        show. The delta is parsed here, so each delta must come once, in order."""
         output = self._output_of(delta.index)
         deltas = list(self._deltas(output.take(delta)))
         shown = delta.logprobs is not None or self._asked.return_token_ids
@@ -76,12 +79,14 @@ class ChatShape:
         return [self._chunk([choice]) for choice in choices]
 
     def _output_of(self, index: int) -> ChoiceOutput:
+        """Return the parsed output of a choice, created at the first call."""
         if index not in self._outputs:
             self._outputs[index] = ChoiceOutput(self._generation.parser())
         return self._outputs[index]
 
     def _deltas(self, events: Iterable[OutputEvent]) -> Iterator[r.Delta]:
-        """Yield one delta per run of events of the same kind, in order."""
+        """Yield one delta per run of events of the same kind, in order. Reasoning that is not requested,
+        and ends of calls, are left out."""
         for (kind, call), stretch in itertools.groupby(events, _kind_of):
             found = list(stretch)
             text = "".join(getattr(event, "text", "") for event in found)
@@ -111,6 +116,7 @@ class ChatShape:
         return [chunk]
 
     def whole(self, usage: r.Usage) -> Iterator[bytes]:
+        """Yield the answer's JSON: a head with the usage, then one piece per choice."""
         first = self._generation.choices[0]
         answer = r.ChatCompletion(
             id=self._id,
@@ -124,6 +130,7 @@ class ChatShape:
         yield from r.with_choices(answer, map(self._choice, self._generation.choices))
 
     def _choice(self, choice: Choice) -> r.ChatChoice:
+        """Return a choice of the whole answer, parsed from the choice's full text."""
         end = TextDelta(
             index=choice.index,
             text=choice.text,
@@ -143,6 +150,7 @@ class ChatShape:
         return chat_choice
 
     def _message(self, output: ChoiceOutput) -> r.Message:
+        """Return the message of a parsed output. ``content`` is null for a message with calls and no text."""
         message = r.Message(role="assistant", content=output.content)
         if output.reasoning and self._asked.include_reasoning:
             message.reasoning_content = message.reasoning = output.reasoning
@@ -164,7 +172,8 @@ class ChatShape:
         )
 
     def _usage(self) -> r.Usage | UnsetType | None:
-        """Return the usage for a chunk that is not the last."""
+        """Return the usage for a chunk that is not the last; null or absent unless usage in each chunk was
+        requested."""
         if self._asked.usage_in_chunks:
             return self._generation.usage()
         return None if self._asked.usage_in_stream else UNSET

@@ -40,6 +40,7 @@ class CompletionShape:
     form = StreamForm()
 
     def __init__(self, generation: Generation) -> None:
+        """Name the answer in ``generation``."""
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
@@ -53,6 +54,8 @@ class CompletionShape:
         return []
 
     def weight(self, delta: TextDelta) -> int:
+        """Return the number of logprob candidates in the delta's chunks, with the echoed prompt in a
+        choice's first chunk."""
         own = 0 if delta.logprobs is None else delta.logprobs.candidates
         if delta.index in self._echoed or not self._asked.echo:
             return own
@@ -60,6 +63,8 @@ class CompletionShape:
         return own + (0 if echoed is None else echoed.candidates)
 
     def chunks(self, delta: TextDelta) -> list[r.Completion]:
+        """Return the chunks of one delta; [] without anything to show. The first delta of a choice also
+        gives a chunk of the prompt, with ``echo`` or token ids."""
         chunks = []
         # The first chunk of each choice repeats the prompt.
         if delta.index not in self._echoed:
@@ -114,6 +119,7 @@ class CompletionShape:
         return None if self._asked.usage_in_stream else UNSET
 
     def _choice(self, choice: Choice) -> r.CompletionChoice:
+        """Return a choice of the whole answer. With ``echo``, the text begins with the prompt."""
         prompt = self._generation.prompt_of(choice.index)
         completion_choice = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
         completion_choice.finish_reason = choice.finish_reason
@@ -143,7 +149,7 @@ class CompletionShape:
 
     def _prompt_entries(self, index: int) -> Iterator[_Entry]:
         """Yield the entries of the prompt's tokens. The first token has no logprobs, because no token
-        precedes it."""
+        precedes it. At the end the text offsets of the choice move on to the output."""
         prompt = self._generation.prompt_of(index)
         positions = self._first_of(index).prompt_logprobs or ()
         yield from self._entries(index, prompt.ids, itertools.chain((None,), positions))
@@ -152,6 +158,8 @@ class CompletionShape:
     def _entries(
         self, index: int, ids: Iterable[int], positions: Iterable[PositionLogprobs | None]
     ) -> Iterator[_Entry]:
+        """Yield (token id, candidates, text offset) of tokens, which must follow the choice's earlier
+        tokens: each token moves the offset on."""
         offsets = self._offsets_of(index)
         for token, position in zip(ids, positions, strict=True):
             yield token, position, offsets.next(token)
@@ -164,6 +172,7 @@ class CompletionShape:
         return self._generation.choices[index - index % self._generation.job.params.n]
 
     def _offsets_of(self, index: int) -> _Offsets:
+        """Return the offset counter of a choice, created at the first call."""
         if index not in self._offsets:
             skip = self._asked.skip_special_tokens
             self._offsets[index] = _Offsets(self._tokenizer, skip, self._asked.echo)

@@ -34,7 +34,7 @@ class EmbeddingShape:
     form = StreamForm()
 
     def __init__(self, front: Front, generation: Generation) -> None:
-        """Raises InvalidRequest for an answer above the size limit."""
+        """Raises InvalidRequest for an answer above ``--max-response-bytes``, by an estimate of the size."""
         self._generation = generation
         self._asked = generation.job.asked
         each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES
@@ -66,6 +66,7 @@ class EmbeddingShape:
         """Do nothing: the choices keep everything for the whole answer."""
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the answer's JSON: one piece per vector, with a head and an end."""
         yield b'{"object":"list","data":['
         for number, choice in enumerate(self._generation.choices):
             yield (b"," if number else b"") + to_json(self._embedding(choice))

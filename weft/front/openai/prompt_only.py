@@ -34,6 +34,8 @@ class PromptOnly:
         return self._shape.weight(delta)
 
     def chunks(self, delta: TextDelta) -> list[Any]:
+        """Return the chunks of a choice at its end, without output; [] before. Removes the output from the
+        choice."""
         if delta.finish_reason is None:
             return []
         self._forget_output(delta.index)
@@ -53,11 +55,14 @@ class PromptOnly:
         return self._shape.closing(self._generation.usage())
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the answer's JSON, after the removal of the output from every choice. ``usage`` is counted
+        again without the output."""
         for choice in self._generation.choices:
             self._forget_output(choice.index)
         yield from self._shape.whole(self._generation.usage())
 
     def _forget_output(self, index: int) -> None:
+        """Remove text, tokens and logprobs of a choice's output, and set its finish reason to "length"."""
         choice = self._generation.choices[index]
         choice.text = ""
         choice.token_ids = []

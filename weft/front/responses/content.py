@@ -28,7 +28,9 @@ class Items:
         self._open: _Open[Any] | None = None
 
     def take(self, found: OutputEvent) -> list[e.Event]:
-        """Return the events for one parsed output event."""
+        """Add one parsed output event to the items, and return the events for the stream; [] if there is
+        nothing to send. A change of type ends the open item. Each call takes the pending logprobs; only
+        text uses the logprobs."""
         if isinstance(found, Content):
             before = self._enter(_Text)
             return [*before, self._piece(found.text, self._logprobs())]
@@ -47,11 +49,13 @@ class Items:
         return self._end(whole=True)
 
     def close(self, *, whole: bool) -> list[e.Event]:
-        """End the open item, if any, and return the events. ``whole``: True if the model completed the
-        item. A call is complete only if the parser reports the end of the call."""
+        """End the open item, append the item to ``done``, and return the events; [] without an open item.
+        ``whole``: True if the model completed the item. A call is complete only if the parser reports the
+        end of the call."""
         return self._end(whole=whole and not isinstance(self._open, _Call | _CustomCall))
 
     def _end(self, *, whole: bool) -> list[e.Event]:
+        """End the open item, append the item to ``done``, and return the events; [] without an open item."""
         opened, self._open = self._open, None
         if opened is None:
             return []
@@ -63,6 +67,8 @@ class Items:
         ]
 
     def _enter(self, kind: type[_Open[Any]]) -> list[e.Event]:
+        """Open an item of this type, after the end of any other open item, and return the events. Without
+        effect if an item of the type is open already."""
         if isinstance(self._open, kind):
             return []
         return [*self.close(whole=True), *self._start(kind(len(self.done), self._facts))]
@@ -73,6 +79,7 @@ class Items:
         return self._start(kind(len(self.done), found.id, named))
 
     def _start(self, opened: _Open[Any]) -> list[e.Event]:
+        """Make ``opened`` the open item, and return the events of its begin."""
         self._open = opened
         # Events are encoded later, and the item may be filled by then: send a copy.
         shown = msgspec.structs.replace(opened.item)
@@ -91,6 +98,7 @@ class _Open(Generic[Item]):
     item: Item
 
     def __init__(self, at: int, item: Item) -> None:
+        """``at``: index of the item in the output. ``item``: filled by ``end``."""
         self.at = at
         self.item = item
         self.pieces: list[str] = []
@@ -123,6 +131,8 @@ class _Text(_Open[e.OutputMessage]):
         return [e.PartEvent(type="response.content_part.added", **self.place(), part=part)]
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        """Append a piece of text with its logprobs (items of a JSON array, may be empty) and return its
+        event."""
         self.pieces.append(text)
         if self._logprobs is not None and logprobs:
             self._logprobs.append(logprobs)
@@ -137,6 +147,7 @@ class _Text(_Open[e.OutputMessage]):
         ]
 
     def end(self, whole: bool) -> list[e.Event]:
+        """Fill the item's text, logprobs and status, and return the events."""
         text = "".join(self.pieces)
         logprobs = msgspec.Raw(b"[" + b",".join(self._logprobs or ()) + b"]")
         part = e.OutputText(text=text, logprobs=logprobs)
@@ -174,6 +185,7 @@ class _Thought(_Reasoning):
         return [e.PieceEvent(type=kind, **self.place(), content_index=0, delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
+        """Fill the item's text, and the opaque form if requested, and return the events."""
         text = "".join(self.pieces)
         part = e.ReasoningText(text=text)
         self.item.content = [part]
@@ -198,6 +210,7 @@ class _Summary(_Reasoning):
         return [e.PieceEvent(type=kind, **self.place(), summary_index=0, delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
+        """Fill the item's summary, and the opaque form if requested, and return the events."""
         text = "".join(self.pieces)
         part = e.SummaryText(text=text)
         self.item.summary = [part]
@@ -224,6 +237,7 @@ class _Call(_Open[e.FunctionCallOutput]):
         return [e.PieceEvent(type=kind, **self.place(), delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
+        """Fill the item's arguments and status, and return the event."""
         self.item.arguments = "".join(self.pieces)
         self.item.status = "completed" if whole else "incomplete"
         kind = "response.function_call_arguments.done"
@@ -246,6 +260,8 @@ class _CustomCall(_Open[e.CustomCallOutput]):
         return []
 
     def end(self, whole: bool) -> list[e.Event]:
+        """Fill the item's input, taken from the JSON, and the status. Return the whole text as one piece,
+        and the end event."""
         self.item.input = _input("".join(self.pieces))
         self.item.status = "completed" if whole else "incomplete"
         kind, place, text = "response.custom_tool_call_input", self.place(), self.item.input
@@ -254,7 +270,8 @@ class _CustomCall(_Open[e.CustomCallOutput]):
 
 
 def _input(arguments: str) -> str:
-    """Return the text in the arguments; arguments of any other form are returned unchanged."""
+    """Return the text of the single argument ``input``. Arguments of any other form, also invalid JSON, are
+    returned unchanged."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -105,6 +105,8 @@ def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None) -> e.InputItems:
+    """Return one page of ``items``. ``order``: "asc" or "desc". ``limit``: 1 to ``MAX_ITEMS``. ``after``:
+    id of the item before the page; None for the first page. Raises InvalidRequest for any other value."""
     # Query parameters arrive as strings and are checked here, for errors in the API's own shape.
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
@@ -129,9 +131,11 @@ async def _prepare(
     front: Front, store: ResponseStore, key: int, body: list[bytes], upload: Upload
 ) -> list[bytes]:
     """Return the payload of a body, with the stored items that the body refers to. The items count as
-    ``upload``, too.
+    ``upload``, too. The used responses are marked as used in ``store``.
 
-    Raises NotFound, TooLarge (413) if body and items together exceed the limit of a body, and Overloaded.
+    Raises NotFound for a previous response that is not stored, TooLarge (413) if body and items together
+    exceed the limit of a body, and Overloaded without memory. Referenced items that are not stored are left
+    out here.
     """
     found = await front.in_thread(references, body)
     if found.previous is None and not found.items:

@@ -31,7 +31,8 @@ class ResponsesShape:
     form = FORM
 
     def __init__(self, generation: Generation, store: ResponseStore, key: int, *, block: int) -> None:
-        """``key``: number of the request's API key. ``block``: see ``cache_creation``."""
+        """Name the answer in ``generation``. ``store``: receives the response, if requested. ``key``:
+        number of the request's API key. ``block``: see ``cache_creation``."""
         self._generation = generation
         self._store = store
         self._key = key
@@ -61,6 +62,8 @@ class ResponsesShape:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
     def chunks(self, delta: TextDelta) -> list[e.Event]:
+        """Add a delta to the items and return the numbered events. Logprobs of tokens without text wait for
+        the next text."""
         if delta.logprobs:
             self._pending.append((delta.token_ids, delta.logprobs))
         return self._numbered(
@@ -71,12 +74,14 @@ class ResponsesShape:
         self.chunks(delta)
 
     def closing(self, usage: Usage) -> list[e.Event]:
+        """Complete the answer, store the response if requested, and return the last events."""
         events = self._end(usage)
         whole = msgspec.Raw(self._kept())
         events.append(e.Lifecycle(type=f"response.{self._answer.status}", response=whole))
         return self._numbered(events)
 
     def failed(self, error: ErrorInfo) -> list[e.Event]:
+        """Return the events of a failed response with the output so far. The response is not stored."""
         before = [] if self._opened else self.opening()
         # The last event repeats the incomplete output, so no events of the open item are needed.
         self._items.close(whole=False)
@@ -88,11 +93,12 @@ class ResponsesShape:
         return [*before, *self._numbered([e.Lifecycle(type="response.failed", response=answer)])]
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the whole response as one piece of JSON. Stores the response if requested."""
         self._end(usage)
         yield self._kept()
 
     def _end(self, usage: Usage) -> list[e.Event]:
-        """Complete the answer and return the events of its last item."""
+        """Complete the answer with output, status and usage. Return the events of its last item."""
         answer = self._answer
         reason = self._generation.choices[0].finish_reason
         cut = reason != "stop"
@@ -146,6 +152,7 @@ class ResponsesShape:
         return b",".join(part for part in made if part)
 
     def _numbered(self, events: list[e.Event]) -> list[Any]:
+        """Set the sequence numbers of ``events``, which continue over all calls, and return the same list."""
         for event in events:
             event.sequence_number = self._events
             self._events += 1

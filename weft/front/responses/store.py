@@ -72,7 +72,8 @@ class ResponseStore:
         """Output item id -> response id."""
 
     def add(self, stored: Stored) -> None:
-        """Store a response. No effect if the response alone exceeds the limit."""
+        """Store a response, as the most recently used. Other responses are dropped until the store fits. No
+        effect if the response alone exceeds the limit."""
         if stored.size > self.limit:
             return
         with self._lock:
@@ -87,20 +88,22 @@ class ResponseStore:
                 self._forget(next(iter(self._by_key[most].values())))
 
     def get(self, id: str, key: int) -> Stored:
-        """Return the response of this id and ``key``. Raises NotFound."""
+        """Return the response of this id and ``key``, and mark the response as used. Raises NotFound, also
+        for a response of another key."""
         with self._lock:
             stored = self._find(id, key, "response_id", "response_not_found")
             self._touch(stored)
             return stored
 
     def remove(self, id: str, key: int) -> None:
-        """Remove the response of this id and ``key``. Raises NotFound."""
+        """Remove the response of this id and ``key``. Responses that continue the response stay, but their
+        chain is broken. Raises NotFound."""
         with self._lock:
             self._forget(self._find(id, key, "response_id", "response_not_found"))
 
     def chain(self, id: str, key: int) -> list[Stored]:
-        """Return the response and all previous responses, oldest first. Raises NotFound if one was
-        dropped."""
+        """Return the response and all previous responses, oldest first, and mark all as used. Raises
+        NotFound if a response of the chain is not stored."""
         links: list[Stored] = []
         at: str | None = id
         with self._lock:
@@ -111,13 +114,15 @@ class ResponseStore:
         return links[::-1]
 
     def owners(self, items: Iterable[str], key: int) -> list[Stored]:
-        """Return the responses with the given output items, without those dropped or of other keys."""
+        """Return the responses with the given output items, in no fixed order. Items that are unknown,
+        dropped or of other keys are skipped. The responses do not count as used."""
         with self._lock:
             found = {self._owner.get(item) for item in items}
             kept = (self._kept[owner] for owner in found if owner is not None)
             return [stored for stored in kept if stored.key == key]
 
     def _forget(self, stored: Stored) -> None:
+        """Remove a stored response from all tables. Call with the lock held."""
         del self._kept[stored.id]
         del self._by_key[stored.key][stored.id]
         self._used[stored.key] -= stored.size
@@ -128,6 +133,8 @@ class ResponseStore:
         self.used -= stored.size
 
     def _find(self, id: str, key: int, param: str, code: str) -> Stored:
+        """Return the response. Raises NotFound with ``param`` and ``code`` if the response is not stored or
+        has another key."""
         stored = self._kept.get(id)
         if stored is None or stored.key != key:
             raise NotFound(
