@@ -227,8 +227,8 @@ class Runner:
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
     def _clear(self) -> None:
-        """Forget all sequences, slots, bound images, staged buffers, drafts and captured graphs. Afterwards
-        any step number may come first. Raises EngineDead if a GPU does not synchronize in time."""
+        """Forget all sequences, slots, bound images, staged buffers, drafts and lazily captured graphs.
+        Afterwards any step number may come first. Raises EngineDead if a GPU does not synchronize in time."""
         if self._device.type == "cuda":
             synchronize(self._device, self._timeout)
         slots = self._sampler.slots

@@ -136,7 +136,7 @@ class SlotState:
         self._live[op.slot] = False
 
     def _append(self, op: AppendBlocks) -> None:
-        """Append block ids to one block table of a slot. Raise EngineDead for a free slot or a full table."""
+        """Append block ids to a block table of a slot. Raises EngineDead for a free slot or a full table."""
         if not self._live[op.slot]:
             raise EngineDead(f"blocks are appended to slot {op.slot}, which is free")
         at = int(self._entries[op.kind, op.slot])

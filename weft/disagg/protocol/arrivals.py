@@ -154,7 +154,7 @@ class Arrivals:
         return min([at for at in both if at is not None], default=None)
 
     def _incoming(self, write: Incoming, now: float) -> list[Action]:
-        """Handle a write: copy the bytes, park the write until the transfer is expected, or drop it."""
+        """Copy a write, park the write until its transfer is expected, or drop the write."""
         room = self._rooms.get(write.key)
         if room is not None:
             return self._take(room, write)

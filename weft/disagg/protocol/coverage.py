@@ -20,7 +20,7 @@ class Coverage:
     ``spans.arriving``."""
 
     def __init__(self, expected: Mapping[int, np.ndarray]) -> None:
-        """``expected``: region -> int64 [n, 2], offset and length in bytes of each span, ascending."""
+        """``expected``: region -> int64 [n, 2], ascending; offset and length in bytes of each span."""
         self._expected = {region: spans for region, spans in expected.items() if len(spans)}
         self._landed: dict[int, list[np.ndarray]] = {region: [] for region in self._expected}
         self.nbytes = sum(int(spans[:, 1].sum()) for spans in self._expected.values())

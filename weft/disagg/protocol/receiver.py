@@ -152,7 +152,7 @@ class ReceivingRooms(Rooms):
         return [ev.Send(room.peer, refused), *actions]
 
     def _progressed(self, room: Room, now: float) -> list[ev.Action]:
-        """End the transfer as received once all ranks and the first tokens are there; else return []."""
+        """End the transfer once all ranks and the first tokens are there; else return no actions."""
         if room.outcomes.all is not Outcome.done or room.metadata is None:
             return []
         landed = r.Landed(key=room.key)

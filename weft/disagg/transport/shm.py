@@ -52,7 +52,7 @@ class ShmTransport(SocketTransport):
             os.unlink(self._path)
 
     def _listen(self) -> tuple[socket.socket, str]:
-        """Return a socket that listens at the path, private to this user, and the path. Raise ConfigError."""
+        """Return a listening socket, private to this user, and its path. Raises ConfigError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(self._path)

@@ -290,7 +290,7 @@ class RankTransfer:
         self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start)))
 
     def _expect(self, expecting: Expecting) -> None:
-        """Register the spans that will arrive. Raise RoomMessageError for wrong blocks or layouts."""
+        """Register the expected spans. Raises RoomMessageError for invalid blocks or another layout."""
         offer, bound = expecting.offer, expecting.bound
         # The sender plans with `bound.dims`, so both must agree on shares of rows.
         if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
