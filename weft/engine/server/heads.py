@@ -1,4 +1,4 @@
-"""Starts and ends the heades of a server and the workers, which outlive engine processes."""
+"""Start and end the engine processes of a server, and the workers, which outlive engine processes."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Replicas:
 
     @property
     def heads(self) -> HeadGroups:
-        """The heades. Read-only."""
+        """The engine processes of all groups. Read-only."""
         assert self._heads is not None
         return self._heads
 
