@@ -290,7 +290,7 @@ def test_the_pointer_and_the_keyboard_show_values_with_their_time(server: Any, b
     place = "(({x, y, width}) => [x, y, width])($('tokens').getBoundingClientRect())"
 
     def move() -> None:
-        x, y, width = browser.evaluate(f"document.getElementById('tokens').scrollIntoView() || {place}")
+        x, y, width = browser.evaluate(f"(document.getElementById('tokens').scrollIntoView(), {place})")
         browser.send("Input.dispatchMouseEvent", x=5, y=5, type="mouseMoved")
         browser.send("Input.dispatchMouseEvent", x=x + width - 10, y=y + 40, type="mouseMoved")
 
