@@ -8,9 +8,8 @@ What is counted:
 - pronouns (it, they, this, that, these, those, who, whose and the like) per 1,000 words of docstrings and of
   comments, because a repeated noun reads faster than a reference;
 - words per sentence in Markdown pages, as the 90th percentile;
-- functions with eight or more branches that have a comment inside;
-- docstrings that start with a subordinate clause (What, Whether, Of, That, Those, Likewise, All that);
-- folders with more than 26 modules, because a reader cannot survey more.
+- functions with eight or more branches and a comment inside;
+- docstrings starting with a subordinate clause (What, Whether, Of, That, Those, Likewise, All that).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ LEAST_COMMENTED = 0.7
 """Share of the hard functions of the product."""
 HARD = 8
 """Branches of a hard function."""
-MOST_MODULES = 26
 
 _PRONOUN = re.compile(
     r"\b(?:it|its|they|them|theirs?|this|that|these|those|who|whom|whose|itself|themselves)\b", re.IGNORECASE
@@ -150,13 +148,6 @@ def sentences(pages: list[Path]) -> Iterator[tuple[int, Path, str]]:
                     yield words, page, " ".join(sentence.split())
 
 
-def crowded(root: Path) -> list[str]:
-    """Return the folders below ``root`` with too many modules."""
-    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
-    found = {folder: len(list(folder.glob("*.py"))) for folder in folders}
-    return [f"{folder.relative_to(ROOT)}: {n} modules" for folder, n in found.items() if n > MOST_MODULES]
-
-
 def failures(counts: dict[str, Counts], p90: int) -> Iterator[str]:
     """Yield one line for each exceeded limit."""
     for name, one in counts.items():
@@ -169,7 +160,6 @@ def failures(counts: dict[str, Counts], p90: int) -> Iterator[str]:
         yield f"{PRODUCT}: {share:.0%} of hard functions have a comment (limit {LEAST_COMMENTED:.0%})"
     if p90 > MOST_WORDS:
         yield f"docs: the 90th percentile of sentences has {p90} words (limit {MOST_WORDS})"
-    yield from crowded(ROOT / PRODUCT)
 
 
 def main() -> int:
