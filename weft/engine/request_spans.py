@@ -46,6 +46,7 @@ class RequestSpans:
     """The request spans of one engine process. Used from the stepping thread."""
 
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
+        """``writer``: closed by ``close``. ``now``: the engine's clock."""
         self._writer = writer
         self._now = now
         self._live: dict[int, _Traced] = {}
@@ -84,7 +85,7 @@ class RequestSpans:
     def _open(
         self, ticket: RoomTicket, name: str, parent: SpanContext, arrived: float, submit: Submit
     ) -> None:
-        """Open the span of a transfer."""
+        """Open the span of a transfer. Above ``MOST_ROOMS`` open transfers, drop the oldest span."""
         if len(self._rooms) >= MOST_ROOMS:
             del self._rooms[next(iter(self._rooms))]
         room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
@@ -114,6 +115,10 @@ class RequestSpans:
                 self._told(traced, event, now)
 
     def _told(self, traced: _Traced, event: TokenEvent, now: float) -> None:
+        """Advance the span of one sequence: blocked -> queue -> prefill -> decode.
+
+        At a finish, write and forget the span.
+        """
         if event.token_ids:
             first = not traced.tokens
             traced.tokens += len(event.token_ids)
@@ -145,7 +150,10 @@ class RequestSpans:
         return child_of(parent, name, start, sequence=f"{sequence:x}", attempt=attempt)
 
     def room_ended(self, key: RoomKey, notes: RoomNotes, now: float, error: ErrorInfo | None) -> None:
-        """Close the span of a transfer. Idempotent."""
+        """Write the span of a transfer with its marks and bytes, and forget it.
+
+        Idempotent. A cancellation by the client side is not an error.
+        """
         if error is None:
             self._image_landed(key, now)
         span = self._rooms.pop(key, None)

@@ -34,7 +34,12 @@ class StepPixels:
         self._by_name = True
 
     def framed(self, plan: StepPlan, members: Iterable[_Member]) -> StepPlan:
-        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels."""
+        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels.
+
+        A plan without shared pixels is returned unchanged.
+
+        Pixels sent by name stay alive until ``settled`` or ``clear``.
+        """
         ops = [op for op in plan.ops if isinstance(op, Encode) and op.shared is not None]
         if not ops:
             return plan
@@ -83,6 +88,10 @@ def opened(plan: StepPlan) -> StepPlan:
 
 
 def _opened(op: Op) -> Op:
+    """Map the shared pixels of ``op`` and return ``op`` with the pixels.
+
+    Other operations are returned unchanged. Raises PixelsLost.
+    """
     if not isinstance(op, Encode) or op.shared is None:
         return op
     fd, view = open_shared(op.shared)

@@ -40,8 +40,9 @@ class PixelInbox:
             self.close()
 
     def take(self, submit: Submit) -> Submit:
-        """Return ``submit`` with the pixels of all shared names. Raises PixelsLost if a memory cannot be
-        opened.
+        """Return ``submit`` with the pixels of all shared names mapped.
+
+        Without shared names, return ``submit`` unchanged. Raises PixelsLost if a memory cannot be opened.
         """
         if all(item.shared is None for item in submit.media):
             return submit
@@ -56,6 +57,11 @@ class PixelInbox:
             self._probe.close()
 
     def _taken(self, item: MediaItem, name: SharedName) -> MediaItem:
+        """Return ``item`` with mapped pixels.
+
+        ``shared`` names this process's descriptor, or is None unless other processes must open the memory and
+        a descriptor is free.
+        """
         fd, view = open_shared(name)
         here = None
         # Ranks open the memory through the descriptor, which closes with the last view of the mapping.
