@@ -357,9 +357,8 @@ class EngineCore:
             raise EngineDead("a step was planned and never launched")
 
     def wait_ms(self) -> int:
-        """Return the milliseconds for which a loop with work may sleep on ``sockets`` before the next ``step``.
-
-        0 unless the last ``step`` returned early and the oldest step still runs.
+        """Return the milliseconds for which a loop with work may sleep on ``sockets`` before the next
+        ``step``. 0 unless the last ``step`` returned early and the oldest step still runs.
         """
         return STALLED_MS if self._stalled and not self.runner.done(self._in_flight[0][0]) else 0
 

@@ -239,8 +239,8 @@ class GroupExecutor:
         self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag`` steps
-        earlier. Return the result and forget it.
+        """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag``
+        steps earlier. Return the result, once.
 
         A step without rows waits for all ranks where ``bell`` is None: no collective keeps the ranks
         together, and transfers may then write the freed blocks. Raises GroupLost, also when a rank's checksum
@@ -484,8 +484,9 @@ class GroupExecutor:
     # ---- blocking work, in the carrier's thread
 
     def _carry(self, action: t.Spawn | t.Connect) -> None:
-        """Execute a blocking action and feed the outcome: ``Connected``, ``Spawned``, a failure of the epoch, or
-        ``Unable``. Never raises.
+        """Execute a blocking action and feed the outcome (``Connected``, ``Spawned`` or an error).
+
+        Never raises.
 
         Before a process is replaced, kill the old process and report the end to the transfers.
         """

@@ -117,7 +117,10 @@ class HeadOwner:
         return found
 
     def _turn(self) -> None:
-        """Handle requested restarts, probe answers and time. Carry out the resulting actions."""
+        """Handle requested restarts, probe answers and time.
+
+        Carry out the resulting actions. While draining, requested restarts are dropped.
+        """
         now = self._clock.now()
         # Signal handlers and other threads only set flags. The state machine runs in this thread alone.
         if self._asked:
@@ -167,7 +170,7 @@ class Probes:
         """Return (name, incarnation, idle) of each watched engine that answers.
 
         ``watched`` maps names to incarnations. ``idle`` is None if the engine has not reported since the last
-        call. Probes of all other processes are closed.
+        call. Opens probes of watched processes, and closes probes of all other processes.
         """
         for name, (incarnation, probe) in list(self._probes.items()):
             if watched.get(name) != incarnation:

@@ -149,7 +149,12 @@ class RollingRestart:
         self._kept[front] = kept
 
     def tick(self, now: float) -> list[Action]:
-        """Return the actions that are due at ``now``. The caller polls several times per second."""
+        """Return the actions that are due at ``now``. The caller polls several times per second.
+
+        Begins a requested restart, moves from one unit to the next, and cancels the restart if a replacement
+        dies. A unit past its deadline ends with work in flight. All changes of processes go through the
+        table.
+        """
         if self._asked:
             self._report_absent(now)
         if self._asked and self._up >= set(running := self._running()):

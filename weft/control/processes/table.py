@@ -183,7 +183,10 @@ class ProcessTable:
         return all(entry.ready for entry in self._entries.values() if entry.state is ProcessState.RUNNING)
 
     def running(self, name: str, incarnation: int) -> ProcessEntry | None:
-        """Return the entry if ``incarnation`` is the running process of ``name``, else None."""
+        """Return the entry if ``incarnation`` is the running process of ``name``, else None.
+
+        Unknown names give None.
+        """
         entry = self._entries.get(name)
         present = (
             entry is not None and entry.state is ProcessState.RUNNING and entry.incarnation == incarnation
@@ -255,9 +258,9 @@ class ProcessTable:
 
     def revive(self, name: str, now: float) -> list[Action]:
         """Start the retired processes of group or process ``name``, and of its expert-parallel group, with
-        new budgets.
+        new budgets. Return the actions.
 
-        Return no action if no process is alive any more: the server is about to end.
+        Return no action for an unknown name, or if no process is alive any more: the server is about to end.
         """
         entries = self._entries
         members = {one: entry.member for one, entry in entries.items()}

@@ -308,8 +308,10 @@ class HeadRooms:
                 self._on(ev.Refuse(key, error))
 
     def _arrived(self, arrived: Arrived) -> None:
-        """Handle a message of a peer: note the peer's process, answer a question for the local process, and feed
-        the body to the state machine.
+        """Handle a message of a peer.
+
+        Note the peer's process, answer a question for the local process, and feed the body to the state
+        machine.
 
         Messages of ended peers are dropped. An unreadable message is counted in ``bad``, logged and dropped.
         A message that breaks the state machine cancels only its own transfer.
@@ -408,11 +410,10 @@ class HeadRooms:
     # ---- output
 
     def _carry_out(self, action: ev.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
-        """Execute one action of the state machine: send a message, send a command to the ranks, or pass an event
-        to the scheduler. Append the scheduler's events to ``events``.
+        """Execute one action of the state machine. Append the scheduler's events to ``events``.
 
-        During a recovery, an offer is put off, and the peer is asked to repeat the offer after ``POSTPONE_S``
-        seconds.
+        An action sends a message, sends a command to the ranks, or passes an event to the scheduler. During a
+        recovery, an offer is put off, and the peer is asked to repeat the offer after ``POSTPONE_S`` seconds.
         """
         match action:
             case ev.Send(peer, message):

@@ -230,10 +230,9 @@ class Worker:
             )
 
     def _form(self, frame: f.Form) -> None:
-        """Leave the present epoch, empty all slots, connect the communicators of the new epoch and send Formed.
-        Blocks.
+        """Leave the present epoch, connect the communicators of the new epoch and send Formed. Blocks.
 
-        Raises EngineDead for an epoch that does not follow, and CommLost.
+        All slots are empty then. Raises EngineDead for an epoch that does not follow, and CommLost.
         """
         self._leave()
         if frame.epoch <= self.epoch:

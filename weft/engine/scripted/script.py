@@ -200,7 +200,10 @@ class _Maker:
         )
 
     def _output(self, data: _Fields, entry: _Entry) -> Output:
-        """Return the output of one choice, ``data``; unset fields come from ``entry``, then from the defaults.
+        """Return the output of one choice, ``data``.
+
+        Unset fields come from ``entry``, then from the defaults.
+
         Milliseconds become seconds. Raises ConfigError.
         """
         def field(name: str, default: Any) -> Any:
