@@ -50,7 +50,12 @@ class Meeting:
         self._epoch, self._proposed = epoch, False
 
     def look(self, leases: Sequence[Lease | None]) -> Lease | Connect | None:
-        """Return the lease to write, ``Connect`` if all proposals agree, or None while proposals differ."""
+        """Return the lease to write, ``Connect`` if all proposals agree, or None while proposals differ.
+
+        Stores the proposed epoch.
+
+        ``leases``: one entry per replica; None for a replica without a lease so far.
+        """
         others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
         # A proposal must be visible to all before the process counts the others' proposals.

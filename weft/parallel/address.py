@@ -20,7 +20,7 @@ _AGAIN = 0.1
 def own_address(host: str, port: int) -> str:
     """Return the numeric address of this host on the route to ``host``, which may be this host.
 
-    Nothing is sent. Raise ConfigError if there is no route.
+    Nothing is sent, but a name is resolved, which may block. Raise ConfigError if there is no route.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -76,7 +76,12 @@ class Mesh:
         return all(comm.shares for comm in self._groups())
 
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
-        """Form every group of more than one rank for ``epoch``. All ranks must call. Raise CommLost."""
+        """Form every group of more than one rank for ``epoch``, and call all of ``formed``.
+
+        All ranks must call. Blocks. Raise CommLost.
+
+        ``timeout``: seconds for each wait, and for each later collective.
+        """
         self.launcher.settle(timeout)
         for comm in self._groups():
             comm.settle(timeout)

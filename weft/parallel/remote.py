@@ -85,6 +85,10 @@ class RemoteHeads:
         self._board.post(b.wanted_key(replica), msgspec.msgpack.encode(incarnation))
 
     def _end(self, replica: int) -> Callable[[int], None]:
+        """Return a function that requests the end of an incarnation of ``replica``.
+
+        Requests for other incarnations are ignored.
+        """
         def end(incarnation: int) -> None:
             if self._incarnations[replica] == incarnation:
                 self._want(replica, 0)
@@ -127,6 +131,9 @@ class RemoteHeads:
         return time.monotonic() - self._waiting.setdefault(key, time.monotonic()) > 2 * AWAY_S
 
     def _meet(self, host: int, key: str) -> None:
+        """Accept the host process with settings entry ``key``, or refuse it for other settings or another
+        version. Post the answer. An accepted process replaces the host's former process.
+        """
         data = self._board.get(key)
         try:
             theirs = msgspec.msgpack.decode(data or b"", type=dict[str, str])
@@ -156,6 +163,7 @@ class RemoteHeads:
         self._board.post(b.answer_key(host, _mark(key)), why.encode())
 
     def _remind_of(self, host: int) -> None:
+        """Log that the server waits for ``host``, every ``REMIND_S`` seconds over all hosts."""
         if time.monotonic() > self._remind:
             self._remind = time.monotonic() + REMIND_S
             refused = self._board.refused
@@ -210,7 +218,10 @@ class RemoteHead:
         self._end(self.incarnation)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit status of the engine. Raise subprocess.TimeoutExpired."""
+        """Block until the engine has ended and return the exit status.
+
+        Raise subprocess.TimeoutExpired after ``timeout`` seconds.
+        """
         until = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > until:
@@ -219,6 +230,7 @@ class RemoteHead:
         return status
 
     def _listens(self) -> str | None:
+        """Return the published address of this incarnation, or None."""
         data = self._board.get(b.head_key(self._replica))
         if data is None:
             return None

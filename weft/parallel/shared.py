@@ -56,7 +56,11 @@ class SharedRing:
     def __init__(
         self, fd: int, rank: int, places: Sequence[_Place], timeout: float, slot: int = SLOT
     ) -> None:
-        """Map the segment. Raise RuntimeError."""
+        """Map the segment of descriptor ``fd``, which the caller closes. Raise RuntimeError.
+
+        ``places``: of all ranks in order; each rank spins if every host has a core per rank. ``timeout``:
+        seconds for each wait. ``slot``: bytes per rank. The mapping ends with the object.
+        """
         pids = [place.pid for place in places]
         spin = SPIN if min(place.cores for place in places) >= len(places) else 0.0
         ops = torch.ops.weft_cpu
@@ -138,6 +142,7 @@ def _all_say(store: Any, what: str, rank: int, size: int, mine: Any, timeout: fl
 
 
 def _told(store: Any, key: str, timeout: float) -> bytes:
+    """Block until ``key`` is in the store and return the value. Raise CommLost after ``timeout`` seconds."""
     try:
         store.wait([key], timedelta(seconds=timeout))
         return bytes(store.get(key))

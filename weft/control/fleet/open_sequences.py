@@ -72,7 +72,10 @@ class OpenSequences:
                 self.parked.add(sequence)
 
     def placed(self, sequence: int) -> bool:
-        """End the wait of a sequence. Return True if the sequence continues after the loss of an instance."""
+        """End the wait of a sequence: no longer parked or bereft.
+
+        Return True if the sequence continues after the loss of an instance.
+        """
         self.parked.discard(sequence)
         bereft = sequence in self.bereft
         self.bereft.discard(sequence)
