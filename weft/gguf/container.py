@@ -93,6 +93,7 @@ class Container:
     """
 
     def __init__(self, path: Path) -> None:
+        """Map and check the file ``path``. Raises ConfigError."""
         self.path = path
         refuse_pointer(path, "--model")
         self._package = _package()
@@ -178,6 +179,7 @@ def dequantized(kind: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _package() -> Any:
+    """Return the package ``gguf``. Raises ConfigError if the package is not installed."""
     try:
         import gguf
     except ImportError as error:

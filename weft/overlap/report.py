@@ -61,7 +61,10 @@ def table(found: Mapping[str, Sum]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return the exit code."""
+    """Run the command: print the table of a trace file to stdout.
+
+    Return the exit code: 0, or 2 for wrong arguments. Raises OSError or ValueError for an unusable file.
+    """
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m weft.overlap.report TRACE\n")
         return 2

@@ -115,6 +115,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 
 def _parse(line: str, number: int, name: str) -> Arrival:
+    """Return the arrival of one line. Raise ConfigError with the line's number."""
     try:
         one = msgspec.json.decode(line, type=_Line)
     except msgspec.DecodeError as error:

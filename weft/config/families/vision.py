@@ -127,7 +127,7 @@ def _levels(vision: Facts) -> tuple[int, ...]:
 
 
 def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
-    """Return the number of layers, checked against ``levels``. Raise ConfigError."""
+    """Return the number of layers. Raise ConfigError if a layer of ``levels`` is not among them."""
     layers = vision.integer(name, 27, high=MOST_PARTS)
     if levels and not 0 <= levels[0] <= levels[-1] < layers:
         raise vision.fail("deepstack_visual_indexes", f"{levels!r} are not all among {layers} layers")
