@@ -22,7 +22,7 @@ PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0, role=1.0, tr
 
 
 def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> None:
-    """Raise Violation if the schedule knows no reason for the failure of ``stream``."""
+    """Raise Violation if the schedule knows no reason for the failure of ``stream``. Counts the failure."""
     cluster = front.cluster
     fleet = front.fleet
     why = f"{front.name}: sequence {stream.sequence} failed ({code}: {message})"

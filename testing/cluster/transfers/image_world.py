@@ -44,6 +44,7 @@ class ImageWorld:
     """
 
     def __init__(self, seed: int) -> None:
+        """Draw the sizes of the schedule ``seed``."""
         rng = self._rng = random.Random(f"images of {seed}")
         self._apart = rng.random()
         self.towers = rng.random() < 0.3
@@ -95,7 +96,7 @@ class ImageWorld:
         return msgspec.structs.replace(kv, pools=pools, media=limits)
 
     def show(self, client: Client) -> None:
-        """Give a client's request images in some cases: changes prompt and media."""
+        """Give a client's request images in some cases: changes prompt, media and pin of ``client``."""
         rng = self._rng
         if not self.there or rng.random() >= SEEING:
             return
