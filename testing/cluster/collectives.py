@@ -76,7 +76,9 @@ class Collectives:
                 self._timeline.after(0.0, self._delay, None, self._break, key, collective)
 
     def _complete(self, key: object, collective: Collective) -> None:
-        """End a complete collective as whole. While a rank is stalled, wait for the rank, up to the patience.
+        """End a complete collective as whole.
+
+        While a rank is stalled, wait for the rank, up to the patience.
         """
         if collective.over or len(collective.here) < collective.size:
             return

@@ -173,7 +173,10 @@ def _poison(cluster: Cluster) -> bool:
 
 
 def _row_error(cluster: Cluster) -> bool:
-    """Make logits of one sequence non-finite. Counted when the sequence fails for this reason."""
+    """Make logits of one sequence non-finite.
+
+    Return False: counted when the sequence fails for this reason.
+    """
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.row_errors[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -181,7 +184,10 @@ def _row_error(cluster: Cluster) -> bool:
 
 
 def _slow_start(cluster: Cluster) -> bool:
-    """Kill an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
+    """Kill an engine, and delay the next starts beyond the limit.
+
+    Return False: counted when such a process starts.
+    """
     cluster.slow_starts = cluster.rng.choice((1, 2))
     _kill_head(cluster)
     return False
@@ -251,7 +257,7 @@ def _delay(cluster: Cluster) -> bool:
 
 
 def _duplicate(cluster: Cluster) -> bool:
-    """Duplicate the next Submit of a link. Counted when the Submit is sent twice."""
+    """Duplicate the next Submit of a link. Return False: counted when the Submit is sent twice."""
     link = _link(cluster, version=2)
     if link is not None:
         link.duplicate = True
@@ -259,7 +265,7 @@ def _duplicate(cluster: Cluster) -> bool:
 
 
 def _evict(cluster: Cluster) -> bool:
-    """Let an engine return a sequence; any engine may continue the sequence."""
+    """Let an engine return a sequence, which any engine may continue. Return True if one was returned."""
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now or head.engine.recovering:
         return False
@@ -267,13 +273,16 @@ def _evict(cluster: Cluster) -> bool:
 
 
 def _drain(cluster: Cluster) -> bool:
-    """Upgrade an engine: drain the process, then start another one."""
+    """Upgrade an engine: drain the process, then start another one. Return True if the drain begins."""
     head = _head(cluster)
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:
-    """Upgrade an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
+    """Upgrade an engine, and delay the next starts beyond the limit.
+
+    Return False: counted when such a process starts.
+    """
     head = _head(cluster)
     if head is not None and cluster.supervisor.drain(head.instance):
         cluster.slow_starts = cluster.rng.choice((1, 2))
@@ -312,7 +321,9 @@ def _stop_rank(cluster: Cluster) -> bool:
 
 
 def _rank_raises(cluster: Cluster) -> bool:
-    """Let the next step raise at a rank, or at the engine's own rank. Return False: counted at the exception.
+    """Let the next step raise at a rank, or at the engine's own rank.
+
+    Return False: counted at the exception.
     """
     process = _rank(cluster)
     if process is not None:
@@ -332,7 +343,10 @@ def _late_report(cluster: Cluster) -> bool:
 
 
 def _lost_report(cluster: Cluster) -> bool:
-    """Lose the next report of a step, with the rank's connection. Counted when a report is lost."""
+    """Lose the next report of a step, with the rank's connection.
+
+    Return False: counted when a report is lost.
+    """
     process = _rank(cluster)
     if process is not None:
         process.loses_report = True
@@ -349,7 +363,9 @@ def _cannot_load(cluster: Cluster) -> bool:
 
 
 def _cannot_form(cluster: Cluster) -> bool:
-    """Kill a rank, and let the rank or the engine fail to form epochs. Return False: counted when one fails.
+    """Kill a rank, and let the rank or the engine fail to form epochs.
+
+    Return False: counted when one fails.
     """
     process = _rank(cluster)
     if process is not None:
@@ -396,7 +412,10 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
 
 
 def _lost_word(cluster: Cluster) -> bool:
-    """Lose the next report of a rank about a transfer, with the connection. Counted when a report is lost."""
+    """Lose the next report of a rank about a transfer, with the connection.
+
+    Return False: counted when it is lost.
+    """
     process = _rank(cluster)
     if process is not None:
         process.loses_word = True

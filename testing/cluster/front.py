@@ -385,7 +385,9 @@ class FrontProcess:
         self.feed(e.Opened(tuple(submits), pinned=pinned))
 
     def _submit(self, client: Client, first: int, choice: int, prompt: bytes) -> m.Submit:
-        """Return the Submit of one choice. ``first``: sequence of choice 0. ``prompt``: int32 ids as bytes.
+        """Return the Submit of one choice.
+
+        ``first``: sequence of choice 0. ``prompt``: int32 ids as bytes.
         """
         return m.Submit(
             sequence=first + choice,

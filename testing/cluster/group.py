@@ -42,10 +42,8 @@ class Group:
     ) -> None:
         """Create the group.
 
-        ``owner``: the engine process. ``load`` is the number of seconds to load the engine's own rank.
-
-        ``meeting`` and ``leases`` (by replica) are given in an expert-parallel group. For ``budget`` and
-        ``lag`` see ``Membership``.
+        ``owner``: the engine process. ``load``: seconds to load the engine's own rank. ``leases``: by
+        replica. For ``meeting``, ``budget`` and ``lag`` see ``Membership``.
         """
         pace = replica.pace
         self.owner = owner
@@ -353,7 +351,9 @@ class Group:
             self._read(process, peer, frame)
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
-        """Feed a frame to the membership. Raise Violation if a frame of a process given up changes anything.
+        """Feed a frame to the membership.
+
+        Raise Violation if a frame of a process given up changes anything.
         """
         members = self.membership
         # Frames of a process already given up must not change anything.
@@ -404,7 +404,9 @@ class Group:
         self.replica.collectives.join(action.store, size, 0.02 * pace.slow, self, ended)
 
     def _spawn(self, action: t.Spawn) -> None:
-        """Start the process of a rank, after the end of the former process if ``anew``. Report ``Spawned``.
+        """Start the process of a rank, after the end of the former process if ``anew``.
+
+        Report ``Spawned``.
         """
         replica = self.replica
         if action.anew:

@@ -418,7 +418,9 @@ class RankProcess:
         replica.collectives.join(key, len(replica.ranks), work.seconds, self, ended)
 
     def _step_ended(self, work: Work, checksum: int, whole: bool) -> None:
-        """Report the outcome of a step and begin the next. Unless ``whole``, fail. Ignored in another epoch.
+        """Report the outcome of a step and begin the next.
+
+        Unless ``whole``, fail. Ignored in another epoch.
         """
         if self.epoch != work.epoch or not self.running or not self.alive:
             return

@@ -170,7 +170,10 @@ class ModelGrammars:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Starts the compiling threads of the grammar service. The tokenizer is read at the first compile."""
+        """Read nothing yet: the tokenizer is read at the first compile.
+
+        Compiles are ended after ``--grammar-compile-timeout`` seconds.
+        """
         self._config = config
         self.end_ids: tuple[int, ...] = ()
         """Sorted end-of-output token ids; empty until the first compile."""

@@ -337,8 +337,7 @@ class GroupExecutor:
     # ---- the stepping thread
 
     def _check(self) -> None:
-        """Raise the error of a failed group, GroupLost after a loss, and EngineDead before the first epoch.
-        """
+        """Raise EngineDead unless an epoch runs: the error of a failed group, or GroupLost after a loss."""
         members = self.membership
         if (lost := members.failed or members.lost) is not None:
             raise lost

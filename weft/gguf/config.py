@@ -95,7 +95,7 @@ class ModelFacts:
         return self.architecture
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the value of ``key`` as a bool."""
+        """Return the value of ``key`` as True or False; ``default`` for a missing key."""
         return bool(self._value(key, default))
 
     def _value(self, key: str, default: Any) -> Any:

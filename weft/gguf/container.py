@@ -86,14 +86,14 @@ def shards(path: Path) -> list[Path]:
 
 
 class Container:
-    """One mapped file.
+    """One file with a checked header.
 
     Raises ConfigError for a damaged or foreign file, for a tensor of an unsupported type, and without the
     ``gguf`` package.
     """
 
     def __init__(self, path: Path) -> None:
-        """Map and check the file ``path``. Raises ConfigError."""
+        """Read and check the header of the file ``path``. Raises ConfigError."""
         self.path = path
         refuse_pointer(path, "--model")
         self._package = _package()

@@ -142,7 +142,9 @@ class ZmqHead(HeadChannel):
         return (self._socket,)
 
     def send(self, peer: bytes, data: bytes) -> None:
-        """Queue a frame without blocking. Raise PeerGone if the rank is not connected or its queue is full.
+        """Queue a frame without blocking.
+
+        Raise PeerGone if the rank is not connected or its queue is full.
         """
         try:
             self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)

@@ -52,7 +52,9 @@ class _Link:
     faults: list[LinkFault] = field(default_factory=list)
 
     def put(self, data: bytes) -> None:
-        """Queue ``data`` after the faults of the link have changed, dropped or delayed it. Count faults hit.
+        """Queue ``data`` after the faults of the link have changed, dropped or delayed it.
+
+        Count faults hit.
         """
         number = self.sent
         made = [data]

@@ -89,6 +89,7 @@ class RemoteHeads:
 
         Requests for other incarnations are ignored.
         """
+
         def end(incarnation: int) -> None:
             if self._incarnations[replica] == incarnation:
                 self._want(replica, 0)

@@ -58,8 +58,9 @@ class SharedRing:
     ) -> None:
         """Map the segment of descriptor ``fd``, which the caller closes. Raise RuntimeError.
 
-        ``places``: of all ranks in order; each rank spins if every host has a core per rank. ``timeout``:
-        seconds for each wait. ``slot``: bytes per rank. The mapping ends with the object.
+        ``places``: of all ranks in order; the ranks spin if there are enough cores for all. ``timeout``:
+        seconds for each wait. ``slot``: bytes that a rank publishes at a time. The mapping ends with the
+        object.
         """
         pids = [place.pid for place in places]
         spin = SPIN if min(place.cores for place in places) >= len(places) else 0.0

@@ -141,7 +141,9 @@ class Group:
     # ---- the engine of the protocol
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        """Queue a sequence, open its transfers and return its events. Raises the errors of ``Scheduler.add``.
+        """Queue a sequence, open its transfers and return its events.
+
+        Raises the errors of ``Scheduler.add``.
         """
         events = self.scheduler.add(submit, self._deployment.now)
         if submit.room is not None:

@@ -87,11 +87,12 @@ class Simulation:
         speculation: SpeculationSection | None = None,
         acceptance: float = 1.0,
     ) -> None:
-        """Build the run. ``host`` is the number of seconds for planning and committing one step.
+        """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
-        A device with one step in flight idles during ``host``. ``shared`` is the number of leading prompt
-        tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
-        drafts were.
+        ``host`` is the number of seconds for planning and committing one step. A device with one step in
+        flight idles during ``host``. ``shared`` is the number of leading prompt tokens common to all
+        requests. ``acceptance`` is the chance of a draft to be right if all earlier drafts were. For
+        ``noise`` and ``seed`` see ``FakeDevice``.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:

@@ -103,7 +103,9 @@ class SpanWriter:
             log.warning("--trace-requests: %d spans were dropped", self.dropped)
 
     def _flush(self) -> None:
-        """Write all queued spans as one line. After a write error, log a warning and drop all further spans.
+        """Write all queued spans as one line.
+
+        After a write error, log a warning and drop all further spans.
         """
         with self._lock:
             spans, self._waiting = self._waiting, []

@@ -109,7 +109,9 @@ class EmbeddingSide(TransferSide):
         self._pool[:, ids] = padded.reshape(LEVELS, len(ids), self._each)
 
     def _move(self, step: int, op: MoveMedia) -> None:
-        """Copy blocks between device and host. Raise Violation if a transfer may write the device's blocks.
+        """Copy blocks between device and host.
+
+        Raise Violation if a transfer may write the device's blocks.
         """
         here, host = np.frombuffer(op.blocks, np.int32), np.frombuffer(op.host, np.int32)
         if op.up:

@@ -201,7 +201,9 @@ class Fleet:
     # -- messages of instances -----------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
-        """Apply a message of an instance. Messages over an old link, or of an instance given up, are dropped.
+        """Apply a message of an instance.
+
+        Messages over an old link, or of an instance given up, are dropped.
         """
         instance, message = self.table.instances[event.instance], event.message
         # A message over an old link comes from a process already given up.

@@ -280,8 +280,7 @@ class HeadRooms:
             self._actions.extend(machine.on(event, now))
 
     def _request(self, request: r.RoomRequest) -> None:
-        """Turn a request of the scheduler into an event of the state machine, and note the time of its stage.
-        """
+        """Feed a request of the scheduler to the state machine, and note the time of its stage."""
         key = request.key
         match request:
             case r.OfferRoom(num_prompt=num_prompt, num_cached=num_cached, hashes=hashes):

@@ -36,8 +36,8 @@ class Faults:
 
         May raise PlantedError, or kill or stop the process.
 
-        A fault is due after ``after`` calls with its phase, while its file ``needs`` exists, until its file
-        ``mark`` exists.
+        A fault is due after ``after`` visits of its phase. Visits before its file ``needs`` exists do not
+        count. Each fault happens once over all processes: see ``mark``.
         """
         for number, fault in enumerate(self._faults):
             if fault.phase != phase or (fault.needs and not os.path.exists(fault.needs)):

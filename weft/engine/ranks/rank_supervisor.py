@@ -49,8 +49,8 @@ class _Replica:
 
         A request, or the end of the engine process, must be pending in the pipe.
 
-        At the end of the engine process, close the pipe and set ``pipe`` to None. Raises EngineDead if a
-        process cannot be started.
+        At the end of the engine process, close the pipe and set ``pipe`` to None. Raises EngineDead or
+        OSError if a process cannot be started.
         """
         assert self.pipe is not None
         try:

@@ -57,7 +57,10 @@ class _Thread:
             pass
 
     def take(self, wait: float) -> bool:
-        """Handle one frame. Return False if no frame arrived within ``wait`` seconds."""
+        """Handle one frame.
+
+        Return False if no frame arrived within ``wait`` seconds. Subclasses implement the method.
+        """
         raise NotImplementedError
 
     def work(self) -> None:

@@ -206,6 +206,7 @@ class _Maker:
 
         Milliseconds become seconds. Raises ConfigError.
         """
+
         def field(name: str, default: Any) -> Any:
             # A choice's own value wins over the entry's value.
             own = getattr(data, name)
