@@ -173,7 +173,7 @@ class Cluster(Timeline):
         return f"clients {waiting}, open sequences {entries}, faults to come {self.pending_faults}"
 
     def _finish(self) -> None:
-        """Check the final state of a quiet cluster. Raise Violation."""
+        """Check the final state of a quiet cluster, add all counts, and end every engine. Raise Violation."""
         for client in self.clients:
             self.counts[f"requests {client.outcome}"] += 1
         for front in self.fronts:
@@ -322,8 +322,13 @@ class Cluster(Timeline):
         self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
 
     def end_head(self, head: HeadProcess, lingers: bool | None = None, dismiss: bool | None = None) -> bool:
-        """End the engine process now. Return True if the process was alive. For ``dismiss`` see
-        ``Group.end``."""
+        """End the engine process now, with its group.
+
+        Return False if the process was dead. For ``dismiss`` see ``Group.end``.
+
+        Peers, API servers, the supervisor and the rest of an expert-parallel group notice the end later.
+        ``lingers``: see ``_break``.
+        """
         if not head.alive:
             return False
         epoch = -1
@@ -427,7 +432,10 @@ class Cluster(Timeline):
     # -- clients
 
     def ask(self, client: Client) -> None:
-        """Send the client's request to a random live API server; without any, the outcome is "refused"."""
+        """Send the client's request to a random live API server.
+
+        Without any, or after ``MOST_TRIES`` tries, the outcome is "refused".
+        """
         alive = [front for front in self.fronts if front.alive and not front.closing]
         client.tries += 1
         if not alive or client.tries > MOST_TRIES:

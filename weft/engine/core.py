@@ -278,12 +278,12 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step, if there is a plan, and commit the oldest step when the pipeline is full or
-        there is no next step. Return the events; empty when no step was committed.
+        there is no next step. Return the events, of sources as well; empty when nothing happened.
 
         With a wake-up socket the call does not wait for the oldest step: see ``wait_ms``. When ranks are
-        lost, running sequences go back to the queue after the recovery, which later calls drive; such a call
-        blocks up to ``RECOVERY_POLL`` seconds. Raises EngineDead, or an error of the device, when the group
-        cannot continue.
+        lost, running sequences go back to the queue after the recovery, which is logged. Later calls drive
+        the recovery, and block up to ``RECOVERY_POLL`` seconds each. Raises EngineDead, or an error of the
+        device, when the group cannot continue.
         """
         if self._lost_at is not None:
             if self.runner.recovered(RECOVERY_POLL):

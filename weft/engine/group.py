@@ -319,7 +319,7 @@ class GroupExecutor:
         """End all threads, connections and resources, however far the start has come.
 
         ``dismiss``: the ranks end as well, else the ranks wait for another engine process. Block up to
-        ``CLOSE_S`` seconds while an epoch is being formed.
+        ``CLOSE_S`` seconds while an epoch is being formed, then log a warning and go on.
         """
         self._feed(t.Close(dismiss))
         until = self._clock.now() + CLOSE_S
@@ -337,7 +337,7 @@ class GroupExecutor:
     # ---- the stepping thread
 
     def _check(self) -> None:
-        """Raise EngineDead unless an epoch runs: the error of a failed group, or GroupLost after a loss."""
+        """Raise the error of a failed group, GroupLost after a loss, or EngineDead before the first epoch."""
         members = self.membership
         if (lost := members.failed or members.lost) is not None:
             raise lost

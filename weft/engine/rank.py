@@ -198,8 +198,11 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """End the process after too long a stay in an ended epoch. The owner of the process then starts a new
-        one, on any host.
+        """Exit the process (status ``STUCK``, logged) after too long a stay in an ended epoch.
+
+        The first call starts the time.
+
+        The owner of the process then starts a new one, on any host.
         """
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()

@@ -193,7 +193,7 @@ def merges_by_score(
 
 
 def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool, normalized: bool = False) -> str:
-    """Return ``tokenizer`` as JSON, with special tokens and the tokens around a text.
+    """Return ``tokenizer`` as JSON, after special tokens and the tokens around a text were added in place.
 
     ``begins``: True if a text begins with the bos token unless the file decides. ``normalized``: search
     user-defined tokens in normalized text.

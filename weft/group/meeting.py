@@ -76,7 +76,10 @@ class Meeting:
         )
 
     def _meet(self, leases: Sequence[Lease | None]) -> Connect:
-        """Return the ``Connect`` action. ``leases``: all leases; the entry of this process is replaced."""
+        """Return the ``Connect`` action, and store the incarnations that meet.
+
+        ``leases``: all leases; the entry of this process is replaced.
+        """
         mine = self._lease(self._epoch, begun=False)
         present = [mine if n == self.replica else lease for n, lease in enumerate(leases)]
         known = [lease for lease in present if lease is not None]

@@ -361,7 +361,12 @@ class Membership:
         return self._stepping or stage == "loading" or (stage == "loaded" and self.pools is not None)
 
     def _lose(self, lost: GroupLost) -> None:
-        """End the epoch, or the attempt to form an epoch. Does nothing in phases ``lost`` and ``ended``."""
+        """End the epoch, or the attempt to form an epoch, and log the loss.
+
+        Sets ``lost``. Does nothing in phases ``lost`` and ``ended``.
+
+        The next attempt begins at once unless the engine still has steps or the own rank is busy.
+        """
         if self.phase in ("lost", "ended"):
             return
         log.error("%s", lost.message)

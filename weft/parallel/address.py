@@ -37,10 +37,10 @@ def tcp(host: str, port: int | str) -> str:
 
 
 def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
-    """Bind ``socket`` to ``address``, the address of ``--rdzv``.
+    """Bind ``socket`` to ``address``, the address of ``--rdzv``. Raise ConfigError.
 
-    Wait up to ``patience`` seconds for a port in use: a killed process keeps its ports until its end, and its
-    successor may start earlier. Raise ConfigError.
+    Block up to ``patience`` seconds, with a warning, for a port in use: a killed process keeps its ports
+    until its end, and its successor may start earlier.
     """
     until = time.monotonic() + patience
     waits = False

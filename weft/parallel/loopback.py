@@ -142,8 +142,9 @@ class Loopback:
         self._link(peer, to_rank).put(data)
 
     def take_for_head(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, next frame) for the engine, round robin over the peers; None if nothing has
-        arrived."""
+        """Remove and return (peer, next frame) for the engine, round robin over the peers; None if nothing
+        has arrived.
+        """
         peers = [peer for peer, to_rank in self._links if not to_rank]
         # Begin after the last served peer, so no peer starves.
         later = [peer for peer in peers if peer > self._last]

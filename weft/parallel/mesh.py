@@ -101,7 +101,10 @@ class Mesh:
         self.launcher.cancel()
 
     def close(self) -> None:
-        """Wait up to ``CLOSE_S`` seconds per aborted group: exiting earlier may crash the process."""
+        """Wait up to ``CLOSE_S`` seconds per aborted group: exiting earlier may crash the process.
+
+        A late group is logged, not raised.
+        """
         try:
             for comm in self._groups():
                 comm.settle(CLOSE_S)

@@ -71,7 +71,9 @@ class RemoteHeads:
         return RemoteHead(self._board, replica, self._incarnations[replica], self._lacks, self._end(replica))
 
     def close(self, seconds: float, status: int = 0) -> None:
-        """Announce the end of the server to all hosts, and wait up to ``seconds`` until all have read it."""
+        """Announce the end of the server to all hosts, wait up to ``seconds`` until all have read it, and
+        close the store. Silent hosts are logged.
+        """
         self._check()
         self._board.post(b.OVER, msgspec.msgpack.encode(status))
         until = time.monotonic() + seconds

@@ -126,7 +126,11 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
 def _map(
     opened: Callable[[], int], rank: int, places: Sequence[_Place], timeout: float, slot: int
 ) -> tuple[int, SharedRing | None]:
-    """Open and map the segment. Return (descriptor, ring); -1 and None for the part that failed."""
+    """Open and map the segment.
+
+    Return (descriptor, ring); -1 and None for the part that failed, which is logged. The caller closes the
+    descriptor.
+    """
     fd = -1
     try:
         fd = opened()

@@ -118,7 +118,9 @@ class TransferRooms:
                 self._serve(group, room, request)
 
     def _serve(self, group: Receives, room: _Room, request: r.RoomRequest) -> None:
-        """Carry out one request of the scheduler of ``group`` for a transfer."""
+        """Carry out one request of the scheduler of ``group`` for a transfer, and record its state in
+        ``room``.
+        """
         match request:
             case r.OfferRoom(key, num_prompt):
                 room.length, room.offered = num_prompt, True

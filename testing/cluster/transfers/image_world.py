@@ -62,7 +62,8 @@ class ImageWorld:
 
     def roles(self, roles: list[Role], paired: bool) -> list[Role]:
         """Return the roles of a cluster: ``roles`` plus encode groups, or another set of roles with encode
-        groups."""
+        groups. Sets ``there``. Most schedules keep ``roles`` unchanged.
+        """
         if self._apart >= (BESIDE_PAIRS if paired else ALONE):
             return roles
         self.there = True

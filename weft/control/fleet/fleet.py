@@ -244,6 +244,9 @@ class Fleet:
 
         Events of ended attempts are counted in ``late_events`` and dropped. Events out of turn are held in
         the entry.
+
+        An event of an unknown connection makes the API server say hello again. Skipped tokens are logged and
+        end the sequence at ``instance``.
         """
         sequence = event.sequence
         entry = self.entries.get(sequence)
@@ -333,7 +336,8 @@ class Fleet:
 
     def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
         """Release ``sender``, which has sent all its events, and apply the held events of the decode
-        instance."""
+        instance. The entry holds no events afterwards.
+        """
         self._depart(sender, entry)
         held, entry.held = entry.held, []
         for event in held:
@@ -452,7 +456,10 @@ class Fleet:
         return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
-        """Park a sequence after the loss of an instance; end the sequence after too many losses."""
+        """Park a sequence after the loss of an instance, and count the loss.
+
+        After more than ``MOST_LOSSES`` losses the sequence ends with EngineDead.
+        """
         sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1

@@ -119,9 +119,8 @@ class HeadProtocol:
         return []
 
     def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
-        """Return the engine's events of ``step`` as one message to each API server.
-
-        A final event also removes the sequence. Events of unknown sequences are dropped.
+        """Return the engine's events of ``step`` as one message to each API server, with the attempt of each
+        sequence. A final event also removes the sequence. Events of unknown sequences are dropped.
         """
         by_front: dict[bytes, list[m.TokenEvent]] = {}
         for event in events:

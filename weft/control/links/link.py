@@ -216,7 +216,7 @@ class Link:
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """Return a socket that connects to ``place``, and the monitor socket."""
+        """Return (socket that connects to ``place``, its monitor socket). ``_close_socket`` closes both."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)

@@ -105,7 +105,10 @@ class LinksThread:
         return self._call(self.links.stats(timeout), timeout + CALL_S)
 
     def end(self) -> None:
-        """Stop every engine process and end the thread. Idempotent."""
+        """Stop every engine process and end the thread.
+
+        Idempotent. Errors of the engines are logged, not raised.
+        """
         if self._loop.is_closed():
             return
         try:

@@ -148,7 +148,10 @@ class HeadOwner:
                 self._starter.kill(action.name, action.incarnation)
 
     def _start(self, name: str, incarnation: int) -> None:
-        """Start the process. A failed start (no memory, no process slots) counts as a loss."""
+        """Start the process and store its address.
+
+        A failed start (no memory, no process slots) is logged and counts as a loss.
+        """
         try:
             self._addresses[name] = self._starter.start(name, incarnation)
         except OSError as failed:

@@ -262,7 +262,10 @@ class RollingRestart:
         return []
 
     def _quit(self, present: dict[str, int], now: float) -> list[Action]:
-        """Return the actions that order the unit's processes to end, after `Switch` in a switch."""
+        """Return the actions that order the unit's processes to end, after `Switch` in a switch.
+
+        Begins the deadline of ``QUIT_S`` seconds.
+        """
         self._told, self._deadline = True, now + QUIT_S
         quits: list[Action] = [Quit(name, incarnation) for name, incarnation in present.items()]
         if not self._switching:

@@ -207,7 +207,10 @@ class ClusterServer:
                     self._status = status
 
     def _start_head(self, name: str, incarnation: int) -> None:
-        """Start an engine. A failed start counts as the end of the process."""
+        """Start an engine and store its address.
+
+        A failed start is logged and counts as the end of the process.
+        """
         try:
             self._addresses[name] = self._heads.start(name, incarnation)
         except OSError as error:  # no memory, or no process slots

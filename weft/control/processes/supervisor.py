@@ -197,9 +197,10 @@ class Supervisor:
     # -- processes
 
     def _ended(self, event: ProcessEnded) -> list[Action]:
-        """Handle the end of a process: exit, accept a planned end, or replace the process.
+        """Handle the end of a process, and log it. Return the actions; none for an earlier incarnation.
 
-        Return the actions; none for an earlier incarnation.
+        During the first start, the server ends. While draining, or without engines, an API server's end is
+        accepted. Any other process is replaced.
         """
         entry = self._table(event.role).running(event.name, event.incarnation)
         if entry is None:
@@ -325,7 +326,8 @@ class Supervisor:
     def _tick(self, event: Tick) -> list[Action]:
         """Check deadlines, start due processes and replace silent API servers.
 
-        Return the actions. After a pause of the supervisor, extend the deadlines.
+        Return the actions. After a pause of the supervisor, extend the deadlines of API servers. Exit when a
+        drain is late.
         """
         late = max(0.0, self._now - self._ticked - STALL_S)
         self._ticked = self._now

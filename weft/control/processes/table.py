@@ -199,10 +199,11 @@ class ProcessTable:
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
         """Handle the loss of a process: return the actions that kill and replace the process, or retire the
-        name.
+        name. Logged.
 
         Return no action for an earlier incarnation. A draining process is replaced at once, without a charge
-        to the restart budget.
+        to the restart budget. Repeated early deaths delay the restart. Without budget, the name and its
+        expert-parallel group are retired with ``error``.
         """
         entry = self.running(name, incarnation)
         if entry is None:

@@ -125,7 +125,9 @@ class GroupRooms:
             self._said.append(ev.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
-        """Return the reports and the ended ranks since the last call. Cheap when there are none.
+        """Remove and return the reports of all ranks and the ended ranks, in order of arrival.
+
+        Cheap when there are none.
 
         Raises EngineDead when the transfer thread of the process has failed. A new process can transfer
         again.

@@ -161,8 +161,9 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        """Return a socket that connects to ``address``, or None if the system refuses a socket or the
-        address.
+        """Return a socket that connects to ``address``.
+
+        If the system refuses a socket or the address, log a warning and return None.
         """
         socket = None
         try:

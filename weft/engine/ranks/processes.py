@@ -161,7 +161,10 @@ class Spares:
             return [spare.process.pid for spare in self._spares]
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """Turn a spare process into ``command``, or start a new process. See ``start_process``."""
+        """Turn a spare process into ``command``, or start a new process.
+
+        Return the process. A spare process that hangs is logged and killed. Raises OSError.
+        """
         while (spare := self._take()) is not None:
             if spare.become(command):
                 return spare.process

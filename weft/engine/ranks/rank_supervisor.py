@@ -99,8 +99,9 @@ class RankSupervisor:
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
-        """Return the engine's end of a new pipe. Pass the pipe to the engine's process, then close the pipe
-        here.
+        """Return the engine's end of a new pipe, which replaces the replica's former pipe.
+
+        Pass the pipe to the engine's process, then close the pipe here.
         """
         ours, theirs = Pipe()
         with self._lock:

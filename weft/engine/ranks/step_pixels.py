@@ -51,7 +51,10 @@ class StepPixels:
         return msgspec.structs.replace(plan, ops=framed)
 
     def heard(self, frame: f.ToHead) -> f.ToHead:
-        """Return ``frame``. After a rank has failed to open a name, later frames carry pixels."""
+        """Return ``frame`` unchanged.
+
+        After a rank has failed to open a name, later frames carry pixels; logged once.
+        """
         if (
             isinstance(frame, f.Failed)
             and frame.error.code in (PixelsLost.code, UNREACHABLE)

@@ -234,7 +234,7 @@ class ScriptedEngine:
         return IDLE_POLL_MS if seconds > IDLE_POLL_MS / 1e3 else max(math.ceil(seconds * 1e3), 0)
 
     def step(self) -> list[TokenEvent]:
-        """Return the due events and end the finished sequences.
+        """Return the due events, end the finished sequences and count a step.
 
         Empty within ``STEP_S`` seconds after the last events.
         """

@@ -165,7 +165,7 @@ class EngineServer:
     def _send(self, outgoing: Outgoing) -> None:
         """Send messages to API servers.
 
-        The sequences of an API server that does not read end. Does not block.
+        Does not block. The sequences of an API server that does not read end; logged.
         """
         for front, message in outgoing:
             try:
@@ -214,12 +214,13 @@ def tell_why(listener: Listener, error: WeftError) -> None:
 
 
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
-    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the engine
-    process.
+    """Load the model and serve the model at ``listener`` until shutdown.
+
+    The entry point of the engine process.
 
     ``pipe``: descriptor of the pipe to the rank supervisor; None if the engine process starts the workers.
-    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
-    start.
+    Raises errors of the start, after closing ``listener``, and errors of the engine. API servers that have
+    said hello receive a WeftError of the start.
     """
     # The modules below import torch. An engine process without a model does not need torch.
     from weft.engine.core import EngineCore
