@@ -393,7 +393,10 @@ class Cluster(Timeline):
         return True
 
     def front_failed(self, front: FrontProcess) -> None:
-        """End an API server whose fleet has failed. Raise Violation if instances able to serve are left."""
+        """End an API server whose fleet has failed, and count it.
+
+        Raise Violation if instances able to serve are left.
+        """
         gone = not self.rooms.can_serve(self.supervisor.retired)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(

@@ -135,7 +135,10 @@ class FrontProcess:
         return message
 
     def _track(self, link: Link, message: m.ToHead) -> None:
-        """Record the links of a sequence for an outgoing ``message``, and check that sending is allowed."""
+        """Record at the stream where a sequence is after an outgoing ``message``.
+
+        Raise Violation if sending is not allowed.
+        """
         if isinstance(message, m.Submit):
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
@@ -257,7 +260,10 @@ class FrontProcess:
     # -- messages and the registry
 
     def receive(self, link: Link, message: m.ToFront) -> None:
-        """Receive a message of an engine: record it for the streams and feed the fleet."""
+        """Receive a message of an engine: record it for the streams and feed the fleet.
+
+        Messages over a link given up are counted and passed on, too.
+        """
         if link.unlinked:
             self.cluster.count("messages of a link given up")
         if self.cluster.logs:

@@ -353,7 +353,7 @@ class HeadProcess:
     # -- faults and orders
 
     def group_lost(self) -> None:
-        """Drop the epoch with all steps. See ``Owner``."""
+        """Drop the epoch with all steps, count both and continue the loop. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
         lost = self.engine.lose_group()

@@ -455,7 +455,10 @@ class RankProcess:
         self.replica.collectives.leave(self.rank)
 
     def orphaned(self, group: Group) -> None:
-        """Notice that the engine of ``group`` is gone. The weights stay loaded for the next engine."""
+        """Notice that the engine of ``group`` is gone: leave the epoch and say hello to the next.
+
+        The weights stay loaded. End the process if the engine had given it up.
+        """
         if self.given_up_by is not None:  # the refusal was received
             self.end()
         elif self.group is group:

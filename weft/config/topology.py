@@ -258,7 +258,10 @@ def _role(group: GroupSettings) -> Role:
 
 
 def _over_hosts(topology: Topology) -> Topology:
-    """Give each group a separate rendezvous port, counted from --rdzv. Raise ConfigError."""
+    """Return ``topology`` with a separate rendezvous port for each group, counted from --rdzv.
+
+    Raise ConfigError.
+    """
     groups = []
     for number, (name, config) in enumerate(topology.groups):
         parallel = check_hosts(config.parallel)

@@ -60,7 +60,9 @@ class RequestSpans:
             tally.ended = self.room_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
-        """Open the spans of a sequence, starting at ``arrived``. Untraced sequences are ignored."""
+        """Open the spans of a sequence, starting at ``arrived``: one for its first stage and one per
+        transfer. Untraced sequences are ignored.
+        """
         parent = parse_traceparent(submit.trace)
         if parent is None:
             return
@@ -93,7 +95,9 @@ class RequestSpans:
         self._rooms[ticket.key] = room
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """Record the slots given to ``sequences`` by a planned step. A second admission is only a mark."""
+        """Move the spans of ``sequences``, which have slots at ``now``, from "queue" to "encode", "prefill"
+        or "decode". A second admission is only a mark. Untraced sequences are ignored.
+        """
         for sequence in sequences:
             traced = self._live.get(sequence)
             if traced is None:

@@ -388,7 +388,10 @@ class Membership:
         self._again()
 
     def _again(self) -> None:
-        """Replace the ranks at fault and begin another attempt, or end the group."""
+        """Use up one attempt: replace the ranks at fault and enter phase ``gathering``.
+
+        Without an attempt left, or without other ranks, end the group.
+        """
         lost = self.lost
         assert lost is not None
         # Before the first epoch a refused configuration is an error of the user, not a loss.
@@ -427,7 +430,10 @@ class Membership:
     # ---- forming
 
     def _advance(self) -> None:
-        """Move to the next phase when all ranks are ready for the next phase."""
+        """Move to the next phase when all ranks are ready for the next phase.
+
+        Ignored while the own rank connects.
+        """
         members = self.members.values()
         if self._connecting is not None:
             return

@@ -100,7 +100,9 @@ class OverlapPolicy:
         return splits(plan) and self._pays(plan)
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
-        """Record a completed step. ``times`` is None on a single rank."""
+        """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
+        step. ``times`` is None on a single rank: nothing is recorded.
+        """
         if times is None:
             return
         self.steps += times.micro_batches > 1

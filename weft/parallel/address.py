@@ -57,7 +57,7 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
 
 
 def _bind(socket: zmq.Socket[Any], address: str) -> int:
-    """Bind the socket. Return 0, or the number of the error."""
+    """Bind the socket. Return 0, or the errno of the failure. Raise zmq.ZMQError only without an errno."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -38,7 +38,7 @@ class RemoteHeads:
     """The rendezvous store of a server, and the wanted and present engine processes of other hosts."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Listen at ``--rdzv``. Raise ConfigError."""
+        """Open the rendezvous store at ``--rdzv``. No engine is wanted yet. Raise ConfigError."""
         parallel = config.parallel
         self._settings = host_settings(config)
         _, self.keys = board_place(parallel)
@@ -202,7 +202,9 @@ class RemoteHead:
         return self._address
 
     def poll(self) -> int | None:
-        """Return the exit status once the engine has ended; None while running or still to be started."""
+        """Return the exit status once the engine has ended: ``REFUSED`` if its host was refused, 1 after a
+        restart of its host. None while running or still to be started.
+        """
         if self._refused():
             return REFUSED
         data = self._board.get(b.ended_key(self._replica))

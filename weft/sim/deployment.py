@@ -202,7 +202,10 @@ class Group:
         self.turn()
 
     def turn(self) -> None:
-        """Launch steps as far as the number of steps in flight allows."""
+        """End expired sequences, then launch steps as far as the number of steps in flight allows.
+
+        Each step's commit is scheduled.
+        """
         deployment = self._deployment
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
@@ -397,7 +400,7 @@ class Deployment:
     # ---- results
 
     def _outcome(self, limits: tuple[float, float]) -> Outcome:
-        """Return the results of the ended run."""
+        """Return the results of the ended run. ``limits``: (TTFT, TPOT) in seconds of a good request."""
         streams = list(self.streams.values())
         started = [stream for stream in streams if stream.times]
         waits = [stream.times[0] - stream.arrival.at for stream in started]

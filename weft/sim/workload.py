@@ -52,7 +52,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, label: str) -> Lengths:
-        """Parse ``512`` or ``100-2000``. Raise ConfigError with the name ``label``."""
+        """Return the range of ``512`` or ``100-2000``. Raise ConfigError with the name ``label``."""
         parts = text.split("-")
         if len(parts) <= 2 and all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             low, high = int(parts[0]), int(parts[-1])

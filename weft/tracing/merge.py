@@ -227,7 +227,9 @@ def _is_origin(event: Any) -> bool:
 
 
 def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the step traces (``--trace``) by file name, including traces of killed processes."""
+    """Return the events of the step traces (``--trace``) in ``folder`` by file name, including traces of
+    killed processes. Other files are skipped.
+    """
     found = {}
     for file in sorted(folder.glob("*.json")):
         text = file.read_text(encoding="utf-8", errors="replace")

@@ -140,7 +140,10 @@ class Fleet:
         self.open.resume(event.sequences)
 
     def _leave(self, sequence: int) -> None:
-        """Remove an open sequence from all instances, and send each instance a ``Finish``."""
+        """Remove an open sequence from all instances, and send each instance a ``Finish``.
+
+        The entry then names no instance.
+        """
         entry = self.entries[sequence]
         for name in entry.places:
             instance = self.table.instances[name]
@@ -201,9 +204,9 @@ class Fleet:
     # -- messages of instances -----------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
-        """Apply a message of an instance.
+        """Apply a message of an instance and note the time.
 
-        Messages over an old link, or of an instance given up, are dropped.
+        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up, are dropped.
         """
         instance, message = self.table.instances[event.instance], event.message
         # A message over an old link comes from a process already given up.
@@ -471,7 +474,10 @@ class Fleet:
             self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
-        """Retire the instance with the whole expert-parallel group. Fail if the rest can never serve."""
+        """Retire the instance with the whole expert-parallel group, whose sequences move elsewhere.
+
+        Fail the fleet if the rest can never serve.
+        """
         retired = self.table.instances[event.instance]
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):

@@ -166,8 +166,10 @@ class InstanceTable:
         return min(deadlines)
 
     def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
-        """Return the instances now considered dead, with the reason. Move healthy half-open instances
-        to up."""
+        """Return (instance, error) for each instance now considered dead; the states stay.
+
+        Move healthy half-open instances to up.
+        """
         result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
             # A live instance is overdue when silent or without progress, a starting instance after its

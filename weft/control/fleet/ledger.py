@@ -51,7 +51,7 @@ class LedgerEntry:
     )
 
     def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
-        """See the fields."""
+        """For ``submit``, ``hashes`` and ``pinned`` see the fields of the same names."""
         self.submit = submit
         """The client's request for the sequence, without the changes of an attempt."""
         self.hashes = hashes
@@ -158,7 +158,10 @@ class LedgerEntry:
         self.landed = self.computed = self.orphaned = False
 
     def again(self) -> Submit:
-        """Begin the next attempt. Return the Submit, which continues after all tokens so far."""
+        """Begin the next attempt: advance ``attempt`` and ``skip``.
+
+        Return the Submit, which continues after all tokens so far.
+        """
         self.attempt += 1
         self.skip = self.prompt_logprobs
         if not self.tokens:

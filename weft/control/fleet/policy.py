@@ -49,7 +49,7 @@ class Decisions:
         """No instance had reported."""
 
     def count(self, instances: Sequence[Instance]) -> None:
-        """Count one choice among ``instances``."""
+        """Count one choice among ``instances``, as exact, degraded or fallback."""
         knows = sum(instance.prefixes.known for instance in instances)
         if knows == len(instances):
             self.exact += 1

@@ -136,7 +136,7 @@ class HeadOwner:
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
 
     def _carry_out(self, actions: Iterable[Step]) -> None:
-        """Carry out each action in order."""
+        """Carry out each action in order: start, kill or quit an engine, or switch."""
         for action in actions:
             if isinstance(action, Start):
                 self._start(action.name, action.incarnation)

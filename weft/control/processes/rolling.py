@@ -251,7 +251,10 @@ class RollingRestart:
         return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
 
     def _next(self, now: float) -> list[Action]:
-        """Begin the next unit, if any: mark its processes as draining. Return no action."""
+        """Begin the next unit, if any: mark its processes as draining, and begin the drain time-out.
+
+        Return no action.
+        """
         if not self._left:
             return []
         self._unit = self._left.popleft()

@@ -183,7 +183,7 @@ class ClusterServer:
         self._carry_out(self._supervisor.on(event, self._clock.now()))
 
     def _carry_out(self, actions: Sequence[s.Action]) -> None:
-        """Carry out each action in order."""
+        """Carry out each action in order. ``Exit`` only sets ``_status``."""
         for action in actions:
             # Order matters: the patterns for role "head" come before the patterns for any role.
             match action:
@@ -289,7 +289,10 @@ class ClusterServer:
         ]
 
     def _end(self) -> None:
-        """Kill all API servers, close all probes and order the running engines to stop."""
+        """Kill all API servers, close all probes and order the running engines to stop.
+
+        Engines get no order after a signal during the start, or a second signal.
+        """
         for name in list(self._fronts):
             self._end_front(name)
         self._selector.close()

@@ -96,7 +96,10 @@ class GroupRooms:
         return known if len(known) == len(self.ranks) else None
 
     def send(self, frame: f.RoomToRank) -> None:
-        """Execute the command on every rank. A rank without a connection misses the command."""
+        """Execute the command on every rank: by a call on the own rank, by a frame elsewhere.
+
+        A rank without a connection misses the command.
+        """
         match frame:
             case f.PushRoom(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached):
                 self._own.begin(offer, bound, blocks, num_cached)

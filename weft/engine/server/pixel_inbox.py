@@ -24,7 +24,10 @@ class PixelInbox:
     """
 
     def __init__(self, shows: bool) -> None:
-        """``shows``: True if other processes of the group must be able to open the memory."""
+        """Create the probe memory. Without shared memory, ``probe`` is None.
+
+        ``shows``: True if other processes of the group must be able to open the memory.
+        """
         self._shows = shows
         self._kept = 0
         self._probe: SharedBytes | None = None
