@@ -120,8 +120,10 @@ class Links:
         return self.welcome
 
     async def close(self, shutdown: bool = True) -> None:
-        """Fail all open sequences and close the sockets. With ``shutdown``, first stop every engine
-        process.
+        """Fail all open sequences and close the sockets.
+
+        With ``shutdown``, first stop every engine process. Blocks the calling task up to the flush time of
+        the links.
         """
         self._feed(e.Closing(shutdown))
         if self._ticking is not None:

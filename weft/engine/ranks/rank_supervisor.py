@@ -111,7 +111,10 @@ class RankSupervisor:
         return theirs
 
     def close(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest."""
+        """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest.
+
+        Ends the supervisor's thread first.
+        """
         self._stop.set()
         self._thread.join(protocol.ANSWER_S)
         until = time.monotonic() + seconds

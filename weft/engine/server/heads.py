@@ -81,7 +81,10 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a dead or hung engine process, before the next engine starts. Unknown names are ignored."""
+        """Kill a dead or hung engine process, before the next engine starts.
+
+        Unknown names are ignored. ``close`` still returns the status of a process that refused to start.
+        """
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also ends a stopped (SIGSTOP) process
