@@ -163,7 +163,7 @@ class FrontProcess:
     def _unlink(self, action: e.Unlink) -> None:
         """Give a link up: count the losses of its sequences and disconnect.
 
-        Raise Violation if nothing had happened to the engine.
+        Raise Violation if nothing had happened to the engine, or if the link was given up before.
         """
         if action.link not in self.links:  # the instance never had a process
             return

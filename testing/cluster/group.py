@@ -167,8 +167,9 @@ class Group:
         self._reports.check_count(step, epoch)
 
     def peer_replica_gone(self, epoch: int) -> None:
-        """Fail the running step of ``epoch``, because another replica of the expert-parallel group is
-        gone."""
+        """Fail the running step of ``epoch`` on all ranks, because another replica of the expert-parallel
+        group is gone. Other epochs are ignored.
+        """
         self.replica.excuse()
         if self.running and self.membership.epoch == epoch:
             for process in list(self.replica.living.values()):

@@ -112,7 +112,9 @@ class OverlapPolicy:
             self._learn(plan, times)
 
     def _learn(self, plan: StepPlan, times: StepTimes) -> None:
-        """Learn from a step. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps."""
+        """Learn from a step: add its time to the statistics of its class, and fit the cost model to whole
+        steps. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps.
+        """
         kind = self._kind(plan)
         overlapped = times.micro_batches > 1
         ratios = kind.overlapped if overlapped else kind.whole

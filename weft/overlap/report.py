@@ -27,8 +27,9 @@ class Sum:
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Return the sums of a trace's events by class (prompts or decode; whole or in micro-batches), and
-    ``all``."""
+    """Return the sums of a trace's events, in seconds, by class (prompts or decode; whole or in
+    micro-batches), and ``all``. Events without communication times are skipped.
+    """
     result: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})

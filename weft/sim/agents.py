@@ -99,7 +99,7 @@ class AgentSimulation(Simulation):
     ) -> None:
         """``kv``, ``section``, ``cost``: settings of the engine and times of its steps.
 
-        ``noise``: see ``FakeDevice``.
+        ``agents``: the traffic. ``seed`` determines the run. ``noise``: see ``FakeDevice``.
         """
         super().__init__(kv, section, cost, _first_arrivals(agents, seed), seed=seed, noise=noise)
         self.scheduler = Scheduler(kv, section, VOCABULARY, retention=retention)

@@ -310,7 +310,10 @@ class Deployment:
         return self.timeline.now
 
     def run(self, limits: tuple[float, float] = (math.inf, math.inf)) -> Outcome:
-        """Run until all requests have ended. ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``."""
+        """Run until all requests have ended, and return the results.
+
+        ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``. Raises the error of a failed fleet.
+        """
         for number, name in enumerate(self.groups, 1):
             self._feed(e.Expected(name, number))
             self._feed(e.Located(name, number))

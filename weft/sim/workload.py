@@ -98,9 +98,11 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
-    """Read arrivals from a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens": 40}``.
+    """Return the arrivals of a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens":
+    40}``, in order of time.
 
-    Lines need not be in order of time. Raise ConfigError with the number of the wrong line.
+    Lines need not be in order of time. Raise ConfigError with the number of the wrong line, and for an
+    unreadable or empty file.
     """
     name = Path(path).name
     try:

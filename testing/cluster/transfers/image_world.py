@@ -97,7 +97,9 @@ class ImageWorld:
         return msgspec.structs.replace(kv, pools=pools, media=limits)
 
     def show(self, client: Client) -> None:
-        """Give a client's request images in some cases: changes prompt, media and pin of ``client``."""
+        """Give a client's request images in some cases: changes prompt, media and pin of ``client``, and
+        records the images for ``seen``.
+        """
         rng = self._rng
         if not self.there or rng.random() >= SEEING:
             return

@@ -170,9 +170,10 @@ class _Processor:
         return bounds.optional_integer("shortest_edge"), bounds.optional_integer("longest_edge")
 
     def check_bounds(self, least: int | None, most: int | None, token: int) -> tuple[int, int]:
-        """Return both bounds.
+        """Return (``least``, ``most``).
 
-        Raise ConfigError for a missing bound, or bounds without room for ``token`` pixels.
+        Raise ConfigError for a missing bound, for ``least`` above ``most``, or bounds without room for
+        ``token`` pixels.
         """
         if least is None or most is None or least > most:
             raise self.fail(

@@ -156,7 +156,7 @@ def _side(vision: Facts, name: str, default: int) -> int:
 
 
 def _activation(vision: Facts) -> str:
-    """Return the activation. The default of towers differs from that of text models."""
+    """Return the activation. The default of towers differs from that of text models. Raise ConfigError."""
     return vision.activation() if vision.get("hidden_act") else "gelu_pytorch_tanh"
 
 

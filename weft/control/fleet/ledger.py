@@ -218,7 +218,10 @@ class LedgerEntry:
         return None if nothing and (known > 0 or told) else event
 
     def _fresh_prompt(self, event: TokenEvent, receives: bool) -> TokenEvent:
-        """Return ``event`` without prompt logprobs already received, and count the rest."""
+        """Return ``event`` without prompt logprobs already received, and count the rest in
+        ``prompt_logprobs``. With ``receives``, all prompt logprobs are dropped: the prefill instance reports
+        these.
+        """
         columns = event.prompt_logprobs
         if columns is None:
             return event
