@@ -120,7 +120,7 @@ def _up(front: FrontProcess, draining: bool) -> list[Instance]:
 
 
 def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
-    """Return True if ``event`` brings only tokens and no end, so that no sequence or instance changes place."""
+    """Return True if ``event`` brings only tokens and no end: no sequence or instance changes place."""
     if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
         return False
     if any(told.finish is not None for told in event.message.events):

@@ -57,8 +57,8 @@ class StageTimes:
                 self._prefilling[sequence] = now
 
     def told(self, events: list[TokenEvent]) -> None:
-        """Record ``events``, which leave the engine: first tokens end the prefill time, finishes end
-        everything.
+        """Record ``events``, which leave the engine: first tokens add to ``prefill``, finishes drop the open
+        times.
         """
         if self._spans is not None:
             self._spans.told(events)

@@ -239,7 +239,10 @@ def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _events_of(text: str) -> list[Any]:
-    """Return the events of a Chrome trace; for a truncated trace, the events on complete lines."""
+    """Return the events of a Chrome trace; for a truncated trace, the events on complete lines.
+
+    Empty for other JSON.
+    """
     try:
         events = json.loads(text)
         return events if isinstance(events, list) else []

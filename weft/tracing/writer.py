@@ -38,7 +38,9 @@ class SpanWriter:
     """Span writer of a process. ``write`` may be called from any thread."""
 
     def __init__(self, folder: str, process: str) -> None:
-        """Open the file and start the thread. ``process``: name of the process in log lines.
+        """Open a file in ``folder``, which is created if missing, and start the thread.
+
+        ``process``: in the file's name and in each span.
 
         Raises ConfigError if the file cannot be created.
         """

@@ -260,9 +260,8 @@ class ScriptedEngine:
     # -- choice of entry and tokens
 
     def _entry_of(self, submit: Submit, emitted: tuple[int, ...]) -> Entry:
-        """Return the entry for the prompt of ``submit``, use it up once, and remember it for the request.
-
-        Raises InvalidRequest if no entry is left.
+        """Return the entry for the prompt of ``submit``: the known entry of the request, else the first
+        match, which is used up once and remembered. Raises InvalidRequest if no entry is left.
 
         If another engine process began the sequence, take the first matching entry whose output begins with
         ``emitted``, and do not count the use.
