@@ -73,7 +73,8 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 def _for_template(
     message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
-    """Return one message in the template's form."""
+    """Return one message as the dict for the template, in the template's form and with marks in all strings.
+    """
     role: str = message.role
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role
@@ -99,6 +100,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark: str) -> Any:
+    """Return the content for the template: None, a string, or a list of parts, with marks in all texts."""
     if message.content is None:
         return None
     if message.shown:

@@ -24,11 +24,13 @@ class JsonReader:
         self._tape = tape
 
     def read(self, ends: CallEnds) -> Reading[bool]:
-        """Read an object and return True if the object is whole. The end of the call may replace the last
-        brackets. The text goes to the tape's arguments piece by piece, also the text of a broken object.
+        """Read an object and return True if the object is whole.
+
+        The end of the call may replace the last brackets. The text goes to the tape's arguments piece by
+        piece, also the text of a broken object.
 
         An unclosed string ends before a line with the end of the call. Otherwise the string would swallow the
-        calls behind.
+        calls behind. The cursor stands behind the object.
         """
         tape = self._tape
         scanner = JsonObjectScanner()
@@ -84,8 +86,9 @@ class JsonReader:
         return False
 
     def held(self) -> Reading[tuple[Span, str] | None]:
-        """Read an object without giving the object out. Return the position and the JSON text; None for a
-        broken object.
+        """Read an object of at most ``MAX_HELD`` characters without giving the object out.
+
+        Return ((start, end), JSON text); None for a broken or longer object.
         """
         tape = self._tape
         start = tape.at

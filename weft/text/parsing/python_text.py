@@ -107,7 +107,10 @@ class PythonReader:
         return True
 
     def _key(self) -> Reading[bool]:
-        """Read a dict key with the colon. A number becomes a string, as JSON requires."""
+        """Read a dict key with the colon.
+
+        A number becomes a string, as JSON requires. Return False for any other key or without a colon.
+        """
         tape = self._tape
         char = yield from tape.peek()
         if char in ("'", '"'):
@@ -146,7 +149,10 @@ class PythonReader:
         return True
 
     def _string(self, quote: str) -> Reading[bool]:
-        """Read a string in single or triple quotes."""
+        """Read a string in single or triple quotes and give the string out as JSON.
+
+        Return False if the output ends first or an escape is invalid.
+        """
         tape = self._tape
         mark = yield from tape.literal(quote * 3, quote)
         assert mark is not None
@@ -171,7 +177,10 @@ class PythonReader:
                 return False
 
     def _escape(self) -> Reading[bool]:
-        """Read an escape. Return False for an incomplete escape or an invalid code point."""
+        """Read an escape and give out the character.
+
+        Return False, with the cursor at the backslash, for an incomplete escape or an invalid code point.
+        """
         tape = self._tape
         start = tape.at
         tape.at += 1

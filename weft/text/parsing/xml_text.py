@@ -76,7 +76,11 @@ class ParameterReader:
                 return False
 
     def _one(self) -> Reading[bool]:
-        """Read one parameter behind ``key_open``, up to the end of the value."""
+        """Read one parameter behind ``key_open``, up to the end of the value, and give key and value out as
+        JSON.
+
+        Return False if the head is unreadable or the value is cut off.
+        """
         tape = self._tape
         start = tape.at
         head = yield from self._head()
@@ -148,7 +152,10 @@ class ParameterReader:
                 return None
 
     def _string(self) -> Reading[bool]:
-        """Stream a string value. Return False if the output ends first."""
+        """Stream a string value as JSON.
+
+        Return False if the output ends first; the JSON string then stays open.
+        """
         tape = self._tape
         tape.arguments('"', tape.done)
         while True:
@@ -162,7 +169,10 @@ class ParameterReader:
                 return True
 
     def _other(self, types: tuple[str, ...]) -> Reading[bool]:
-        """Gather a value that is not only a string and write the value as JSON. Return False if cut off."""
+        """Gather a value that is not only a string and give the value out as JSON.
+
+        If the output ends first, give out the raw text and return False.
+        """
         tape = self._tape
         pieces: list[str] = []
         while True:
@@ -245,7 +255,7 @@ class ParameterReader:
     def _is_end(self, mark: str) -> Reading[bool]:
         """Return True if the next parameter or the end of the call follows ``mark``.
 
-        An output cut off inside the following tag counts too.
+        An output cut off inside the following tag counts too. The cursor may move.
         """
         tape = self._tape
         spelled = self._spelled
@@ -267,6 +277,7 @@ class ParameterReader:
 
         The key must be a property of the tool not seen yet. Without ``value_open``, the tag must begin a
         line. A complete parameter inside a value is text: the value continues behind the inner closing tag.
+        The cursor moves.
         """
         tape = self._tape
         spelled = self._spelled
@@ -298,6 +309,8 @@ class ParameterReader:
     def _first_ahead(self, start: int) -> Reading[tuple[int, str]]:
         """Return position and text of the first closing tag, or of the first call opening at the start of a
         line.
+
+        Return (end, "") if the output ends first.
         """
         tape = self._tape
         while True:
