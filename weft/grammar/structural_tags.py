@@ -27,6 +27,10 @@ def read_structural_tag(value: Any, param: str) -> g.Grammar:
 
 class _Reader:
     def __init__(self, param: str) -> None:
+        """``param``: name of the request's parameter for errors.
+
+        All methods raise InvalidRequest with ``param``.
+        """
         self._param = param
         self._left = MAX_FORMATS
         self._forms: dict[str, Callable[[dict[str, Any], str, int], g.Grammar]] = {
@@ -119,6 +123,10 @@ class _Reader:
         return (content, closing[0] if len(closing) == 1 else g.OneOf(tuple(closing)))
 
     def _triggered_tags(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read free text with tags at triggers.
+
+        ``stop_after_first``: the output ends behind the first tag.
+        """
         parts = [
             self._read_tag(tag, f"{at}.tags[{number}]", depth + 1)
             for number, tag in enumerate(self._list(value, "tags", at))
@@ -171,6 +179,7 @@ class _Reader:
         return g.Sequence((g.Repeated(part=once, least=least, most=most), text))
 
     def _tags_with_separator(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read tags with a separator between two tags, and no other text."""
         tags = []
         for number, tag in enumerate(self._list(value, "tags", at)):
             begin, content, ends = self._read_tag(tag, f"{at}.tags[{number}]", depth + 1)
@@ -187,6 +196,7 @@ class _Reader:
         return g.Repeated(part=inner, least=least, most=most)
 
     def _repeat_counted(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read a repetition with ``min`` and ``max``; max -1 means any number."""
         least, most = value.get("min"), value.get("max")
         if not all(isinstance(one, int) and not isinstance(one, bool) for one in (least, most)):
             self.refuse(f"{at}: min and max must be whole numbers")
@@ -203,6 +213,7 @@ class _Reader:
         )
 
     def _schema(self, schema: Any, at: str) -> g.Grammar:
+        """Return the grammar of a JSON schema; the schema itself is checked at the compile."""
         if schema is not True and not isinstance(schema, dict):
             self.refuse(f"{at}: a JSON schema must be an object")
         try:

@@ -93,6 +93,10 @@ class InvariantAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for a model, dtype or device without support.
+
+        Tries the product shapes, which takes time.
+        """
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
         if device.type != "cpu":
@@ -123,6 +127,10 @@ class InvariantAttention(AttentionBackend):
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
+        """Write ``out``; see ``AttentionBackend.attend``.
+
+        The groups of queries are made at the first layer and stay in ``prepared``.
+        """
         if not segment.tokens:
             return
         if not isinstance(prepared, _Prepared):
@@ -210,7 +218,9 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 def make_group(
     pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
 ) -> TileGroup:
-    """Stage ``pieces`` of at most ``n`` queries each, for all layers of KV cache group ``kind``."""
+    """Return ``pieces`` of at most ``n`` queries each as one group on the device, for all layers of KV cache
+    group ``kind``.
+    """
     table = segment.tables[kind]
     starts = segment.starts
     block = memory.block

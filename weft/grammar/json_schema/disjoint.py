@@ -138,7 +138,10 @@ class Disjoint:
         return found
 
     def _two(self, one: Any, other: Any, depth: int) -> bool:
-        """Return True if provably no value is valid under both schemas."""
+        """Return True if provably no value is valid under both schemas.
+
+        Return False in doubt, and after ``_MAX_PAIRS`` comparisons.
+        """
         # A bound on all comparisons together, because references can multiply the pairs.
         self._pairs += 1
         if depth > _MAX_DEPTH or self._pairs > _MAX_PAIRS:
@@ -220,6 +223,7 @@ def _plain(value: Any) -> str:
 
 
 def _type(value: Any) -> str:
+    """Return the JSON type of ``value``; "number" for every number."""
     if value is None:
         return "null"
     if isinstance(value, bool):

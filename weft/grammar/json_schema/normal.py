@@ -60,7 +60,7 @@ def step(key: str) -> str:
 
 
 def lookup(document: Any, pointer: str) -> Any:
-    """Return the value at a JSON pointer. Raises LookupError."""
+    """Return the value at a JSON pointer. Raises LookupError if the pointer leads to nothing."""
     found = document
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -86,7 +86,10 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _normal(schema: Any, names: _Names | None, at: str) -> Any:
-    """Return ``schema`` in normal form. With ``names`` None, only null keywords are removed."""
+    """Return a copy of ``schema`` in normal form.
+
+    With ``names`` None, only null keywords are removed. ``at``: pointer of the schema.
+    """
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
