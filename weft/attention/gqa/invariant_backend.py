@@ -272,6 +272,7 @@ def _attend(
     shapes: tuple[ProductShapes, ProductShapes],
     sinks: Tensor | None,
 ) -> None:
+    """Attend the queries of ``group`` and write their rows of ``out`` [T, heads, head_dim]."""
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared = q.shape[1] // kv_heads
     dtype = wide(q.dtype)
@@ -310,7 +311,11 @@ def tiles(
     shapes: tuple[ProductShapes, ProductShapes],
     sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
 ) -> Tensor:
-    """Attend matrices of queries, padded to ``size`` rows. Returns the shape of q with the dim of values."""
+    """Attend matrices of queries, padded to ``size`` rows.
+
+    Returns a new tensor with the shape of q and the dim of values. A query without visible keys gives 0 / 0
+    unless there is a sink.
+    """
     pieces, kv_heads, width, _, dim = k.shape
     rows = q.shape[2]
     full = q.new_zeros(pieces, kv_heads, width, size, dim)

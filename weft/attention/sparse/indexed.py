@@ -132,7 +132,10 @@ class IndexedAttention(LatentAttention):
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
     ) -> Tensor:
         """Attend q [T, heads, kv_lora + rope] to the chosen entries; return sums of latents [T, heads,
-        kv_lora]."""
+        kv_lora].
+
+        With ``index``, choose first and store the choice in ``shared.chosen``; None reuses the last choice.
+        """
         backend = shared.backends["sparse"]
         assert isinstance(backend, SparseBackend)
         out = q.new_empty(*q.shape[:2], self._mla.kv_lora)
