@@ -73,7 +73,10 @@ class DownLinear(Linear):
         self._overlap = overlap
 
     def pack(self) -> None:
-        """Reorder the rows of the weight, in place, and pack the weight. Quantized codes are refused."""
+        """Reorder the rows of the weight, in place, and pack the weight.
+
+        Quantized codes are dequantized first.
+        """
         take_codes(self.weight, allowed=False)
         if self._overlap > 1:
             rows = list[Tensor]()

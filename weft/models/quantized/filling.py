@@ -84,10 +84,12 @@ class Target:
         self.parameters = {}
 
     def fill(self, source: Source, file: WeightFile) -> None:
-        """Copy this rank's part of ``source`` into the parameter. ``file``: the open file at ``source.path``.
+        """Copy this rank's part of ``source`` into the parameter, or attach the part as codes.
 
-        Reads no more than the part of this rank, where the part can be read alone. Raises ConfigError that
-        names the weight and a missing or misfitting part.
+        ``file``: the open file at ``source.path``.
+
+        Reads no more than the part of this rank, where the part can be read alone. Updates the statistics.
+        Raises ConfigError that names the weight and a missing or misfitting part.
         """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
@@ -152,8 +154,10 @@ class Target:
             self._count(kind, published, size, size)
 
     def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
-        """Attach a weight of a GGUF file to ``parameter`` as codes. Return False if the weight must be
-        dequantized."""
+        """Attach a weight of a GGUF file to ``parameter`` as codes.
+
+        Return False, without effect, if the weight must be dequantized.
+        """
         stored = file.gguf(source.name)
         if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
             return False
@@ -194,6 +198,10 @@ class Target:
         parameter: nn.Parameter,
         cut_to: list[Window] | None = None,
     ) -> bool:
+        """Attach all pieces as codes and count the bytes.
+
+        Return False at the first piece that codes cannot represent; earlier pieces of a stack stay attached.
+        """
         held = 0
         for piece in pieces:
             size = self._hold_piece(piece, placement, parameter, cut_to)
@@ -327,7 +335,8 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
 def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
     """Attach this rank's part of ``values`` [.., N, K] as codes, if ``parameter`` wants whole rows rounded.
 
-    Return False if ``parameter`` takes plain values.
+    Return False if ``parameter`` takes plain values, or (logged) if ranks cut the rows inside quantization
+    groups.
     """
     rounds = rounding_of(parameter)
     if rounds is None:

@@ -39,6 +39,7 @@ def hybrid_weights(
 
 
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """Add the feed-forward of one layer to ``made``: experts or a gated MLP."""
     theirs = f"{theirs}.mlp"
     ours = f"{ours}.feed_forward"
     if spec.moe is not None and layer in spec.moe.layers:
@@ -48,6 +49,7 @@ def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str,
 
 
 def _add_delta(made: WeightMap, theirs: str, ours: str) -> None:
+    """Add the tensors of a delta net to ``made``, except the input projections."""
     made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
     made.add(f"{theirs}.A_log", f"{ours}.log_rate")
     made.add(f"{theirs}.dt_bias", f"{ours}.step_bias")
