@@ -167,6 +167,7 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Map the matrices, biases and norms of grouped-query attention, as far as ``spec`` has them."""
     q = spec.heads * spec.head_dim
     kv = spec.kv_heads * spec.head_dim
     begin = 2 * q if spec.output_gate else q
@@ -193,6 +194,7 @@ def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str)
 
 
 def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Map the matrices, biases and norms of latent attention, as far as ``spec`` has them."""
     mla = spec.mla
     assert mla is not None
     if mla.q_lora is None:

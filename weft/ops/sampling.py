@@ -278,6 +278,7 @@ class Filters:
     """True if the host knows that top_k is below V in every row. Then no mass of a whole row is needed."""
 
     def at(self, rows: Tensor | slice) -> Filters:
+        """Return the filters of ``rows``."""
         return Filters(
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],

@@ -51,7 +51,11 @@ class OperationsBuild:
     """One run of ``weft build-ops`` during the run of a server. ``close`` may be called at any time."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
-        """Start the build. ``ready`` is called once, from another thread, if the build succeeds."""
+        """Start the build at low priority.
+
+        ``ready`` is called once, from another thread, if the build succeeds before ``close``. The result and
+        failures are logged.
+        """
         self._ready = ready
         self._closed = False
         self._began = time.monotonic()
@@ -68,7 +72,10 @@ class OperationsBuild:
         threading.Thread(target=self._follow, name="weft-build-ops", daemon=True).start()
 
     def close(self) -> None:
-        """End the build if it runs, and wait up to ``_END_S``. Compiled objects stay for the next build."""
+        """End the build if it runs, and wait up to ``_END_S``; then kill.
+
+        ``ready`` is not called any more. Compiled objects stay for the next build.
+        """
         self._closed = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

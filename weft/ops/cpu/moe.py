@@ -110,6 +110,11 @@ def pack_part_fp8(weights: Routed) -> Packed:
 
 
 def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
+    """Return the weights packed as one block of the extension.
+
+    ``bits``: storage of the plain matrices; inner rows of 8-bit forms stay unrounded. ``Unstacked`` stacks
+    are emptied.
+    """
     rule = weights.rule
     gate = weights.gate
     router, bias = _router(weights)
@@ -196,7 +201,10 @@ def _matrix(
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Return (packed, factors, coding) of codes. An ``Unstacked`` stack is emptied, matrix by matrix."""
+    """Return (packed, factors, coding) of codes; factors are None without factors.
+
+    An ``Unstacked`` stack is emptied, matrix by matrix.
+    """
     if isinstance(codes, Codes) and codes.values.dim() == 2:
         data, coding = linear.code_blocks(codes, gated=gated)
         return data, _floats(codes.factors), coding
