@@ -28,6 +28,10 @@ class ExpertLayers:
     """The routed layers of one model on one rank, in order."""
 
     def __init__(self, layers: Sequence[DividedExperts]) -> None:
+        """``layers``: the divided layers, in order.
+
+        ``agree`` runs from now on whenever the mesh is formed anew.
+        """
         self._layers = layers
         self._ep = layers[0].mesh.ep
         self._launcher = layers[0].mesh.launcher
@@ -51,7 +55,11 @@ class ExpertLayers:
         return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
 
     def rebalance(self) -> Generator[Pending, None, None]:
-        """Move experts by the rows that chose each expert since the last call. Yields once per collective."""
+        """Move experts by the rows that chose each expert since the last call, on all ranks together.
+
+        Yields once per collective. Counts ``moved`` and ``rebalanced``, resets the loads, and rank 0 logs an
+        improvement. If an exception ends the generator, the experts are torn until ``agree``.
+        """
         counts = [layer.loads for layer in self._layers]
         # Stays True if an exception ends the generator: experts may then be lost on the way.
         self._torn = True
@@ -82,6 +90,10 @@ class ExpertLayers:
         self._torn = False
 
     def _move(self, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
+        """Move the experts of one layer with the launcher marked as moving.
+
+        Return the number of experts received.
+        """
         self._launcher.moving = True
         try:
             return (yield from _move(self._ep, layer, new))
@@ -118,6 +130,7 @@ class ExpertLayers:
         self.rebalanced = most
 
     def _unflat(self, flat: list[int]) -> list[Placement]:
+        """Return the placements of all layers from one list of experts."""
         rest = iter(flat)
         result = []
         for placement in self.placements:
@@ -144,7 +157,10 @@ class ExpertLayers:
 
 
 def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
-    """Move every expert to its new place. Return the number of experts received by the rank."""
+    """Move every expert to its new place, in place, and set the layer's map.
+
+    Return the number of experts received by the rank. Yields once per tensor.
+    """
     steps = moves(layer.map.placement, new)
     # Both ends sort by (peer, number of the move), so rows arrive in the order of ``into``.
     out = sorted(

@@ -37,6 +37,7 @@ class Router(nn.Module):
     """Parameters of the router. All wide, except the int64 table of experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
+        """``vocab``: size of the table of experts by token id; 0 for a router without a table."""
         super().__init__()
         self.weight = build.weight(spec.experts, hidden, wide=True)
         self.bias = build.weight(spec.experts, wide=True) if spec.bias else None
