@@ -50,6 +50,7 @@ class Chooser:
         self._known = {doubling: FORMS[vote] for doubling, vote in enumerate(votes)}
 
     def _fastest(self, tokens: int) -> str:
+        """Return the form with the lowest estimated seconds for ``tokens`` tokens."""
         forms = ["throughput", "gather"]
         if tokens <= MOST_PADDED:
             forms.append("low-latency")
