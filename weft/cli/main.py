@@ -41,6 +41,7 @@ class _Weft(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None for an unknown name."""
         if cmd_name not in _COMMANDS:
             return None
         module, attribute = _COMMANDS[cmd_name].split(":")

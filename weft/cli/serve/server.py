@@ -46,9 +46,11 @@ def configure_log(front: FrontSection, host: int) -> None:
 
 
 def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
-    """Serve until a stop signal, or until no request can be served any more. Return the exit status.
+    """Serve until a stop signal, or until no request can be served any more.
 
-    On a host other than the first, run the host's share of engines and ranks for the first host.
+    Return the exit status; 2 if the server failed and an engine had a configuration error. On a host other
+    than the first, run the host's share of engines and ranks for the first host. Installs signal handlers;
+    call from the main thread.
     """
     resolved = face(groups)
     ask_for_files(groups, front)
@@ -116,7 +118,7 @@ class Operations:
         self._build: OperationsBuild | None = None
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """Start an engine's process with the server's present operations.
+        """Start an engine's process with the server's present operations and return the process.
 
         A process may restart at any time. So operations built in the meantime have no effect before the
         switch.
@@ -128,9 +130,9 @@ class Operations:
         return self._start(command)
 
     def compile(self, switch: Callable[[], None]) -> None:
-        """Start the compilation beside the server, if requested.
+        """Start the compilation beside the server, if requested; does not block.
 
-        ``switch`` requests the switch of all engines.
+        ``switch`` requests the switch of all engines after success. A failed start is logged.
         """
         if self._compiles:
             _log.info(
