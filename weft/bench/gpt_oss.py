@@ -46,7 +46,7 @@ ABOUT: dict[str, Any] = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor in the order of layers; for experts, the unquantized shape."""
+    """Return name to shape of every tensor in the order of layers; for experts, the unquantized shape."""
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, experts = config["num_attention_heads"], config["num_local_experts"]
     queries, keys = heads * head, config["num_key_value_heads"] * head

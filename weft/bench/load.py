@@ -58,10 +58,10 @@ async def run_load(
     title: str = "requests",
     progress: bool = True,
 ) -> LoadRun:
-    """Send ``plan`` within ``limits``, and return the records.
+    """Send ``plan`` within ``limits``, and return the records, also of failed and unfinished requests.
 
-    ``key`` seeds the random prompts; prompts of different keys share no prefix. Ctrl-C ends the run at once;
-    the records so far are returned.
+    ``key`` seeds the random prompts; prompts of different keys share no prefix. Ctrl-C, and the end of
+    ``run_timeout``, end the run at once; the records so far are returned.
     """
     run = LoadRun()
     total = limits.requests
@@ -143,7 +143,10 @@ class _Driver:
                 group.create_task(self._one(body, record))
 
     async def _may_send(self, due: float | None, stop: float | None) -> bool:
-        """Wait for the due time and for a free place. Return False if the time to send is over."""
+        """Wait for the due time and for a free place.
+
+        Return False if the time to send is over; a place may be taken then.
+        """
         if due is not None:
             if stop is not None and due >= stop:
                 return False
@@ -158,6 +161,7 @@ class _Driver:
         return stop is None or time.monotonic() < stop
 
     async def _one(self, body: bytes, record: RequestRecord) -> None:
+        """Send one request, free the place, and advance the bar. Failures are in ``record``."""
         try:
             await send(self._client, self._target, body, record, self._limits.request_timeout)
         finally:

@@ -22,6 +22,7 @@ class Offline:
     """An engine in this process. ``load_seconds`` includes the import."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        """Load the engine. ``settings``: keywords of ``LLM``. Raise the errors of ``LLM``."""
         began = time.monotonic()
         from weft import LLM
 

@@ -132,7 +132,10 @@ def determinism(config: Config) -> str:
 
 
 def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:
-    """Return the variants. The first runs prompts alone; the others must not differ from the first."""
+    """Return the variants.
+
+    The first runs prompts alone; the others must give the same tokens as the first.
+    """
     one = _with(base, steps_in_flight=1)
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
@@ -263,7 +266,10 @@ class ForwardOnly:
         self._step = 0
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a prompt: [len(ids), vocab] on the CPU."""
+        """Return the logits of a prompt: [len(ids), vocab] on the CPU.
+
+        Raise ConfigError if the pools are too small for the prompt.
+        """
         kv = self._config.kv
         count = len(ids)
         # Every call reuses slot 0 and blocks 1, 2, ..; the generation counts the calls.

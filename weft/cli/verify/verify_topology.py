@@ -193,7 +193,7 @@ def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
 
 
 def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]]:
-    """Return the tokens of each prompt, computed alone."""
+    """Return the tokens of each prompt, computed alone. Raise WeftError if a prompt fails."""
     core = EngineCore(config, progress=False)
     try:
         return [generate(core, [one])[one.sequence] for one in asked]
@@ -204,7 +204,10 @@ def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]
 def _groups_answer(
     groups: tuple[EngineConfig, ...], asked: Sequence[Submit], say: Say
 ) -> tuple[list[list[int]], bool]:
-    """Return (tokens of each prompt, True if all requested features took part)."""
+    """Return (tokens of each prompt, True if all requested features took part).
+
+    Reports counters and idle instances with ``say``. Raise WeftError if a prompt fails.
+    """
     engine = Replicas(groups)
     try:
         found = generate(engine, asked)
