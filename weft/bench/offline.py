@@ -86,7 +86,10 @@ def measure(
 
 
 def result(workload: Workload, seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the results of a workload from the seconds of its rounds. Rates use the median round."""
+    """Return the results of a workload from the seconds of its rounds.
+
+    Rates use the median round. ``ms_per_token`` is None for several requests.
+    """
     # The median is robust against a single disturbed round.
     middle = statistics.median(seconds)
     output, prompt = (workload.requests * n for n in (workload.output_tokens, workload.prompt_tokens))

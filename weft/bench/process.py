@@ -110,7 +110,10 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Spawn the command in a session of its own. Raise ConfigError if the command can't be run."""
+        """Spawn the command in a session of its own, and measure memory in a thread.
+
+        Raise ConfigError if the command can't be run, RuntimeError for a second start.
+        """
         if self._process is not None:
             raise RuntimeError("this server was started before")
         log: BinaryIO | int = subprocess.DEVNULL
@@ -136,8 +139,8 @@ class ServerProcess:
     def wait_ready(self, deadline: float, key: str = "") -> float:
         """Return the seconds from the spawn to the end of the first successful generation over HTTP.
 
-        ``key`` is the API key. Raise ServerFailed ``deadline`` seconds after the spawn, or when the server
-        ends.
+        Blocks and polls; sets ``model`` and ``ready_seconds``. ``key`` is the API key. Raise ServerFailed
+        ``deadline`` seconds after the spawn, or when the server ends.
         """
         until = self._started + deadline
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -158,7 +161,7 @@ class ServerProcess:
         raise ServerFailed(f"the server did not answer within {deadline:g} s{self._log_tail()}")
 
     def _generate(self, client: httpx.Client, until: float) -> None:
-        """Raise unless the server generates a token now."""
+        """Raise unless the server generates a token now. Sets ``model`` if unknown."""
         if self.model is None:
             found = client.get(f"{self.url}/v1/models").raise_for_status().json()
             self.model = str(found["data"][0]["id"])
@@ -185,6 +188,7 @@ class ServerProcess:
             self._measure()
 
     def _measure(self) -> None:
+        """Add the memory of the present processes to the peak, and note the processes."""
         if self._process is not None and self._process.returncode is None:
             found = tree(self._process.pid)
             # Remember every process ever seen, because orphans leave the tree.
@@ -232,6 +236,7 @@ class ServerProcess:
             time.sleep(0.02)
 
     def _log_tail(self) -> str:
+        """Return the end of the log for an error message; "" without a log."""
         if self._log_path is None:
             return ""
         try:

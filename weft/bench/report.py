@@ -55,6 +55,7 @@ def make_report(
 
 
 def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -> dict[str, int]:
+    """Return the counts of sent, successful, failed and unfinished requests."""
     unfinished = sum(record.outcome == "unfinished" for record in records)
     return {
         "sent": len(records),
@@ -76,6 +77,7 @@ def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | Non
 
 
 def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Return the requests within the limits ``levels`` (ms), and their rate per second."""
     kept = 0
     for record in good:
         times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}

@@ -71,9 +71,10 @@ def unpacked(data: bytes) -> Facts:
 def conversation(
     asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
 ) -> tuple[Conversation, Facts]:
-    """Return the request in common form, and the facts for the answer. Raises WeftError.
+    """Return the request in common form, and the facts for the answer.
 
-    ``system_inside``, ``join_users``: see ``Turns``.
+    ``system_inside``, ``join_users``: see ``Turns``. Raises InvalidRequest, or NotFound for a reference to an
+    item that is not stored.
     """
     turns = Turns(system_inside=system_inside, join_users=join_users)
     if asked.instructions:
@@ -139,8 +140,10 @@ def _resolved(
 
 
 def reference_of(item: Mapping[str, Any]) -> str | None:
-    """Return the id of the stored item that ``item`` refers to; None for a normal item. Raises
-    InvalidRequest."""
+    """Return the id of the stored item that ``item`` refers to; None for a normal item.
+
+    Raises InvalidRequest for a reference without an id.
+    """
     if item.get("type") == "item_reference":
         named = item.get("id")
         if not isinstance(named, str):
@@ -150,6 +153,7 @@ def reference_of(item: Mapping[str, Any]) -> str | None:
 
 
 def _sampling(asked: ResponsesRequest) -> SamplingParams:
+    """Return the sampling parameters; absent parameters get the defaults. Raises InvalidRequest."""
     given: dict[str, Any] = {
         "max_tokens": asked.max_output_tokens,
         "stop": asked.stop,
@@ -167,6 +171,7 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
 
 
 def _constraint(asked: TokensRequest) -> Constraint | None:
+    """Return the required form of the answer; None for text. Raises InvalidRequest."""
     form = None if asked.text is None else asked.text.format
     param = "text.format"
     if isinstance(form, NamedFormat):
@@ -186,6 +191,7 @@ def _effort(asked: TokensRequest) -> str | None:
 def _facts(
     asked: ResponsesRequest, tools: Offered, items: list[dict[str, Any]], params: SamplingParams
 ) -> Facts:
+    """Return the facts for the answer: settings to repeat, and items to store."""
     reasoning = asked.reasoning
     summarizes = reasoning is not None and reasoning.summarizes
     store = asked.store is not False
@@ -202,6 +208,7 @@ def _facts(
 
 
 def _repeats(asked: ResponsesRequest, tools: Offered, params: SamplingParams, store: bool) -> dict[str, Any]:
+    """Return the settings that the answer repeats, with the defaults of absent settings."""
     # Clients expect every field of OpenAI's answer, with its default where the request sets none.
     reasoning, text = asked.reasoning, asked.text
     form = None if text is None else text.format

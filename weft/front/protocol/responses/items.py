@@ -56,6 +56,7 @@ class Adder:
     """Adds items to turns, in order. Raises InvalidRequest, naming the item."""
 
     def __init__(self, turns: Turns) -> None:
+        """``turns`` receives the items."""
         self._turns = turns
         self._kinds: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
             "message": (MessageItem, self._message),
@@ -67,7 +68,10 @@ class Adder:
         }
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
-        """Add one item. Raises InvalidRequest."""
+        """Add one item.
+
+        Raises InvalidRequest, naming ``where``, for an unsupported type or an invalid item.
+        """
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
@@ -85,6 +89,7 @@ class Adder:
         add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
 
     def _message(self, item: MessageItem, where: str) -> None:
+        """Add a message of any role. Raises InvalidRequest for an unknown role."""
         if item.role in ("system", "developer"):
             self._turns.system(_text(item.content, where))
         elif item.role == "user":
