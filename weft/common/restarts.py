@@ -15,6 +15,7 @@ class RestartBudget:
     """
 
     def __init__(self, most: int, window: float) -> None:
+        """``window``: seconds."""
         self.most = most
         self.window = window
         self.granted = 0

@@ -99,7 +99,9 @@ class AppendEach(_Op, frozen=True, kw_only=True):
     blocks: np.ndarray
 
     def without(self, slot: int) -> AppendEach | None:
-        """Return the slot update without the entry for ``slot``, or None if nothing is left."""
+        """Return the slot update without the entry for ``slot``; self without such an entry, None if nothing
+        is left.
+        """
         keep = self.slots != slot
         if keep.all():
             return self
