@@ -87,7 +87,10 @@ def _cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _interrupting(driver: asyncio.Task[None], run: LoadRun) -> Iterator[None]:
-    """Context in which the first Ctrl-C cancels ``driver``. A second Ctrl-C has the usual effect."""
+    """Within the block, the first Ctrl-C cancels ``driver`` and marks ``run`` as interrupted.
+
+    A second Ctrl-C has the usual effect. Outside the main thread the block has no effect.
+    """
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:

@@ -124,10 +124,12 @@ def identical(
     vocab_size: int,
     tick: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run the same prompts ``runs`` times, and count the requests with other tokens than in the first run.
+    """Run the same prompts ``runs`` times, and return the number of requests with other tokens than in the
+    first run.
 
     With ``alone``, also run each prompt by itself, and count in the same way. Prefix caching stays as set in
-    the engine: later runs compute less and must still give the same tokens.
+    the engine: later runs compute less and must still give the same tokens. Raise WeftError if a request
+    fails.
     """
     ids = prompts(workload, repetition, vocab_size)
     made = []

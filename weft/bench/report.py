@@ -66,7 +66,7 @@ def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -
 
 
 def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
-    """Return summaries in ms of TTFT, TPOT, ITL and E2EL."""
+    """Return summaries in ms of TTFT, TPOT, ITL and E2EL; None for a latency without values."""
     values: dict[str, list[float | None]] = {
         "ttft": [r.ttft for r in good],
         "tpot": [r.tpot for r in good],

@@ -207,9 +207,9 @@ class WorkerPool:
         return len(self._idle) + len(self._busy)
 
     async def close(self) -> None:
-        """End every process and wait for running calls to end.
+        """End every process, cancel running calls and wait for their end.
 
-        Waiting callers get Unavailable; later calls raise Unavailable.
+        All open callers get Unavailable; later calls raise Unavailable.
         """
         self._closed = True
         waiting = [item for each in self._waiting.values() for item in each]

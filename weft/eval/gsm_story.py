@@ -134,8 +134,8 @@ class Story:
         }  # fmt: skip
 
     def say(self, group: t.TemplateGroup, **slots: int | str) -> None:
-        """Append a sentence of ``group`` from this story's side (training or held out), and note the
-        template's id.
+        """Append a sentence of ``group`` to ``text``, from this story's side (training or held out), and note
+        the template's id.
 
         ``slots`` override the story's own slots.
         """

@@ -139,7 +139,7 @@ class Dialogue:
         return [tool.declaration() for tool in self.problem.tools]
 
     def take(self, text: str, calls: Sequence[Made]) -> None:
-        """Add an answer of the model with its calls.
+        """Add an answer of the model with its calls, and count the round.
 
         An answer without calls, or after ``MAX_ROUNDS``, sets ``text`` and ends the dialogue. Otherwise the
         calls run, and calls and results become messages.

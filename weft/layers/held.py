@@ -106,7 +106,8 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
 
 
 def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
-    """Return like ``take_codes``; with ``mixes`` the rows of a matrix may have different formats.
+    """Return like ``take_codes`` (None for a complete parameter); with ``mixes`` the rows of a matrix may
+    have different formats.
 
     The codes leave the parameter.
     """

@@ -196,9 +196,9 @@ class Decoder(Model):
 def _with_level(
     delta: Tensor | None, media: MediaRows | None, layer: int, wanted: Tensor | None
 ) -> Tensor | None:
-    """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack).
-
-    delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64 [L]).
+    """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack); ``delta`` itself
+    (perhaps None) without a level. delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64
+    [L]).
     """
     if delta is None or media is None or media.levels is None or layer >= len(media.levels):
         return delta

@@ -157,7 +157,7 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head
 
 
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
-    """Map the norms and the attention of one layer."""
+    """Add the norms and the attention of one layer to ``made``."""
     made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
     made.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
     if spec.mla is not None:
@@ -233,7 +233,8 @@ def add_experts(
     shared: str = "shared_experts",
     hashed: bool = False,
 ) -> None:
-    """Map a router ``gate``, experts in either published form, and the further parts of ``spec.moe``.
+    """Add to ``made`` a router ``gate``, experts in either published form, and the further parts of
+    ``spec.moe``.
 
     names: the family's names of an expert's gate, up and down matrices. The fused form is
     ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n]; the other

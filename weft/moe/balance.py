@@ -101,10 +101,12 @@ class ExpertLayers:
             self._launcher.moving = False
 
     def agree(self) -> None:
-        """Make all ranks use rank 0's choice of forms, and the placement of the rank with the most passes.
+        """Make all ranks use rank 0's choice of forms, and the placement and ``rebalanced`` of the rank with
+        the most passes.
 
         A rank with another placement reads its experts again. If experts were lost on any rank, all ranks
-        return to the order of the checkpoint. Raises ConfigError if the ranks' answers would differ in dtype.
+        return to the order of the checkpoint. Blocks; all ranks must call. Raises ConfigError if the ranks'
+        answers would differ in dtype.
         """
         votes = torch.tensor([[layer.chooser.element, *layer.chooser.votes()] for layer in self._layers])
         all_votes = self._ep.all_gather(votes).result()

@@ -34,7 +34,7 @@ class Map:
     """A placement as tensors: rank and place of each copy of an expert. Changed in place."""
 
     def __init__(self, placement: Placement, experts: int, device: torch.device) -> None:
-        """``placement``: the first placement; later placements may not need more copies of an expert.
+        """``placement``: the first placement; later placements have as many places.
 
         Raises ValueError if ``placement`` lacks an expert.
         """

@@ -89,7 +89,8 @@ def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, 
     """Return the fastest form of ``usable``, which must contain ``loop`` or ``triton``, for ``tokens``
     tokens.
 
-    Uses the nearest measured size and token count; without measurements, the first form of ``FORMS``. Cached.
+    Uses the nearest measured size and token count; without measurements, the first usable form of ``FORMS``.
+    Cached.
     """
     for table in tables():
         fitting = [m for m in table if m.device == device and m.dtype == dtype]

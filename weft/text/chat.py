@@ -385,6 +385,7 @@ def expanded(
 
 
 def _not_shown(part: ShownPart) -> InvalidRequest:
+    """Return the error for an image or video that the template does not show."""
     kind = "videos" if isinstance(part, VideoPart) else "images"
     return InvalidRequest(
         f"{part.where}: the model's chat template does not show the {kind} of this conversation",

@@ -134,7 +134,8 @@ class Choice:
         return self.finish_reason is not None
 
     def on_event(self, event: TokenEvent) -> TextDelta | None:
-        """Apply the engine's next event of this sequence and return the change for the client.
+        """Apply the engine's next event of this sequence to the public attributes, and return the change for
+        the client.
 
         Return None if the client sees no change, or if the choice has already ended. A completed stop string
         ends the choice; ``send_finish`` of the delta is then True if the engine still runs the sequence.
@@ -306,7 +307,7 @@ class Choice:
         error: ErrorInfo | None = None,
         send_finish: bool = False,
     ) -> TextDelta:
-        """Set the finish reason and return the last delta."""
+        """Set ``finish_reason``, ``stop_reason`` and ``error``, and return the last delta."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.error = error

@@ -121,6 +121,7 @@ def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:
+    """Return one call as the dict for the template, with marks in all strings."""
     arguments: Any = call.shown() if form == "object" else call.shown_text()
     return {
         "id": marks.around(call.id, mark),

@@ -100,7 +100,10 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _eos_ids(root: Path) -> tuple[int, ...]:
-    """Return the end ids of generation_config.json and config.json, without repetitions."""
+    """Return the end ids of generation_config.json and config.json, without repetitions.
+
+    Raises ConfigError for invalid JSON.
+    """
     found: list[int] = []
     config = _read_json(root / "config.json")
     nested = config.get("text_config")
@@ -118,6 +121,7 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template, or None.
 
     The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
+    Raises ConfigError for a Git LFS pointer or invalid JSON.
     """
     path = root / "chat_template.jinja"
     if path.is_file():

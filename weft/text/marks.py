@@ -13,6 +13,7 @@ class Marks:
     """Finds special tokens in strings and keeps user text from spelling special tokens."""
 
     def __init__(self, special: tuple[str, ...]) -> None:
+        """``special``: the texts of all special tokens."""
         self._special = special
         longest_first = sorted(special, key=lambda text: (-len(text), text))
         escaped = "|".join(map(re.escape, longest_first)) if special else "(?!)"

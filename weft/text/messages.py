@@ -164,6 +164,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def _is_text(text: str) -> bool:
+    """Return False for a string with lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -397,6 +398,7 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
 
 
 def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
+    """Return the error for a part of the type ``kind``."""
     return InvalidRequest(
         f"{where}: parts of type {kind} are not supported here; this model, or a message of this role, "
         "accepts only text",

@@ -113,6 +113,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
+        """Replace Jinja's filters and globals by versions within the budget, and remove expensive ones."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls])
         self.filters["tojson"] = _tojson
         for name in _REMOVED:

@@ -45,6 +45,7 @@ class CompiledTemplate:
     """
 
     def __init__(self, source: str) -> None:
+        """Compile ``source``. Raises InvalidRequest if the source does not compile."""
         self.source = source
         self._environment = TemplateEnvironment()
         try:
@@ -88,7 +89,7 @@ class ChatTemplate:
         """Compile ``source`` in a rendering process.
 
         Blocks until the process has answered. The attributes of ``CompiledTemplate`` are copied from the
-        reply.
+        reply. Raises InvalidRequest if ``source`` is too long, does not compile or takes too long.
         """
         if len(source) > MAX_SOURCE:
             raise InvalidRequest(
@@ -121,7 +122,7 @@ def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
     """Return the reply of a rendering process; blocks for at most ``WALL_SECONDS``.
 
     Raises InvalidRequest: with the reply's own parameter for an error reply, with ``param`` and the code
-    ``TOO_EXPENSIVE`` without a reply.
+    ``TOO_EXPENSIVE`` without a reply. Raises Unavailable if no process can be started.
     """
     try:
         answer: dict[str, Any] = json.loads(_guard().call(json.dumps(asked).encode(), WALL_SECONDS))

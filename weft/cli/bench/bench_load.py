@@ -358,7 +358,7 @@ def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, 
 
 
 def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of a sweep against the given server, or against a new server, ended afterwards."""
+    """Return the results of a sweep against the given or a new server. Raise ConfigError or ServerFailed."""
     from weft.bench import serving
     from weft.bench import sweep as sweeps
     from weft.bench.load import Limits

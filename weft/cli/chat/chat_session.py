@@ -91,7 +91,7 @@ class Reply:
         """None until the reply ends; stays None after an interruption."""
 
     def take(self, piece: Piece) -> None:
-        """Add the next piece."""
+        """Add the next piece to ``text``, ``thoughts`` or ``calls``; the last piece sets ``end``."""
         # Text, reasoning and tool calls may alternate.
         if isinstance(piece, Text):
             self.text += piece.text
@@ -158,7 +158,8 @@ class Conversation:
     def heard(self, reply: Reply) -> None:
         """Add a complete or interrupted reply.
 
-        An interrupted reply loses its calls. An empty interrupted reply removes the user's message instead.
+        An interrupted ``reply`` loses its calls, in place. An empty interrupted reply removes the user's
+        message instead.
         """
         stopped = reply.end is None
         if stopped:

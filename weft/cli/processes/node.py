@@ -140,7 +140,11 @@ class HostRanks:
 
 
 def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float], patience: float) -> None:
-    """Kill a rank that was stopped (SIGSTOP) for more than ``patience`` seconds: no engine waits longer."""
+    """Kill a rank that was stopped (SIGSTOP) for more than ``patience`` seconds, with a log line: no engine
+    waits longer.
+
+    ``stopped`` keeps the start of each stop.
+    """
     if not _is_stopped(processes.pid(rank)):
         stopped.pop(rank, None)
     elif time.monotonic() - stopped.setdefault(rank, time.monotonic()) > patience:

@@ -48,7 +48,11 @@ class Variant(NamedTuple):
 
 
 def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
-    """Compare Weft with ``transformers``; report with ``say``. Return True unless there is a defect."""
+    """Compare Weft with ``transformers``; report with ``say``.
+
+    Return True unless there is a defect; a difference at a tie is none. Raise ConfigError without
+    ``transformers``, WeftError if a prompt fails.
+    """
     path = hub.resolve_model_path(path, config.model.revision)
     doubles = _resolved(config, "float64")
     prompts = make_prompts(doubles, count, tokens)
@@ -91,9 +95,10 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compare prompts run alone with other ways to run them.
+    """Compare prompts run alone with other ways to run them; report with ``say``.
 
-    Return False if a token differs without a tie, or if a variant did not take effect.
+    Return False if a token differs without a tie, or if a variant did not take effect. Raise WeftError if a
+    prompt fails.
     """
     base = _resolved(config, "float64")
     prompts = make_prompts(base, count, tokens)

@@ -87,7 +87,8 @@ class LlguidanceCompiler:
     def build(self, source: str, nbytes: int = 0) -> LlguidanceGrammar:
         """Return the compiled grammar; see ``GrammarCompiler.build``.
 
-        Only a fast compile allows private lexers later.
+        Only a fast compile allows private lexers later. Raises InvalidRequest for a grammar that does not
+        compile or has no output.
         """
         begin = time.thread_time()
         made = LlguidanceGrammar(self.lexer(source), self._vocabulary, self._tokens.vocab_size, self._spare)
@@ -186,7 +187,8 @@ class LlguidanceMatcher:
     def accept(self, token: int) -> bool:
         """Accept ``token`` and return True, or return False if the grammar refuses ``token``.
 
-        A full shared lexer is replaced by a private lexer first. Raises an error of the library.
+        A full shared lexer is replaced by a private lexer first. Raises InvalidRequest if the library's
+        matcher has failed.
         """
         if self._ends == 0 and self._matcher.try_consume_tokens([token]) == 1:
             if self._shared is not None:
@@ -215,7 +217,8 @@ class LlguidanceMatcher:
     def fill(self, words: np.ndarray) -> None:
         """Overwrite ``words`` with the mask of the next token, one bit per id.
 
-        Raises an error of the library.
+        A full shared lexer is replaced by a private lexer first. Raises InvalidRequest if the library's
+        matcher has failed.
         """
         if self._ends > 0:
             words[:] = 0

@@ -19,6 +19,7 @@ class Disjoint:
     """
 
     def __init__(self, resolve: Callable[[str], Any]) -> None:
+        """``resolve`` returns the target of a reference, and may raise InvalidRequest."""
         self._resolve = resolve
         self._pairs = 0
         self._known: dict[int, tuple[dict[str, Any], frozenset[str] | None]] = {}

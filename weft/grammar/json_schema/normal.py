@@ -120,6 +120,7 @@ class _Names:
     """The ``$id`` and ``$anchor`` names of a document, and the named schemas."""
 
     def __init__(self, document: dict[str, Any]) -> None:
+        """Collect the names in ``document``, which does not change."""
         self._document = document
         draft = document.get("$schema")
         # Only the oldest drafts use ``id`` as a name. In later drafts ``id`` is an ordinary word.

@@ -304,7 +304,8 @@ class SchemaReader:
     def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         """Return ``anyOf`` with the rewritten schemas.
 
-        ``read`` checks later that the schemas exclude each other.
+        ``read`` checks later that the schemas exclude each other. Raises InvalidRequest for an invalid list
+        or schema.
         """
         parts = self._list(value, at)
         self._exclusive.append((value, at))
@@ -384,7 +385,10 @@ class SchemaReader:
         return {"pattern": _anchored(self._pattern(value, at))}
 
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """Return the pattern or the bounds of a known format; {} for an unknown format."""
+        """Return the pattern or the bounds of a known format; {} for an unknown format.
+
+        Raises Unheld if the backend cannot enforce the pattern.
+        """
         if value in NOTES:
             return {}
         if value in INTEGERS:

@@ -139,7 +139,7 @@ def _add_feed_forward(found: _Map, spec: ModelSpec, layer: int) -> None:
 
 
 def _add_experts(made: WeightMap, layer: int, experts: int, n: int) -> None:
-    """Map experts, published one by one (also below ``model.``) or stacked (in memory)."""
+    """Add experts to ``made``, published one by one (also below ``model.``) or stacked (in memory)."""
     ours = f"blocks.{layer}.feed_forward.experts"
     forms = list[tuple[str, ...]]()
     for prefix in (f"layers.{layer}.ffn.experts", f"model.layers.{layer}.ffn.experts"):

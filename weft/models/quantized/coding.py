@@ -162,8 +162,9 @@ def _integers(
 
 
 def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | None:
-    """Return (format name, the one piece) of packed integers or E2M1 pairs; None if the shape is missing or
-    does not fit.
+    """Return (format name, the one piece) of packed integers or E2M1 pairs.
+
+    Return None if the shape is missing or does not fit. Raises Misfit.
     """
     values = parts["packed"]
     scale = parts["scale"]
@@ -189,6 +190,8 @@ def _with_scale(
 ) -> tuple[str, Iterator[CodedPiece]] | None:
     """Return (format name, pieces) of a weight with its own name and a scale; None for a format without
     codes.
+
+    Raises Misfit, perhaps during iteration.
     """
     values = parts[PLAIN]
     scale = parts["scale"]
@@ -234,7 +237,7 @@ def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
 
 
 def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> Codes | None:
-    """Build codes of FP8 or int8 [N, K]. scale: one element, [N], [N, 1], or a grid of blocks.
+    """Return codes of FP8 or int8 [N, K], never None. scale: one element, [N], [N, 1], or a grid of blocks.
 
     Raises Misfit.
     """

@@ -214,7 +214,11 @@ class Target:
     def _hold_piece(
         self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
     ) -> int | None:
-        """Attach the codes of one piece. Return their bytes; None if codes cannot represent the piece."""
+        """Attach the codes of one piece and return their bytes.
+
+        Return None, with nothing attached, if codes cannot represent the piece; a cut inside a group is
+        counted.
+        """
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
@@ -260,8 +264,10 @@ class Target:
         return parts, msgspec.structs.replace(self.quantized, block=block)
 
     def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
-        """Read only the windows ``taken`` into the parameter. Return False, without effect, for other
-        weights."""
+        """Read only the windows ``taken`` into the parameter.
+
+        Return False, without effect, for other weights. Raises ConfigError for another shape.
+        """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
         if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
@@ -277,8 +283,11 @@ class Target:
         return True
 
     def report(self, dtype: torch.dtype) -> None:
-        """Log one line about quantized weights, if any. Call after ``pack``, when layers have taken their
-        codes."""
+        """Log one line about quantized weights, if any, and warn of matrices dequantized by ``--tp``.
+
+        Adds the waiting weights to the statistics. Call once, after ``pack``, when layers have taken their
+        codes.
+        """
         if not self.counts:
             return
         for held in self.waiting:
@@ -380,8 +389,10 @@ def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[Weight
 def _fill_groups(
     name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
 ) -> bool:
-    """Read the groups of rows behind the windows ``taken``. Return False if the windows do not cover whole
-    groups."""
+    """Read the groups of rows behind the windows ``taken`` into the parameter.
+
+    Return False, without effect, if the windows do not cover whole groups.
+    """
     found = whole_groups(taken, placement.groups, placement.parts)
     if found is None:
         return False

@@ -242,10 +242,10 @@ def _floats(factors: Tensor | None) -> Tensor | None:
 
 
 def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
-    """Return (packed [experts (+ 1), hidden], bias) of the router. The shared expert's gate is the last row.
+    """Return (packed [experts (+ 1), hidden], bias or None) of the router.
 
-    The result is bf16 for bf16 models if rounding changes no number: products are exact and sums float32
-    anyway.
+    The shared expert's gate is the last row. The result is bf16 for bf16 models if rounding changes no
+    number: products are exact and sums float32 anyway.
     """
     rows = weights.router.detach()
     bias = weights.router_bias

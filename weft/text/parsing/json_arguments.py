@@ -27,10 +27,10 @@ class JsonReader:
         """Read an object and return True if the object is whole.
 
         The end of the call may replace the last brackets. The text goes to the tape's arguments piece by
-        piece, also the text of a broken object.
+        piece, also the text of a broken object. The cursor stands behind everything read.
 
         An unclosed string ends before a line with the end of the call. Otherwise the string would swallow the
-        calls behind. The cursor stands behind the object.
+        calls behind.
         """
         tape = self._tape
         scanner = JsonObjectScanner()

@@ -158,7 +158,11 @@ class JsonObjectScanner:
         return self._close(char)
 
     def _begin_key(self, char: str) -> int:
-        """Begin a key with ``char``, or close the object. Return 1 if ``char`` was taken."""
+        """Begin a key with ``char``, or close the object.
+
+        A second first brace only sets ``doubled``. Return 1 if ``char`` was taken; any other character breaks
+        the object.
+        """
         if char == "}":
             return self._close(char)  # drops a comma before the brace
         if char == "{" and self._state == "first key" and self._stack == ["{"] and not self.doubled:
@@ -170,7 +174,10 @@ class JsonObjectScanner:
         return self._begin_string(char)
 
     def _begin_value(self, char: str) -> int:
-        """Begin a value with ``char``. Return 1 if ``char`` was taken."""
+        """Begin a value with ``char``.
+
+        Return 1 if ``char`` was taken; any other character breaks the object.
+        """
         if char in "{[":
             return self._open(char)
         if char in "'\"":

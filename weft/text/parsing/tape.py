@@ -148,8 +148,10 @@ class Tape:
             yield
 
     def blank(self, limit: int = MAX_BLANK) -> Reading[bool]:
-        """Read white space. Return False, with the cursor behind ``limit`` characters, if more than ``limit``
-        characters follow.
+        """Read white space and move ``at`` behind.
+
+        Return False, with the cursor behind ``limit`` characters, if more than ``limit`` characters follow.
+        Waits for more text at the end of the text so far.
         """
         start = self.at
         while True:
@@ -179,7 +181,10 @@ class Tape:
                 return self.slice(start, self.at)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Read the part of a run of characters received so far. More of the run may follow."""
+        """Read the part of a run of characters received so far, "" for none, and move ``at`` behind.
+
+        More of the run may follow.
+        """
         found = pattern.match(self._text, self.at - self._base)
         text = "" if found is None else found[0]
         self.work += len(text) + 1
@@ -228,7 +233,7 @@ class Tape:
         self.mark("markup", end)
 
     def begin(self, name: tuple[int, int], ident: tuple[int, int] | None = None) -> int:
-        """Begin a call, add its event and return the number of the call.
+        """Begin a call, add its event, count the call in ``calls`` and return the number of the call.
 
         ``name`` and ``ident`` are the (start, end) of the tool name and of the id. Every other undecided
         character up to ``at`` is markup. ``done`` moves to ``at``.
@@ -252,8 +257,10 @@ class Tape:
     def begin_behind(
         self, name: tuple[int, int], ident: tuple[int, int] | None, early: tuple[int, int], text: str
     ) -> None:
-        """Begin a call with arguments before the name: ``early`` is the position of the arguments, ``text``
-        their JSON.
+        """Begin a call with arguments before the name, add its events, and count the call in ``calls``.
+
+        ``early`` is the (start, end) of the arguments, ``text`` their JSON. ``done`` moves behind the last of
+        the spans.
         """
         own = "" if ident is None else self.slice(*ident)
         self._push(CallBegin(call=self.calls, name=self.slice(*name), id=own))

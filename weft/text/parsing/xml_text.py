@@ -21,6 +21,10 @@ class ParameterReader:
     """
 
     def __init__(self, tape: Tape, spelled: Parameters, tool: Tool, ends: CallEnds) -> None:
+        """``ends`` recognizes the end of the call.
+
+        The cursor of ``tape`` stands behind the head of the call.
+        """
         self._tape = tape
         self._spelled = spelled
         self._tool = tool

@@ -66,7 +66,7 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
 def _replace(path: Path, content: bytes) -> None:
     """Write ``content`` to ``path`` atomically and create the folder.
 
-    Raises OSError without a remaining temporary file.
+    Raises OSError; the temporary file is then removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".making-", dir=path.parent)

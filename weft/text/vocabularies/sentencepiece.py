@@ -153,7 +153,7 @@ def _piece(value: Value) -> Piece:
 
 
 def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
-    """Read the fields ``names`` of a nested message into ``model``."""
+    """Read the fields ``names`` of a nested message into ``model``. Raises ValueError for invalid data."""
     for number, part in fields(_message(value)):
         name = names.get(number, "")
         if name in model.ids:

@@ -173,8 +173,10 @@ def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
 
 
 def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
-    """Return the result of a call: plain text if there are no images. The text of a failed call starts with
-    "Error"."""
+    """Return the result of a call: plain text if there are no images.
+
+    The text of a failed call starts with "Error". Raises InvalidRequest.
+    """
     found = [] if block.content is None else b.blocks(block.content, "result", where)
     if any(isinstance(part, b.ImageBlock) for part in found):
         # With images the parts stay separate; otherwise the texts are joined.

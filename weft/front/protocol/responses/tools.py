@@ -124,7 +124,10 @@ def offered(
 
 
 def _tools(value: dict[str, Any], where: str) -> Iterator[tuple[Tool, Named | None]]:
-    """Yield the tools of one entry, each with its own name if the model sees another name."""
+    """Yield the tools of one entry, each with its own name if the model sees another name (else None).
+
+    Raises InvalidRequest.
+    """
     if value.get("type") != "namespace":
         yield _tool(value, where, None)
         return
