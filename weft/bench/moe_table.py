@@ -91,6 +91,7 @@ def _processor() -> str:
 
 def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
     """Return random weights of a block of ``size``, the same in each call."""
+
     def noise(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         made = torch.empty(shape, dtype=kind, device=device)
         return made.normal_(0, shape[-1] ** -0.5, generator=generator)
