@@ -107,7 +107,7 @@ class Decoder(Model):
     def __init__(
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
     ) -> None:
-        """``make_block`` makes the block of one layer; layers from ``spec.layers`` on belong to MTP modules."""
+        """``make_block`` makes the block of a layer; layers from ``spec.layers`` on are MTP modules."""
         super().__init__(spec, build)
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))

@@ -73,7 +73,7 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 def _for_template(
     message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
-    """Return one message as the dict for the template, in the template's form and with marks in all strings."""
+    """Return one message as the dict for the template, in its form and with marks in all strings."""
     role: str = message.role
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role

@@ -84,7 +84,7 @@ def _flatten(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
-    """Return the stage as a function (text of a token, is first token) -> text, or None for any other stage."""
+    """Return the stage as a function (text of a token, is first) -> text; None for any other stage."""
     kind = spec["type"]
     if kind == "Replace" and "String" in spec["pattern"]:
         old = spec["pattern"]["String"]

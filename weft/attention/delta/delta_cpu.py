@@ -29,7 +29,7 @@ class CpuDelta(DeltaBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raise ConfigError for a model, dtype or device without support, or without the compiled operations."""
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         delta = spec.delta
         assert delta is not None
         check_served("delta net backend 'cpu'", dtype, device)

@@ -218,7 +218,7 @@ def make_group(
 
 
 def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
-    """Return the tokens of the pieces, in order: a slice if the tokens are consecutive, else int64 [B * n]."""
+    """Return the tokens of the pieces, in order: a slice if consecutive, else int64 [B * n]."""
     n = pieces[0].count
     first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):

@@ -54,7 +54,7 @@ class _Down(Linear):
     bias."""
 
     def __init__(self, hidden: int, first: Shard, mla: MLASpec, build: Build) -> None:
-        """``first``: the outputs before the cache entry: this rank's queries, or the whole low-rank queries."""
+        """``first``: outputs before the cache entry: this rank's queries, or all low-rank queries."""
         entries = whole(mla.kv_lora + mla.rope)
         super().__init__(hidden, joined(first, entries), build)
         self._outputs = first.count + entries.count

@@ -34,7 +34,7 @@ class CpuSparse(SparseBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Raise ConfigError for a model, dtype or device without support, or without the compiled operations."""
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         check_served("attention backend 'cpu'", dtype, device)
         refuse_fp8("cpu", cache)
         for what, size in _sizes(spec):

@@ -198,7 +198,7 @@ class _Block:
         self._most = most
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines of the content without blank lines at both ends, at most the last ``_most`` lines."""
+        """Yield the lines of the content without blank lines at both ends: at most the last ``_most``."""
         lines = console.render_lines(self.content, options.update(height=None), pad=False)
         while lines and _blank(lines[-1]):
             lines.pop()

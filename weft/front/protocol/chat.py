@@ -82,7 +82,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         check_metadata(self.metadata)
 
     def _check_prompt(self) -> None:
-        """Raise InvalidRequest without messages or token ids, and for parameters without effect on token ids."""
+        """Raise InvalidRequest without a prompt, and for parameters without effect on token ids."""
         if self.prompt_token_ids is None:
             if self.messages is None:
                 raise missing("messages")

@@ -45,7 +45,7 @@ class Turns:
         ]
 
     def system(self, text: str) -> None:
-        """Add an instruction of the application: to the first message, as a message, or to the user's turn."""
+        """Add an instruction of the application: to the system message, as a message, or as a reminder."""
         # Still at the start: at most one message exists, the system message.
         if all(message["role"] == "system" for message in self._messages):
             if self._messages:

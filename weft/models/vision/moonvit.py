@@ -57,7 +57,7 @@ class MoonTower(Tower):
         return Placed(learned, (column, row))
 
     def _merge(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Return [tokens, output] for the patches x [N, hidden]: frames averaged, patches of a token joined."""
+        """Return [tokens, output] for patches x [N, hidden]: frames averaged, patches of a token joined."""
         counts = [grid.count for grid in grids]
         pooled = [
             self._pooled(part, grid) for part, grid in zip(self.norm(x).split(counts), grids, strict=True)

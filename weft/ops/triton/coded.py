@@ -98,7 +98,7 @@ def _coded(
     WIDEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Multiply one tile of x by dequantized weights; with PARTS, one part of the inputs without ``finish``."""
+    """Multiply one tile of x by dequantized weights; with PARTS, a part of K without ``finish``."""
     tiles_m = tl.cdiv(rows, TILE_M)
     tiles_n = tl.cdiv(N, TILE_N)
     band = tl.program_id(0) // (GROUP_M * tiles_n)

@@ -203,7 +203,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     """No effect: all tiers are served alike, and the answer reports ``default``."""
 
     def check(self) -> None:
-        """Raise InvalidRequest for parameters that are out of range, unsupported or lack another parameter."""
+        """Raise InvalidRequest for parameters out of range, unsupported, or without a needed parameter."""
         super().check()
         # Only the length of labels is bounded.
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
