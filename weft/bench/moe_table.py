@@ -54,7 +54,10 @@ def measure(device: str, tick: Tick = lambda done: None) -> list[Measured]:
 
 @torch.inference_mode()
 def _measure(device: str, dtype: str, size: Size, tick: Tick) -> Measured:
-    """Return microseconds by tokens and form. A form slower than ``SLOW`` is left out for more tokens."""
+    """Measure the forms at each of ``TOKENS`` and return the row, with microseconds by tokens and form.
+
+    A form slower than ``SLOW`` is left out for more tokens. ``tick`` is called after each number of tokens.
+    """
     weights = _weights(device, getattr(torch, dtype), size)
     times: dict[int, dict[str, float]] = {}
     slow: set[str] = set()

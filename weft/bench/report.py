@@ -86,7 +86,11 @@ def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: f
 
 
 def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
-    """Return rates per engine of the server, over all roles; None if the number of engines is unknown."""
+    """Return requests and goodput per second and engine of the server, over all roles; None for an unknown
+    rate.
+
+    Return None if the number of engines is unknown.
+    """
     heads = sum(report["heads"].values())
     if not heads:
         return None
@@ -96,7 +100,9 @@ def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
 
 
 def _client(run: LoadRun) -> dict[str, Any]:
-    """Return how well the load generator itself kept up."""
+    """Return how well the load generator itself kept up: its CPU share, and the p99 of late sends in ms (None
+    without send times).
+    """
     late = [1e3 * (r.sent - r.planned) for r in run.records if r.planned is not None]
     return {
         "cpu_share": ratio(run.client_cpu, run.seconds),

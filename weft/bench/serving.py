@@ -62,7 +62,7 @@ class RunSettings:
         return random_plan(self.input_len, self.output_len, self.rate, self.burstiness, self.repetition)
 
     def facts(self, target: ServerTarget) -> dict[str, Any]:
-        """Return the settings part of the report."""
+        """Return the settings part of the report: name to value, None for unused settings."""
         return {
             "model": target.model,
             "endpoint": self.endpoint,

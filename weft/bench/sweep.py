@@ -81,7 +81,7 @@ def powers(text: str, flag: str) -> tuple[int, ...]:
 def run_sweep(
     sweep: Sweep, base: RunSettings, say: Callable[[str], Any], measure_point: Measure = measure
 ) -> dict[str, Any]:
-    """Run every point and return the results by axis.
+    """Run every point by ``measure_point`` and return the results by axis.
 
     A failed point gets an error, and the sweep continues. ``say`` receives a table line by line. Ctrl-C ends
     the sweep; the points measured so far are returned.

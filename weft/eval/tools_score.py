@@ -174,7 +174,7 @@ class Dialogue:
 
 
 def totals(dialogues: Iterable[Dialogue]) -> dict[str, int]:
-    """Return the counts of right calls, right answers, both, and all dialogues."""
+    """Return the counts of right ``calls``, right ``answers``, ``both``, and all dialogues (``total``)."""
     pairs = [(one.calls_right, one.answer_right) for one in dialogues]
     return {
         "calls": sum(calls for calls, _ in pairs),

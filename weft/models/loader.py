@@ -222,7 +222,7 @@ def fill(
 
 
 def _names_of(files: Sequence[Path]) -> dict[Path, list[str]]:
-    """Return the tensor names of each file. Raises ConfigError for a damaged file."""
+    """Return path -> tensor names. Opens every file. Raises ConfigError for a damaged file."""
     found = {}
     for path in files:
         with WeightFile(path) as file:

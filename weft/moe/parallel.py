@@ -61,7 +61,10 @@ class Map:
         self.placement = placement
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        """Return rank and place, int64 [n, k] each, of experts ``chosen`` [n, k]. Copies alternate by row."""
+        """Return (rank, place), int64 [n, k] each, of experts ``chosen`` [n, k].
+
+        Copies alternate by row; ``turn`` shifts the alternation.
+        """
         ranks = self._columns[0]
         places = self._columns[1]
         count = self._columns[2]

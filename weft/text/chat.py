@@ -369,7 +369,7 @@ class ChatFormat:
 def expanded(
     ids: Sequence[int], placeholders: Collection[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return ``ids`` with each placeholder repeated, and the start index of each repeated run.
+    """Return (``ids`` with each placeholder repeated, start index of each repeated run).
 
     The n-th placeholder is repeated ``counts[n]`` times. Missing counts raise IndexError.
     """

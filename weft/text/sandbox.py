@@ -241,8 +241,9 @@ def _write(value: Any) -> str:
 
 
 def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a built-in filter with budget charges. Jinja's marks for passing environment or context are
-    kept.
+    """Return the built-in filter ``apply`` with budget charges: each call may raise TemplateLimit.
+
+    Jinja's marks for passing environment or context are kept.
     """
     passes = 1 if getattr(apply, "jinja_pass_arg", None) is not None else 0
 

@@ -175,7 +175,7 @@ class Tokenizer:
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor puts before a text, and the ids behind a text."""
+    """Return (ids that the post-processor puts before a text, ids behind a text). Encodes a sample text."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a").ids
     starts = range(len(whole) - len(bare) + 1)

@@ -344,6 +344,8 @@ def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -
 def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the same as ``_one_by_one``, in chunks of ``CHUNK`` tokens.
 
+    Return (outputs, state after the last token).
+
     For a chunk that begins with state S, let G_i be the sum of its log decays up to token i. The changes d_i
     = b_i (v_i - k_i (e^G_i S + sum over j < i of e^(G_i - G_j) k_j d_j)) solve a triangular system.
     """

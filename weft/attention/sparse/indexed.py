@@ -51,9 +51,8 @@ class Indexer(Layer):
         self._wide = build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the index of a step from x [T, hidden] and low [T, q_lora].
-
-        Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
+        """Return (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]) from x [T, hidden] and low
+        [T, q_lora].
         """
         spec = self._spec
         key, weights = self.down(x).split((spec.dim, spec.heads), dim=1)

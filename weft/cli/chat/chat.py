@@ -284,7 +284,11 @@ class Talk:
         self._failed = False
 
     def run(self) -> int:
-        """Run until the end of input or /quit. Return the exit status: 1 if the last message got no reply."""
+        """Run until the end of input or /quit.
+
+        Return the exit status: 1 if the last message got no reply. Ctrl-C drops the line or stops the reply
+        on a terminal, and raises KeyboardInterrupt in a pipe.
+        """
         from weft.cli.chat.chat_session import Command, Say, Unknown, read_input
 
         while True:

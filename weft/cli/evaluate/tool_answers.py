@@ -93,7 +93,8 @@ def lead(
 ) -> None:
     """Lead dialogues to an answer round by round, ``concurrency`` at a time.
 
-    The dialogues receive the texts and calls.
+    ``prompt`` makes the ids of a dialogue, ``reply`` the texts of a batch. The dialogues receive the texts
+    and calls.
     """
     with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
         for begin in range(0, len(dialogues), concurrency):

@@ -50,7 +50,7 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
     """Run the engines and ranks of host ``--node-rank`` until the server ends or a signal comes.
 
     Return the server's status (0 or 1), or 0 after a signal. Return 1 if host 0 is silent for an hour, or if
-    ranks end too often. Raise ConfigError.
+    ranks end too often. Engines, ranks and the private folder are gone afterwards. Raise ConfigError.
     """
     parallel = config.parallel
     place, keys = board_place(parallel)

@@ -60,9 +60,9 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
 
 
 def families(config: Config, names: Iterable[str], count: int, tokens: int, say: Say) -> bool:
-    """Run ``against_one_process`` for a tiny random model of each family in ``names``.
+    """Run ``against_one_process`` for a tiny random model of each family in ``names``; report with ``say``.
 
-    Return True if all pass.
+    Return True if all pass. Families that cannot run the layout are skipped.
     """
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
@@ -88,7 +88,7 @@ def tiny_model(path: Path) -> dict[str, Any]:
 
 
 def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:
-    """Return the tokens of every prompt, and the counters.
+    """Return (tokens of every prompt, counters) of an engine, ended afterwards.
 
     All prompts run together; every second is sampled.
     """

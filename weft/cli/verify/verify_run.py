@@ -80,7 +80,10 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
-    """Compare logits in float32. Return True if the largest difference is within ``TOLERANCE``."""
+    """Compare logits in float32; report with ``say``.
+
+    Return True if the largest difference is within ``TOLERANCE``.
+    """
     reference = Reference(config, path, "float32")
     forward = ForwardOnly(_resolved(config, "float32"))
     worst = 0.0
@@ -333,7 +336,8 @@ def report(
     rows: tuple[torch.Tensor, torch.Tensor],
     names: tuple[str, str],
 ) -> bool:
-    """Report the first difference, with the margin between the two likeliest tokens on each side.
+    """Report the first difference with ``say``, with the margin between the two likeliest tokens on each
+    side.
 
     Return True for a tie.
     """

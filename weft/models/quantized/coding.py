@@ -191,7 +191,7 @@ def _with_scale(
     """Return (format name, pieces) of a weight with its own name and a scale; None for a format without
     codes.
 
-    Raises Misfit, perhaps during iteration.
+    Of a stack, only ``wanted`` matrices are returned. Raises Misfit, perhaps during iteration.
     """
     values = parts[PLAIN]
     scale = parts["scale"]

@@ -243,8 +243,10 @@ class Target:
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
     ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
-        """Return the parts cut to the single window ``taken``, and their format; None if the weight cannot be
-        cut."""
+        """Return (parts cut to the single window ``taken``, their format).
+
+        Return None, with nothing read, if the weight cannot be cut.
+        """
         placement = self.weights.placements[source.name]
         shape = part_shape(self.parameters[placement.parameter], placement.index)
         if self.quantized is None or placement.parts or len(taken) > 1 or len(source.parts) == 1:

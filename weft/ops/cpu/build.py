@@ -174,12 +174,12 @@ def build(
     say: Say = lambda line: None,
     show: Say | None = None,
 ) -> Path:
-    """Build the library if missing, and return its path.
+    """Build the library if missing, and return its path in the cache.
 
     ``force`` compiles everything again. Otherwise a suitable library of the wheel is returned without a
     build. ``say`` receives lines of progress. ``show``, if given, repeatedly receives a status line in place
-    of the previous line. Concurrent builds wait for the first build and return its library. Raises
-    BuildError.
+    of the previous line. Libraries and objects unused for a month are removed after a build. Concurrent
+    builds wait for the first build and return its library. Raises BuildError.
     """
     compiler = find_compiler()
     cache = cache_folder()
@@ -335,7 +335,8 @@ def _with_headers(source: Path) -> list[str]:
 def _link(compiler: Compiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
     """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads.
 
-    The file ``target`` is replaced when complete. Raises BuildError.
+    The file ``target`` is replaced when complete. With ``verbose``, ``say`` gets the command. Raises
+    BuildError.
     """
     library = _torch_folder() / "lib"
     openmp = sorted([*library.glob("libgomp*.so*"), *library.parent.with_name("torch.libs").glob("libgomp*")])

@@ -67,7 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute ``torch_ops.add_rms_norm``. The sum overwrites a contiguous x."""
+    """Compute ``torch_ops.add_rms_norm``: return (sum, normalized sum). The sum overwrites a contiguous x."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
     if x.shape[1] > LONGEST_ROW:

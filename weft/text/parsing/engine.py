@@ -168,9 +168,7 @@ class OutputEngine:
         return None
 
     def _find(self, marks: Marks) -> tuple[Mark, int] | None:
-        """Return the first mark in effect and its position, or None. Give out the text before a line-start
-        mark.
-        """
+        """Return (first mark in effect, position), or None. Give out the text before a line-start mark."""
         tape = self.tape
         start = tape.done
         while True:

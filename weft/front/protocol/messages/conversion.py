@@ -50,9 +50,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 def conversation(
     asked: CountRequest, *, system_inside: bool, keep_attribution: bool
 ) -> tuple[Conversation, Facts]:
-    """Return the request in common form, and the facts for the answer. Raises InvalidRequest.
+    """Return (request in common form, facts for the answer).
 
-    ``system_inside``: see ``Turns``. ``keep_attribution``: keep attribution lines in the prompt.
+    ``system_inside``: see ``Turns``. ``keep_attribution``: keep attribution lines in the prompt. Raises
+    InvalidRequest.
     """
     turns = Turns(system_inside=system_inside, join_users=True)
     system, moved = _system(asked.system, keep_attribution)

@@ -71,7 +71,7 @@ def unpacked(data: bytes) -> Facts:
 def conversation(
     asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
 ) -> tuple[Conversation, Facts]:
-    """Return the request in common form, and the facts for the answer.
+    """Return (request in common form, facts for the answer).
 
     ``system_inside``, ``join_users``: see ``Turns``. Raises InvalidRequest, or NotFound for a reference to an
     item that is not stored.
@@ -256,7 +256,7 @@ def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item in stored form: with an id, and with content in parts."""
+    """Return a copy of an item in stored form: with an id (a new id if missing), and with content in parts."""
     kind = item.get("type") or "message"
     item = _kept(kind, item)
     content = item.get("content")
@@ -284,8 +284,10 @@ _PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "detail"})
 
 
 def _kept(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item without fields that no prompt shows. Otherwise a client could fill the store at no
-    cost."""
+    """Return a copy of an item without fields that no prompt shows.
+
+    Otherwise a client could fill the store at no cost.
+    """
     fields = _FIELDS.get(kind, frozenset()) | {"id", "type", "status"}
     kept = {name: value for name, value in item.items() if name in fields and _is_kept(name, value)}
     for name in ("content", "output", "summary"):
