@@ -343,7 +343,10 @@ def _require_transformers(name: str) -> None:
 
 
 def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
-    """Write the weights and the config of a model with random weights made by ``transformers``."""
+    """Write the weights and the config of a model with random weights made by ``transformers``.
+
+    ``bar`` counts the parameters. Torch's random state is kept.
+    """
     import torch
     import transformers
 
@@ -367,7 +370,10 @@ def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> Non
 
 
 def _with_torch(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
-    """Write the weights and the config of a model with random weights made by torch alone."""
+    """Write the weights and the config of a model with random weights made by torch alone.
+
+    ``bar`` counts the tensors.
+    """
     import torch
     from safetensors.torch import save_file
 

@@ -86,7 +86,8 @@ class ServerProcess:
 
         ``model`` is the name in requests; None asks /v1/models. ``environment`` is added to the environment
         of this process; None as a value removes a variable. ``log_file`` receives standard output and error;
-        without a file both are dropped. ``prompt`` is the prompt of the first generation.
+        without a file both are dropped. ``port`` None chooses a free port. ``prompt`` is the prompt of the
+        first generation.
         """
         self.port = port or free_port()
         self.command = [part.replace("{port}", str(self.port)) for part in command]
@@ -220,7 +221,10 @@ class ServerProcess:
         return process.returncode
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill every process of the tree that still runs, including orphans."""
+        """Kill every process of the tree that still runs, including orphans.
+
+        Waits up to ``_KILL_SECONDS`` for their end; raises TimeoutExpired if the command itself survives.
+        """
         # Members may have left the process group or lost the parent, so kill by id, too.
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:

@@ -111,7 +111,9 @@ def _client(run: LoadRun) -> dict[str, Any]:
 
 
 def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
-    """Return notes that a reader of the numbers must know."""
+    """Return notes that a reader of the numbers must know: missing counts, short answers, a busy client, an
+    interruption.
+    """
     notes = []
     # Each note names a reason to distrust a number of the report.
     unknown = sum(record.counted == "chunks" for record in good)

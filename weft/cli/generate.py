@@ -45,7 +45,7 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
 
 
 def sampling_flags(function: F) -> F:
-    """Add the flags of sampling parameters to a command."""
+    """Add the flags of sampling parameters to a command, and return the command."""
     function = click.option(
         "--stop", multiple=True, help="Stop string, which ends the answer; may be repeated."
     )(function)

@@ -97,7 +97,9 @@ class Guard:
             process.end()
 
     def _failure(self, process: _Process, error: BaseException) -> BaseException:
-        """End ``process`` and return the error to raise in place of ``error``."""
+        """End ``process`` and return the error to raise in place of ``error``: ``error`` itself unless the
+        process failed.
+        """
         code = self._drop(process)
         if isinstance(error, TimeoutError):
             return DeadlineExceeded("a task took longer than its time")
@@ -111,7 +113,10 @@ class Guard:
         return WorkerDied(f"a process died of its task (status {code})")
 
     def _prepare_spare(self) -> None:
-        """Start a process in the background if no process is idle: a second long payload often follows."""
+        """Start a process in a thread if no process is idle: a second long payload often follows.
+
+        Errors are ignored.
+        """
 
         def start() -> None:
             with contextlib.suppress(WeftError):  # the next caller starts a process, or reports the error

@@ -122,7 +122,7 @@ def _running(s: Story) -> None:
 
 
 def _relate(s: Story) -> None:
-    """Relate the other person's amount to the first amount."""
+    """Relate the other person's amount to the first amount; the other amount becomes the running value."""
     a, roll = s.value, s.rng.below(100)
     if roll < 35:
         b = s.more()

@@ -45,7 +45,8 @@ _SPECIAL = frozenset("\\^$.|?*+()[]{}/-")
 def regular_pattern(source: str) -> str | None:
     """Return the pattern of the whole texts accepted by a grammar in Lark's notation.
 
-    Return None if a rule leads to itself, and for unsupported notation (``%ignore``, templates, flags).
+    Return None if a rule leads to itself, for unsupported notation (``%ignore``, templates, flags), and for a
+    pattern longer than ``MAX_PATTERN``.
     """
     rules = _rules(source)
     if rules is None or "start" not in rules:

@@ -167,7 +167,7 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map the matrices, biases and norms of grouped-query attention, as far as ``spec`` has them."""
+    """Add the matrices, biases and norms of grouped-query attention to ``made``, as far as ``spec`` has them."""
     q = spec.heads * spec.head_dim
     kv = spec.kv_heads * spec.head_dim
     begin = 2 * q if spec.output_gate else q
@@ -184,8 +184,10 @@ def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> 
 
 
 def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map queries with output gates. Published per head, query before gate; stored as all gates, then all
-    queries."""
+    """Add queries with output gates to ``made``.
+
+    Published per head, query before gate; stored as all gates, then all queries.
+    """
     q = spec.heads * spec.head_dim
     dim = spec.head_dim
     parts = ((dim, 2 * dim), (0, dim))
@@ -194,7 +196,7 @@ def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str)
 
 
 def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map the matrices, biases and norms of latent attention, as far as ``spec`` has them."""
+    """Add the matrices, biases and norms of latent attention to ``made``, as far as ``spec`` has them."""
     mla = spec.mla
     assert mla is not None
     if mla.q_lora is None:

@@ -140,7 +140,11 @@ class ExpertLayers:
         return result
 
     def _take(self, target: list[Placement] | None) -> None:
-        """Read the experts of ``target`` from the checkpoint. None: the placement of a new rank."""
+        """Read the experts of ``target`` from the checkpoint into the layers, in place, and set maps and
+        loads anew.
+
+        None: the placement of a new rank. The experts are whole afterwards.
+        """
         if target is None:
             target = [
                 in_order(len(one.map), self._ep.size, sum(map(len, one.map.placement)) - len(one.map))

@@ -89,7 +89,7 @@ def seconds(
 def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> list[tuple[str, float]]:
     """Return (kind, bytes) of the collectives of a form for one layer, for randomly chosen experts.
 
-    For the forms see ``dispatch``.
+    The kind "copy" stands for local copies. For the forms see ``dispatch``.
     """
     ranks = layout.domain
     tensor = layout.tensor

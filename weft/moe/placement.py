@@ -119,7 +119,10 @@ def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[i
 
 
 def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None:
-    """Swap experts of the busiest rank with lighter experts elsewhere, the best swap first, in place."""
+    """Swap experts of the busiest rank with lighter experts elsewhere, the best swap first, in place.
+
+    Ends without a useful swap, or after ``_SWAPS``.
+    """
     sizes = [len(one) for one in mine]
     owner = np.repeat(np.arange(len(mine)), sizes)
     number = np.concatenate([np.arange(size) for size in sizes])

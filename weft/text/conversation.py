@@ -35,7 +35,11 @@ def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, An
 def conversation_of(
     messages: Sequence[Message], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> list[dict[str, Any]]:
-    """Return messages in the template's form, with marks in all strings."""
+    """Return messages in the template's form, with marks in all strings.
+
+    Messages may be split so that each has one call. A result gets the name of its function if the template
+    needs the name.
+    """
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in _one_call_each(messages) if form.one_call else messages:
@@ -73,7 +77,10 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 def _for_template(
     message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
-    """Return one message as the dict for the template, in its form and with marks in all strings."""
+    """Return one message as the dict for the template, in its form and with marks in all strings.
+
+    Reasoning is left out where the template refuses reasoning beside calls.
+    """
     role: str = message.role
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role

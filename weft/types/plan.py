@@ -369,7 +369,9 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """int32 [entries * ceil(vocabulary / 32)], row by row; bit i of word w allows token 32 w + i."""
 
     def check(self, plan: StepPlan, vocab_size: int) -> None:
-        """Raise EngineDead unless the masks are valid for ``plan``."""
+        """Raise EngineDead unless the masks are valid for ``plan``: entries in order and in range, words for
+        the whole vocabulary.
+        """
         if not plan.constrained:
             raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
         entries = self.entries

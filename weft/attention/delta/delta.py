@@ -58,7 +58,7 @@ class DeltaNet(Packs):
     def pack(self) -> None:
         """Compute the weights in the form of the backend, and drop ``conv``.
 
-        Needed once, before ``forward``.
+        Call once, before ``forward``.
         """
         assert self.conv is not None
         self._weights = DeltaWeights(

@@ -62,7 +62,7 @@ def _flag(name: str) -> str:
 
 
 def server_options(function: F) -> F:
-    """Add the flags for the choice of a server and the form of requests."""
+    """Add the flags for the choice of a server and the form of requests; return the command."""
     for option in reversed(
         (
             click.option("--base-url", help="URL of the server, with or without /v1."),

@@ -130,7 +130,10 @@ def from_engine(
 
 
 def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
-    """Return a function from a dialogue to token ids, by the model's chat template."""
+    """Return a function from a dialogue to token ids, by the model's chat template.
+
+    Reads the tokenizer; raises ConfigError.
+    """
     from weft.text.model import TextModel
     from weft.text.parsing.parser import Tool
 

@@ -95,7 +95,7 @@ def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate the processes, and kill the rest after ``_END_S`` seconds."""
+    """Terminate the processes, and kill the rest after ``_END_S`` seconds. Waits for all."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + _END_S

@@ -159,7 +159,11 @@ class Operations:
 
 
 def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
-    """Serve with one API server in this process, which owns the engines. Return the exit status."""
+    """Serve with one API server in this process, which owns the engines.
+
+    Blocks; returns the exit status. Unblocks stop signals, and the restart signal restarts the engines.
+    Starts the compilation of the operations, if requested.
+    """
     from weft.control.processes.owner import HeadOwner
     from weft.front.server import serve
 
@@ -181,9 +185,11 @@ def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, op
 def run_fronts(
     resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
 ) -> int:
-    """Serve with several API servers on one port, as their supervisor. Return the exit status.
+    """Serve with several API servers on one port, as their supervisor.
 
-    ``folder``: private folder for the registry. Raise ConfigError if the port cannot be used.
+    Blocks; returns the exit status. ``folder``: private folder for the registry. Starts the compilation of
+    the operations, if requested, and prints the address once ready. Raise ConfigError if the port cannot be
+    used.
     """
     from weft.cli.processes.front_main import FrontSetup, start_front
     from weft.control.processes.server import ClusterServer

@@ -106,7 +106,7 @@ class _Writer:
 
 
 def _merge(parts: tuple[Node, ...]) -> list[Node]:
-    """Return ``parts`` with each run of regular parts as one part."""
+    """Return ``parts`` with each run of neighbouring regular parts as one part."""
     result: list[Node] = []
     run: list[Node] = []
     # The final None flushes the last run.

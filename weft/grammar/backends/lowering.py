@@ -240,7 +240,10 @@ def _choice(parts: list[Node]) -> Node:
 
 
 def _chain(parts: list[Node]) -> Node:
-    """Return a flat chain: nested chains are merged, and adjacent literals are joined."""
+    """Return a flat chain: nested chains are merged, adjacent literals joined, and empty literals dropped.
+
+    A single part is returned without a chain.
+    """
     flat: list[Node] = []
     for part in parts:
         for inner in part.parts if isinstance(part, Chain) else (part,):

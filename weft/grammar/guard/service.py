@@ -239,7 +239,11 @@ class GrammarService:
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
-        """Return the error for a new compile beyond the limits, or None."""
+        """Return the error for a new compile beyond the limits: Overloaded for this client, Unavailable for
+        all clients or after ``close``.
+
+        Return None if the compile may start. The lock must be held.
+        """
         if self._closed:
             return Unavailable("the server is stopping")
         if len(self._queues.get(client, ())) >= CLIENT_WAITING:
@@ -317,10 +321,10 @@ class GrammarService:
             return None, WeftError("the grammar could not be compiled")
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """Deliver a result to all waiters and cache the result; the least recently used results go beyond the
-        limits.
+        """Deliver a result to all waiters and cache the result.
 
-        Errors except InvalidRequest are not cached. The lock must be held.
+        Beyond the limits, the least recently used results leave the cache. Errors except InvalidRequest are
+        not cached. The work is no longer under way. The lock must be held.
         """
         self._under_way.pop(work.key, None)
         for task in work.waiters:

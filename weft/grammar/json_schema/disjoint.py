@@ -85,7 +85,10 @@ class Disjoint:
         return [*([self._resolve(reference)] if isinstance(reference, str) else ()), *schema.get("allOf", ())]
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """Return a superset of the types of valid values."""
+        """Return a superset of the types of valid values; all types in doubt.
+
+        "number" includes integers. Cached.
+        """
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -99,7 +102,7 @@ class Disjoint:
         return kinds
 
     def _possible(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """Return a superset of the valid values, as texts; None if the values are not listed."""
+        """Return a superset of the valid values, as texts; None if the values are not listed. Cached."""
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):

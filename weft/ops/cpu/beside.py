@@ -85,7 +85,10 @@ class OperationsBuild:
                 self._process.kill()
 
     def _follow(self) -> None:
-        """Log the lines of the build and then its result; call ``ready`` after success."""
+        """Log the lines of the build and then its result; call ``ready`` after success.
+
+        After ``close`` neither happens. Body of a thread.
+        """
         assert self._process.stdout is not None
         last = ""
         for line in self._process.stdout:

@@ -99,6 +99,8 @@ class ChannelReader:
     def _until_message(self, start: int) -> Reading[str | None]:
         """Return the text of the header without the mark at the end; None if no header ends within
         ``MAX_HEADER`` characters.
+
+        Waits for more text. The cursor does not move.
         """
         tape = self._tape
         used = self._declared

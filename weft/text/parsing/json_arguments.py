@@ -88,7 +88,8 @@ class JsonReader:
     def held(self) -> Reading[tuple[Span, str] | None]:
         """Read an object of at most ``MAX_HELD`` characters without giving the object out.
 
-        Return ((start, end), JSON text); None for a broken or longer object.
+        Return ((start, end), JSON text), with the cursor behind the object; None for a broken or longer
+        object.
         """
         tape = self._tape
         start = tape.at
@@ -113,8 +114,9 @@ class JsonReader:
         return taken
 
     def _closes(self, scanner: JsonObjectScanner, ends: CallEnds) -> Reading[bool]:
-        """Close an incomplete object if the output ends here, or the end of the call or another call
-        follows. Return True if the object is whole then. Does not read past the object.
+        """Close an incomplete object if the output ends here, or the end of the call or another call follows.
+
+        Return True if the object is whole then. The cursor does not move.
         """
         tape = self._tape
         start = tape.at

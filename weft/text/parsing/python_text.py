@@ -34,7 +34,9 @@ _CLOSES = {"[": "]", "(": ")", "{": "}"}
 
 
 def python_to_json(text: str) -> str | None:
-    """Return ``text`` as JSON if all of ``text`` is one value, else None."""
+    """Return ``text`` (a value in Python's or JSON's spelling) as JSON if all of ``text`` is one value, else
+    None.
+    """
     tape = Tape()
     tape.add(text)
     tape.ended = True

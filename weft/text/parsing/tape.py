@@ -314,7 +314,7 @@ class Tape:
         self._pieces.append(piece)
 
     def _flush(self) -> None:
-        """Turn the gathered pieces into one event; do nothing without text."""
+        """Turn the gathered pieces into one event and forget the pieces; do nothing without text."""
         text = "".join(self._pieces)
         self._pieces.clear()
         if not text:

@@ -138,8 +138,10 @@ class ParameterReader:
         return None
 
     def _up_to(self, close: str) -> Reading[str | None]:
-        """Return the key and read ``close``. Return None for an invalid key: empty, longer than a line, or
-        with a tag inside.
+        """Return the key and read ``close``.
+
+        Return None, with the cursor unmoved, for an invalid key without ``close`` in reach: longer than a
+        line. An empty key, or a key with a tag inside, also gives None.
         """
         tape = self._tape
         start = tape.at
@@ -156,7 +158,7 @@ class ParameterReader:
                 return None
 
     def _string(self) -> Reading[bool]:
-        """Stream a string value as JSON.
+        """Stream a string value as JSON, with the closing tag skipped.
 
         Return False if the output ends first; the JSON string then stays open.
         """
@@ -238,9 +240,10 @@ class ParameterReader:
         return self._tape.slice(self._tape.done, end).removesuffix("\n")
 
     def _ending(self, mark: str, start: int) -> Reading[int | None]:
-        """Decide if ``mark`` at ``start`` ends the value. Return None if ``mark`` is part of the value.
+        """Decide if ``mark`` at ``start`` ends the value.
 
-        Return the position behind the closing tag, or ``start`` if the closing tag is missing.
+        Return None if ``mark`` is part of the value. Return the position behind the closing tag, or ``start``
+        if the closing tag is missing. The cursor moves.
         """
         tape = self._tape
         behind = start + len(mark)

@@ -165,7 +165,9 @@ def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
 
 
 def _check(model: Model) -> None:
-    """Raise ConfigError for a model that the conversion cannot reproduce exactly."""
+    """Raise ConfigError for a model that the conversion cannot reproduce exactly: not BPE, a normalizer,
+    unused pieces, other white space, or ties of scores.
+    """
     if model.algorithm != 2:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise unusable(NAME, f"its algorithm is {kind}; only BPE is supported")

@@ -191,7 +191,9 @@ def _effort(asked: TokensRequest) -> str | None:
 def _facts(
     asked: ResponsesRequest, tools: Offered, items: list[dict[str, Any]], params: SamplingParams
 ) -> Facts:
-    """Return the facts for the answer: settings to repeat, and items to store."""
+    """Return the facts for the answer: settings to repeat, names of tools, and items to store (none without
+    ``store``).
+    """
     reasoning = asked.reasoning
     summarizes = reasoning is not None and reasoning.summarizes
     store = asked.store is not False
@@ -256,7 +258,7 @@ def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an item in stored form: with an id (a new id if missing), and with content in parts."""
+    """Return a copy of an item in stored form: with an id (new if missing), and content in parts."""
     kind = item.get("type") or "message"
     item = _kept(kind, item)
     content = item.get("content")
