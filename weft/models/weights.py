@@ -167,7 +167,7 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Add the matrices, biases and norms of grouped-query attention to ``made``, as far as ``spec`` has them."""
+    """Add the tensors of grouped-query attention to ``made``, as far as ``spec`` has such tensors."""
     q = spec.heads * spec.head_dim
     kv = spec.kv_heads * spec.head_dim
     begin = 2 * q if spec.output_gate else q
@@ -196,7 +196,7 @@ def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str)
 
 
 def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Add the matrices, biases and norms of latent attention to ``made``, as far as ``spec`` has them."""
+    """Add the tensors of latent attention to ``made``, as far as ``spec`` has such tensors."""
     mla = spec.mla
     assert mla is not None
     if mla.q_lora is None:

@@ -228,7 +228,7 @@ def _message(error: Any) -> str:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Return the message for the user about an error status, with the server's reason if ``content`` has one."""
+    """Return the message for the user about an error status, with the server's reason if given."""
     try:
         data = json.loads(content)
         found = data.get("error") or data.get("detail") or data.get("message")

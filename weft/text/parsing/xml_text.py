@@ -140,8 +140,7 @@ class ParameterReader:
     def _up_to(self, close: str) -> Reading[str | None]:
         """Return the key and read ``close``.
 
-        Return None, with the cursor unmoved, for an invalid key without ``close`` in reach: longer than a
-        line. An empty key, or a key with a tag inside, also gives None.
+        Return None for an invalid key: empty, longer than a line or ``MAX_KEY``, or with a tag inside.
         """
         tape = self._tape
         start = tape.at
