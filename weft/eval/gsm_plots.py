@@ -33,7 +33,7 @@ def _open_running(s: Story) -> None:
 
 
 def _gain(s: Story) -> None:
-    """Add an amount to the running value."""
+    """Add an amount to the running value. May raise Impossible."""
     b = s.more()
     last = (
         len(s.steps) + 1 == s.max_steps
@@ -43,7 +43,7 @@ def _gain(s: Story) -> None:
 
 
 def _loss(s: Story) -> None:
-    """Take an amount from the running value."""
+    """Take an amount from the running value. May raise Impossible."""
     b = s.less()
     food = s.slots["item"] in words.FOODS
     s.say(t.GIVE if s.rng.chance(0.3) else t.EAT if food and s.rng.chance(0.6) else t.LOSS, b=b)
@@ -65,7 +65,7 @@ def _loss_each(s: Story) -> None:
 
 
 def _scale(s: Story) -> None:
-    """Halve, double or triple the running value."""
+    """Halve, double or triple the running value. May raise Impossible."""
     if s.rng.chance(0.5) and s.value % 2 == 0:
         s.say(t.HALF)
         s.step("/", s.value, 2)
@@ -79,7 +79,10 @@ def _scale(s: Story) -> None:
 
 
 def _finish_running(s: Story) -> bool:
-    """End with a last step of another kind. Return False if no such step fits this story."""
+    """End with a last step of another kind.
+
+    Return False if no such step fits this story. May raise Impossible.
+    """
     roll = s.rng.below(100)
     if roll < 45:
         divisors = [d for d in range(2, 13) if s.value % d == 0 and 2 <= s.value // d <= 50]
@@ -100,7 +103,7 @@ def _finish_running(s: Story) -> bool:
 
 
 def _running(s: Story) -> None:
-    """Write a story of one person with one thing: gains, losses and a question."""
+    """Write a story of one person with one thing: gains, losses and a question. May raise Impossible."""
     _open_running(s)
     while len(s.steps) < s.max_steps:
         room, roll = s.max_steps - len(s.steps), s.rng.below(100)
@@ -122,7 +125,10 @@ def _running(s: Story) -> None:
 
 
 def _relate(s: Story) -> None:
-    """Relate the other person's amount to the first amount; the other amount becomes the running value."""
+    """Relate the other person's amount to the first amount; the other amount becomes the running value.
+
+    May raise Impossible.
+    """
     a, roll = s.value, s.rng.below(100)
     if roll < 35:
         b = s.more()
@@ -189,7 +195,7 @@ def _age(s: Story) -> None:
 
 
 def _money(s: Story) -> None:
-    """Write a story of money gained and spent."""
+    """Write a story of money gained and spent. May raise Impossible."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.MONEY_WAGE, a=a, b=b)
@@ -238,7 +244,7 @@ def _cost(s: Story) -> None:
 
 
 def _place(s: Story) -> None:
-    """Write a story of things brought to a place and taken away."""
+    """Write a story of things brought to a place and taken away. May raise Impossible."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.PLACE_ROWS, a=a, b=b)

@@ -28,8 +28,8 @@ else.
 
 
 def read_calls(text: str) -> list[Made]:
-    """Return (name, arguments) of the calls in an answer of the form ``<tool_call>{"name": .., "arguments":
-    ..}</tool_call>``.
+    """Return (name, arguments) of each call in an answer with calls in ``<tool_call>`` tags: JSON objects of
+    name and arguments.
 
     An unreadable call has the name ``MALFORMED`` and its text.
     """

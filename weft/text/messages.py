@@ -420,10 +420,10 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
 
 
 def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
-    """Return a checked image part:
+    """Return a checked image part, from OpenAI's ``image_url``, or from ``image`` with a Pillow object from
+    this process.
 
-    OpenAI's ``image_url``, or ``image`` with a Pillow object from this process. The URL itself is not fetched
-    here. Raises InvalidRequest for unknown fields and other forms.
+    The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
     """
     unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
     if unknown:

@@ -144,10 +144,10 @@ class CallReader:
         return whole
 
     def _one(self, call: Call, head: Syntax) -> Reading[Outcome]:
-        """Read one call from head to tail and return the outcome:
+        """Read one call from head to tail.
 
-        "none" (no call), "broken" or "whole". Unless the outcome is "none", the cursor ends behind everything
-        given out.
+        Return the outcome: "none" (no call), "broken" or "whole". Unless the outcome is "none", the cursor
+        ends behind everything given out.
         """
         tape = self._tape
         self._name = self._ident = None
