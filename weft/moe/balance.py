@@ -58,7 +58,7 @@ class ExpertLayers:
         """Move experts by the rows that chose each expert since the last call, on all ranks together.
 
         Yields once per collective. Counts ``moved`` and ``rebalanced``, resets the loads, and rank 0 logs an
-        improvement. If an exception ends the generator, the experts are torn until ``agree``.
+        improvement. If an exception ends the generator, the experts count as lost until ``agree``.
         """
         counts = [layer.loads for layer in self._layers]
         # Stays True if an exception ends the generator: experts may then be lost on the way.
