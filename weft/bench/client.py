@@ -45,7 +45,7 @@ class ServerTarget:
         return f"{self.base_url}/{path}"
 
     def body(self, planned: Planned, key: str) -> bytes:
-        """Return the request as JSON. ``key`` seeds the tokens of a prompt given only by its length."""
+        """Return the request as JSON bytes. ``key`` seeds the tokens of a prompt given only by its length."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": planned.output_len,

@@ -125,8 +125,10 @@ class _Driver:
         self._failed = 0
 
     async def drive(self, plan: Iterator[Planned], began: float) -> None:
-        """Send the plan, and return when all sent requests have ended. Cancellation leaves unfinished
-        records."""
+        """Send the plan, and return when all sent requests have ended.
+
+        Appends a record per request to the run. Cancellation leaves unfinished records.
+        """
         stop = None if self._limits.duration is None else began + self._limits.duration
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(itertools.islice(plan, self._limits.requests)):

@@ -61,7 +61,11 @@ class Sweep:
 
 
 def powers(text: str, flag: str) -> tuple[int, ...]:
-    """Parse ``1..64`` (powers of two times the first number), ``1,4,16``, or ``none``. Raise ConfigError."""
+    """Return the numbers of ``1..64`` (powers of two times the first number), ``1,4,16``, or ``none``
+    (empty).
+
+    Raise ConfigError that names ``flag``.
+    """
     if text == "none":
         return ()
     try:

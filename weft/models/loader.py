@@ -324,8 +324,10 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) -> None:
-    """Check repeated weights: a saved head must equal its tied embedding. Raises ConfigError for other
-    values."""
+    """Raise ConfigError if a repeated weight has other values: a saved head must equal its tied embedding.
+
+    Reads the repeated weights.
+    """
     parameters = dict(model.named_parameters())
     for path in files:
         with WeightFile(path) as file:

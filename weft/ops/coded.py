@@ -296,7 +296,11 @@ def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
 
 
 def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [N, K], or the stack, in the wide dtype ``dtype``."""
+    """Return the matrix [N, K], or the stack, in the wide dtype ``dtype``, with inputs in their natural
+    order.
+
+    The result is a new tensor.
+    """
     if isinstance(codes, MixedCodes):
         return torch.cat([dequantize(part, dtype) for part in codes.parts])
     values = codes.values

@@ -40,7 +40,10 @@ class Unstacked:
         return made
 
     def whole(self) -> Codes:
-        """Return the whole stack as ``Codes``, [E, ...]. No matrix can be taken afterwards."""
+        """Return the whole stack as ``Codes``, [E, ...], a copy.
+
+        Takes every matrix: none can be taken before or afterwards.
+        """
         first = self.take(0)
         count = len(self)
         made = replace(

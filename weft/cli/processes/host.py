@@ -247,7 +247,7 @@ class _Host:
     def _follow_ranks(self) -> None:
         """Start the ranks of a replica for its present engine.
 
-        A new engine has a new address, and needs new ranks.
+        A new engine has a new address, and needs new ranks: ranks of an earlier engine are ended.
         """
         parallel = self._config.parallel
         wanted: dict[int, list[int]] = {}

@@ -38,7 +38,8 @@ def several(config: Config) -> bool:
 def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bool:
     """Compare the tokens of ``config``'s layout with those of one process; report with ``say``.
 
-    Return True if all tokens are equal and all requested features took part.
+    Return True if all tokens are equal and all requested features took part. Runs two engines, one after the
+    other.
     """
     # In float64 rounding hardly ever decides between tokens, so a difference counts as a defect.
     doubles = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float64"))

@@ -422,9 +422,11 @@ def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
 def copy(
     name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
 ) -> int:
-    """Copy this rank's part of ``values``, which fill the placement or matrix ``index`` of the placement.
+    """Copy this rank's part of ``values`` into ``parameter``, or attach the part as rounded codes.
 
-    Return the bytes of the part. Raises ConfigError for another shape, and for numbers of less than 16 bits.
+    ``values`` fill the placement or matrix ``index`` of the placement. The largest magnitudes of rows are
+    noted where the parameter wants them. Return the bytes of the part. Raises ConfigError for another shape,
+    and for numbers of less than 16 bits.
     """
     whole = part_shape(parameter, placement.index)
     fits = not index or index[0] < whole[0]

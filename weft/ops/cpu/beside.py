@@ -37,7 +37,8 @@ log = get_logger(__name__)
 def built() -> bool:
     """Return True if a new engine finds the C++ operations or must not use them.
 
-    Also True if the cache folder cannot be read: ``cpu.load`` logs the reason.
+    Also True if the cache folder cannot be read: ``cpu.load`` logs the reason. Raises ConfigError for a bad
+    WEFT_CPU_LEVEL.
     """
     if env.get("WEFT_DISABLE_CPU_OPS") == "1":
         return True

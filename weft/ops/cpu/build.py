@@ -95,7 +95,7 @@ def find() -> Path | None:
     """Return the newest library of the present sources, torch and CPU, or the wheel's library, or None.
 
     Ignores libraries in the cache that belong to other users (except root), because the library is loaded
-    into the process. Raises OSError.
+    into the process. Raises OSError, and ConfigError for a bad WEFT_CPU_LEVEL.
     """
     made = {}
     sources = sources_digest()

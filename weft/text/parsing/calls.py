@@ -166,8 +166,10 @@ class CallReader:
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
-        """Read the arguments in the declared spelling and return the outcome of the call. ``bare``: no exact
-        text stands before the arguments.
+        """Read the arguments in the declared spelling, begin the call, and return the outcome; "none" if no
+        call has begun.
+
+        ``bare``: no exact text stands before the arguments.
         """
         spelled = call.arguments
         ends = CallEnds(self._tape, call.closings, self._openings)

@@ -60,7 +60,10 @@ class PythonReader:
         self._into_call = into_call
 
     def value(self) -> Reading[bool]:
-        """Read one value. Return False, with the cursor there, at the first invalid character."""
+        """Read one value and give the value out as JSON.
+
+        Return False, with the cursor there, at the first invalid character; the JSON so far stays given out.
+        """
         tape = self._tape
         stack: list[str] = []
         while True:
@@ -131,8 +134,9 @@ class PythonReader:
         return True
 
     def _atom(self, char: str) -> Reading[bool]:
-        """Read a string, a number or a word. Return False, with the cursor at the start, for anything
-        else.
+        """Read a string, a number or a word and give the value out as JSON.
+
+        Return False, with the cursor at the start, for anything else.
         """
         tape = self._tape
         start = tape.at

@@ -56,9 +56,9 @@ class ParameterReader:
         return found is not None or (yield from self._ends.here(closed=False)) is True
 
     def read(self) -> Reading[bool]:
-        """Read the parameters up to and including ``end``. Return False if the parameters break.
+        """Read the parameters up to and including ``end``, and give the arguments out as JSON.
 
-        After False, the text from ``done`` on is not part of the call.
+        Return False if the parameters break. After False, the text from ``done`` on is not part of the call.
         """
         tape = self._tape
         spelled = self._spelled
