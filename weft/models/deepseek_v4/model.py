@@ -106,8 +106,11 @@ class StreamsDecoder(Decoder):
     def _completed(
         self, step: StepInput, kind: str, reads: Reads, caches: LayerCache, by_token: bool
     ) -> Completed | ByToken | None:
-        """Return the groups completed by the step in layers of type ``kind``; None for layers without
-        groups."""
+        """Return the groups completed by the step in layers of type ``kind``.
+
+        With ``by_token``, return the data for an operation that finds the groups. None for layers without
+        groups.
+        """
         if reads.groups is None:
             return None
         sources, rope = reads.groups - 1, self._group_rope
