@@ -76,7 +76,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def tensors(
     config: dict[str, Any], drawn: Callable[[tuple[int, ...]], Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the stored tensors, one name of ``shapes`` after the other.
+    """Yield dicts of stored tensors, one dict per name of ``shapes``: bfloat16, or for experts the MXFP4
+    blocks and scales.
 
     ``drawn`` makes float32 values of a shape, normal with the model's standard deviation.
     """

@@ -46,8 +46,9 @@ class ParameterReader:
         """Position and text of the next ``_ahead`` match; "" stands for the end of the output."""
 
     def begins(self) -> Reading[bool]:
-        """Return True if a readable parameter, or the end of a call without parameters, stands at the
-        cursor.
+        """Return True if a readable parameter, or the end of a call without parameters, stands at the cursor.
+
+        The cursor may move; nothing is given out.
         """
         tape = self._tape
         found = yield from tape.literal(self._spelled.key_open, self._spelled.end)

@@ -153,7 +153,10 @@ def _parts(content: str | list[dict[str, Any]], where: str, field: str = "conten
 
 
 def _image(part: dict[str, Any], where: str) -> ImagePart:
-    """Return the image of a part. Raises InvalidRequest without a URL, and for other fields."""
+    """Return the image of a part.
+
+    Raises InvalidRequest without a URL, for a bad detail, and for other fields.
+    """
     url = part.get("image_url")
     rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
     if rest or not isinstance(url, str):
