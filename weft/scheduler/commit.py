@@ -275,7 +275,12 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
-    """Commit one row; end the sequence if complete or failed. Return the event, or None without news."""
+    """Commit one row: update the sequence of the row, and the caches and counters of ``state``.
+
+    Return the event, or None if there is nothing to report. A complete or failed sequence ends. A sequence
+    that sends its blocks to another group ends with "moved" at the first token. Raises EngineDead if
+    ``result`` lacks requested logprobs.
+    """
     sequence = row.sequence
     tokens = row.tokens
     error = row.error

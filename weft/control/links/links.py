@@ -460,9 +460,10 @@ class Links:
         task.add_done_callback(self._ending.discard)
 
     async def _tick(self) -> None:
-        """Check links, owner and deadlines every ``POLL`` seconds, until cancelled.
+        """Check links, owner and deadlines every ``POLL`` seconds. A cancellation ends the loop without an
+        error.
 
-        After a stall of the event loop, extend all deadlines.
+        After a stall of the event loop, extend all deadlines. Errors of links and of the owner are logged.
         """
         with contextlib.suppress(asyncio.CancelledError):
             while True:
