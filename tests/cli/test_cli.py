@@ -290,3 +290,20 @@ def test_short_flags_set_what_the_long_ones_do() -> None:
     parallel = found[0].parallel
     assert (parallel.tensor_parallel_size, parallel.data_parallel_size) == (2, 3)
     assert parallel.enable_expert_parallel
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("up", "examples/none.yaml"),
+        ("serve", "--config", "examples/none.yaml"),
+        ("serve", "spool-text", "--scripted", "examples/none.yaml"),
+        ("serve", "spool-text", "--scripted", "examples/none.jsonl"),
+        ("verify", "--topology", "examples/none.yaml"),
+    ],
+)
+def test_the_error_of_a_missing_file_shows_the_path(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path may be relative to another folder, so the name alone does not show the mistake."""
+    assert f"{arguments[-1]}: No such file" in failed(capsys, *arguments)

@@ -103,7 +103,7 @@ def load_model(
     plain parameters, for inspection. ``packed``: keep quantized matrices in codes if ``keeps_codes`` and no
     further rounding is required; False: dequantize.
 
-    Raises ConfigError that lists missing, unexpected and misshaped weights.
+    Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
