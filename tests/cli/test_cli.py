@@ -171,7 +171,7 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["serve", "--max-num-batched-tokens", "10"], "--max-num-seqs"),
         (["serve", "no-such-model"], "no bundled model of that name"),
         (["serve", "a", "--model", "b"], "MODEL 'a' and --model 'b' differ"),
-        (["serve", "--config", "/no/such.yaml"], "--config such.yaml"),
+        (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml"),
         (["serve", str(Path(__file__).parent)], "neither a config.json"),
         (["serve", "--api-key", ""], "--api-key must be text"),
         (["verify"], "--reference PATH, --self"),
