@@ -148,6 +148,8 @@ class Network:
         rng, now = cluster.rng, cluster.now
         self.cut(link, lingers=False)
         seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        if cluster.eager and rng.random() < 0.5:
+            seconds /= 20.0
         # The new connection keeps the link's number, but the engine sees another name.
         again = Link(link.number, link.front, link.head, link.latency)
         again.connection = link.connection + b"+"
