@@ -300,6 +300,7 @@ def test_short_flags_set_what_the_long_ones_do() -> None:
         ("serve", "spool-text", "--scripted", "examples/none.yaml"),
         ("serve", "spool-text", "--scripted", "examples/none.jsonl"),
         ("verify", "--topology", "examples/none.yaml"),
+        ("sim", "--cost-model", "examples/none.json"),
     ],
 )
 def test_the_error_of_a_missing_file_shows_the_path(
