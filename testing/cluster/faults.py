@@ -31,8 +31,9 @@ def plan(cluster: Cluster) -> int:
     if rng.random() < 0.1:
         return 0
     kinds = {kind: weight for kind, (weight, _) in KINDS.items() if _can_happen(cluster, kind)}
+    numbers = (1, 2, 3, 4) if cluster.eager else (1, 1, 2, 3)
     planned = 0
-    for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
+    for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice(numbers)):
         at = _during_a_request(cluster) if cluster.eager else 0.4 + rng.random() * 0.9
         # Repeated kills lead to half-open and retired instances.
         if kind == "head killed" and rng.random() < 0.3:
