@@ -42,7 +42,7 @@ from weft.types import rooms as r
 from weft.types.rooms import Peer, RoomKey
 from weft.types.sampling import TokenParams
 
-SCHEDULES = 350
+SCHEDULES = 360
 """In the default tests."""
 BUDGET = 10_000
 """By default, of ``python -m testing.cluster``."""
