@@ -33,6 +33,11 @@ from weft.types.messages import ids_to_bytes
 
 HORIZON = 90.0
 """Virtual seconds within which every schedule must end."""
+EAGER = (2, 4, 5, 8, 9)
+"""Last digits of the seeds of eager schedules: more faults, and most faults meet requests under way.
+
+Seeds that once showed bugs have other last digits, so the schedules of these seeds stay as before.
+"""
 QUIET = 6
 """Consecutive quiet checks that end a schedule with roles. Blocked sequences there are no work of the engine,
 so API servers learn of the end of a sequence only with the next heartbeat."""
@@ -49,6 +54,8 @@ class Cluster(Timeline):
         """Build the schedule of ``seed``. ``log`` receives (virtual seconds, text) for every event."""
         super().__init__(seed, log)
         self.seed = seed
+        self.eager = seed % 10 in EAGER
+        """True for an eager schedule: see ``EAGER``."""
         rng = self.rng
         self.faults: Counter[str] = Counter()
         """Faults with a visible effect, by kind."""

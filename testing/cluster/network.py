@@ -160,6 +160,10 @@ class Network:
         rng, now = cluster.rng, cluster.now
         self.cut(link, lingers=False)
         seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        unnoticed = rng.random() * rng.choice((0.05, 0.05, 4.0))
+        # A connection that comes back while steps still run meets what the old connection left behind.
+        if cluster.eager and rng.random() < 0.6:
+            seconds, unnoticed = seconds / 20.0, rng.random() * 4.0
         # The new connection keeps the link's number, but the engine sees another name.
         again = Link(link.number, link.front, link.head, link.latency)
         again.connection = link.connection + b"+"
@@ -172,7 +176,7 @@ class Network:
         if seconds >= 1.0:
             cluster.at(now + 0.5, link.front, self._unreachable, again)
         cluster.at(now + seconds, None, self._connect_again, again)
-        cluster.at(now + rng.random() * rng.choice((0.05, 0.05, 4.0)), link.head, link.head.forget, link)
+        cluster.at(now + unnoticed, link.head, link.head.forget, link)
         return True
 
     def _unreachable(self, link: Link) -> None:

@@ -104,7 +104,7 @@ def load_model(
     further rounding is required; False: dequantize.
 
     Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
-    Raises ConfigError that lists missing, unexpected and misshaped weights.
+    Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}

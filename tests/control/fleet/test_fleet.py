@@ -602,3 +602,26 @@ def test_a_domain_that_is_joined_is_waited_for() -> None:
     assert one.fleet.refusal() is not None
     one.up("b")
     assert one.fleet.refusal() is None
+
+
+def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
+    one = Driver("a").up()
+    one.open(1)
+    one.on(e.Draining("a"))
+    one.open(2)
+    assert 2 not in one.fleet.table.instances["a"].open
+    one.on(e.Undrained("a"))
+    assert [*one.fleet.table.instances["a"].open] == [1, 2]
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
+    one.on(e.Undrained("a"))  # no effect on others
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
+
+
+def test_who_drains_no_more_after_deaths_in_a_row_is_half_open_as_before() -> None:
+    one = Driver("a").up()
+    for _ in range(2):
+        one.lose("a")
+        one.up("a")
+    one.on(e.Draining("a"))
+    one.on(e.Undrained("a"))
+    assert one.fleet.table.instances["a"].state is InstanceState.HALF_OPEN

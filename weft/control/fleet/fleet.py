@@ -534,6 +534,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,
     e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
+    e.Undrained: lambda fleet, event: fleet.table.undrain(fleet.table.instances[event.instance], fleet._now),
     e.Stalled: Fleet._stalled,
     e.Tick: Fleet._tick,
     e.Closing: Fleet._close,

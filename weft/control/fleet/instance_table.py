@@ -245,7 +245,7 @@ class InstanceTable:
         instance.version = version
         instance.role = welcome.role if version >= ROLES_SINCE else "unified"
         instance.since = instance.heard = instance.moved = now
-        instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
+        instance.state = self._state_when_up(instance)
         if self.complete:
             log.info("engine %s is back", instance.name)
         # A joining API server starts as soon as the present instances can serve.
@@ -284,6 +284,12 @@ class InstanceTable:
         """Send the instance no new sequences from now on."""
         if instance.alive:
             instance.state = InstanceState.DRAINING
+            self._changed(now)
+
+    def undrain(self, instance: Instance, now: float) -> None:
+        """Send the instance new sequences again: the planned restart is cancelled."""
+        if instance.state is InstanceState.DRAINING:
+            instance.state = self._state_when_up(instance)
             self._changed(now)
 
     def shun(self, instance: Instance, now: float, why: str = "") -> None:
@@ -347,6 +353,10 @@ class InstanceTable:
             and not one.shunned
             and one.domain not in broken
         ]
+
+    @staticmethod
+    def _state_when_up(instance: Instance) -> InstanceState:
+        return InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
 
     def _changed(self, now: float) -> None:
         if self.complete:

@@ -20,7 +20,7 @@ PROMPT_TOKENS = 256
 
 class InstanceState(Enum):
     """
-    starting ──Welcome──► up ──Draining──► draining
+    starting ──Welcome──► up ──Draining──► draining ──Undrained──► up or half_open
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
       down ◄──────────────┼┴──────────────── ·        half_open: died twice in a row; gets one prompt

@@ -444,6 +444,8 @@ class Links:
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
             elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))
+            elif instance.state is InstanceState.DRAINING and not address.draining:
+                self._feed(e.Undrained(name))
 
     def _connect(self, name: str, address: Address) -> None:
         """Replace the link of instance ``name`` by a link to the process at ``address``."""
