@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
 from weft.attention.sparse.sparse import Reads, SparseBackend, places
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -104,20 +104,12 @@ class TorchSparse(SparseBackend):
             scored = tuple(_tile(some, segment, alone, caches) for some in _alike(pieces, alone))
         return _Plan(tiles=tiles, scored=scored, limits=_limits(segment, reads))
 
-    def select(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-    ) -> Tensor | None:
-        plan = cast(_Plan, plan)
+    def select(self, q: Tensor, weights: Tensor, core: CoreInput, reads: Reads) -> Tensor | None:
+        plan = cast(_Plan, core.prepared)
         if not plan.scored:
             return None
         assert reads.groups is not None
-        (cache,) = caches[reads.groups]
+        (cache,) = core.caches[reads.groups]
         keys = cache.view(-1, cache.shape[2])[:, -q.shape[2] :]
         # [T, top]: tokens without scores choose groups 0, 1, ..; invisible groups become -1 below.
         chosen = torch.arange(reads.top, device=q.device).expand(len(q), -1).clone()
@@ -125,23 +117,11 @@ class TorchSparse(SparseBackend):
             chosen[tile.tokens] = top_ids(_scores(q, weights, keys, tile), reads.top)
         return chosen.masked_fill_(chosen >= plan.limits.unsqueeze(1), -1)
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-        selected: Tensor | None,
-        sinks: Tensor | None,
-        scale: float,
-    ) -> None:
-        for tile in cast(_Plan, plan).tiles:
-            keys, visible = _keys(tile, selected, caches, segment, reads)
-            out[tile.tokens] = _attend(q[tile.tokens], keys, visible, out.shape[2], sinks, scale).to(
-                out.dtype
-            )
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:
+        for tile in cast(_Plan, core.prepared).tiles:
+            keys, visible = _keys(tile, selected, core.caches, core.segment, reads)
+            made = _attend(q[tile.tokens], keys, visible, out.shape[2], core.sinks, core.scale)
+            out[tile.tokens] = made.to(out.dtype)
 
 
 # --- pieces and tiles ---
