@@ -47,6 +47,8 @@ class Model(nn.Module, ABC):
         """Ops with batch-dependent rows, each with its implementation. Includes the collectives of the
         mesh."""
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
+        if any(isinstance(m, RoutedMLP) and m.varying for m in self.modules()):
+            found.add("moe_copies (of experts that move)")
         return tuple(sorted(found.union(self.mesh.varying)))
 
     @property

@@ -22,15 +22,11 @@ from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops.moe import Gate, Routed, has_codes
-from weft.ops.registry import Implementation
 from weft.ops.routing import Rule
 from weft.parallel.comm import Comm, Pending
 from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
-
-# Recorded as an op if sums over ranks are grouped by the copies of experts.
-_COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
 class Router(nn.Module):
@@ -120,8 +116,9 @@ class RoutedMLP(FeedForward, Packs):
         self._packed: Any = None
         self.divided: DividedExperts | None = None
         """The rank's experts if ranks have whole experts; None before ``pack``."""
-        if build.divides_experts and build.experts.moving and not build.invariant:
-            build.ops["moe_copies", build.dtype] = _COPIES
+        self.varying = build.divides_experts and build.experts.moving and not build.invariant
+        """True if sums over ranks are grouped by the copies of experts. The last bits of a row then depend on
+        the copies that compute the row."""
 
     def place(self, placement: Placement) -> None:
         """Select the experts of another placement. Call before the experts are loaded."""
