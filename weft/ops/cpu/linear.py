@@ -7,18 +7,21 @@ Importing registers the ops. The ops are chosen where the extension is built and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weft.ops import coded, cpu
 from weft.ops.coded import Codes, MixedCodes
+from weft.ops.coding import Coding
 from weft.ops.cpu.served import ACTIVATIONS, serve
+from weft.ops.cpu.structs import coding_struct, codings_struct
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
-# Coding of int8 weights for rows in 8 bits (csrc/rounded.h).
-BYTES = [6, 0, 0, 4]
+BYTES = Coding(numbers=6, scales=0, zeros=0, group=4)
+"""Coding of int8 weights for rows in 8 bits (csrc/rounded.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,8 @@ class PackedMatrix:
     inputs: int
     scales: Tensor | None = None
     """Scales of an int8 matrix, or factors of codes: float32 [rows]; None for neither."""
-    coding: list[int] | None = None
-    """Coding of codes, see csrc/coded.h; None for plain and int8 weights."""
+    coding: Any = None
+    """``Coding`` of codes as an object of the extension; None for plain and int8 weights."""
     order: Tensor | None = None
     """Input of each column of codes, int64 [inputs]; None for the natural order."""
 
@@ -46,8 +49,8 @@ class PackedRows:
     """Number of rows of each part."""
     scales: Tensor | None
     """Factors, float32 [rows of all parts]; None without factors."""
-    coding: list[int]
-    """Codings of the parts, four integers per part."""
+    codings: Any
+    """``Coding`` of each part, as one object of the extension."""
 
 
 def pack(weight: Tensor) -> PackedMatrix:
@@ -84,16 +87,19 @@ def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
     """Pack a matrix [N, K] of codes for ``linear``."""
     if isinstance(codes, Codes):
         return _packed_codes(codes, gated=False)
-    parts = [_packed_codes(part, gated=False) for part in codes.parts]
+    blocks = [code_blocks(part, gated=False) for part in codes.parts]
+    factors = [_factors(part) for part in codes.parts]
+    counts = [len(part) for part in codes.parts]
     # Parts share one factors tensor if any part has factors; the other parts get ones.
     scales = None
-    if any(part.scales is not None for part in parts):
-        scales = torch.cat([torch.ones(p.rows) if p.scales is None else p.scales for p in parts])
+    if any(each is not None for each in factors):
+        both = zip(counts, factors, strict=True)
+        scales = torch.cat([torch.ones(count) if each is None else each for count, each in both])
     return PackedRows(
-        data=[part.data for part in parts],
-        rows=[part.rows for part in parts],
+        data=[data for data, _ in blocks],
+        rows=counts,
         scales=scales,
-        coding=[number for part in parts for number in part.coding or ()],
+        codings=codings_struct(coding for _, coding in blocks),
     )
 
 
@@ -132,7 +138,7 @@ def pack_gated_fp8(weight: Tensor) -> PackedMatrix:
     return pack_gated_codes(coded.to_fp8(weight.detach()))
 
 
-def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
+def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, Coding]:
     """Return (bytes [blocks, bytes of a block] in the extension's layout, coding) of a matrix of codes.
 
     Mapped pages of the codes are released.
@@ -155,22 +161,27 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
         scales = scales.view(torch.uint8)
     zeros = None if codes.zeros is None else codes.zeros.contiguous()
     values = codes.values.contiguous()
-    data = torch.ops.weft_cpu.pack_coded.default(values, scales, zeros, codes.inputs, gated, codes.coding)
+    coding = codes.coding
+    pack_coded = torch.ops.weft_cpu.pack_coded.default
+    data = pack_coded(values, scales, zeros, codes.inputs, gated, coding_struct(coding))
     codes.drop_pages()
-    return data, codes.coding
+    return data, coding
 
 
 def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
     data, coding = code_blocks(codes, gated=gated)
-    factors = None if codes.factors is None else codes.factors.float()
     return PackedMatrix(
         data=data,
         rows=len(codes),
         inputs=codes.inputs,
-        scales=factors,
-        coding=coding,
+        scales=_factors(codes),
+        coding=coding_struct(coding),
         order=codes.order,
     )
+
+
+def _factors(codes: Codes) -> Tensor | None:
+    return None if codes.factors is None else codes.factors.float()
 
 
 def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
@@ -182,7 +193,7 @@ def _packed_int8(
     weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
 ) -> PackedMatrix:
     data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds_rows)
-    coding = BYTES if rounds_rows else None
+    coding = coding_struct(BYTES) if rounds_rows else None
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
 
 
@@ -206,7 +217,7 @@ def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = N
     """Return ``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 and codes."""
     if isinstance(weight, PackedRows):
         parts = torch.ops.weft_cpu.linear_parts.default
-        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.coding)
+        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.codings)
         return made
     return _run(x, weight, bias, 0)
 
