@@ -30,6 +30,8 @@ class Model(nn.Module, ABC):
         """Mesh of the ranks that compute each step together."""
         self.dtype = build.dtype
         self.device = build.device
+        self.notes = build.notes
+        """Notes about the parameters, for the loader."""
         self._ops = build.ops
         self.experts: ExpertLayers | None = None
         """Expert layers divided over ranks. Set by ``pack``; None without such layers."""

@@ -73,7 +73,7 @@ class DownLinear(Linear):
         self._overlap = overlap
 
     def pack(self) -> None:
-        take_codes(self.weight, allowed=False)
+        take_codes(self._notes.weight(self.weight), allowed=False)
         if self._overlap > 1:
             rows = list[Tensor]()
             end = self._before

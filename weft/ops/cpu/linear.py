@@ -7,7 +7,6 @@ Importing registers the ops. The ops are chosen where the extension is built and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from weft.ops import coded, cpu
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.coding import Coding
 from weft.ops.cpu.served import ACTIVATIONS, serve
-from weft.ops.cpu.structs import coding_struct, codings_struct
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
@@ -34,8 +32,8 @@ class PackedMatrix:
     inputs: int
     scales: Tensor | None = None
     """Scales of an int8 matrix, or factors of codes: float32 [rows]; None for neither."""
-    coding: Any = None
-    """``Coding`` of codes as an object of the extension; None for plain and int8 weights."""
+    coding: dict[str, int] | None = None
+    """``Coding`` of codes as keywords of the operators; None for plain and int8 weights."""
     order: Tensor | None = None
     """Input of each column of codes, int64 [inputs]; None for the natural order."""
 
@@ -49,8 +47,8 @@ class PackedRows:
     """Number of rows of each part."""
     scales: Tensor | None
     """Factors, float32 [rows of all parts]; None without factors."""
-    codings: Any
-    """``Coding`` of each part, as one object of the extension."""
+    codings: dict[str, list[int]]
+    """``Coding`` of each part as keywords of the operator: a list with an entry per part for each field."""
 
 
 def pack(weight: Tensor) -> PackedMatrix:
@@ -99,7 +97,7 @@ def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
         data=[data for data, _ in blocks],
         rows=counts,
         scales=scales,
-        codings=codings_struct(coding for _, coding in blocks),
+        codings={field: [getattr(coding, field) for _, coding in blocks] for field in Coding._fields},
     )
 
 
@@ -163,7 +161,7 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, Coding]:
     values = codes.values.contiguous()
     coding = codes.coding
     pack_coded = torch.ops.weft_cpu.pack_coded.default
-    data = pack_coded(values, scales, zeros, codes.inputs, gated, coding_struct(coding))
+    data = pack_coded(values, scales, zeros, codes.inputs, gated, **coding._asdict())
     codes.drop_pages()
     return data, coding
 
@@ -175,7 +173,7 @@ def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
         rows=len(codes),
         inputs=codes.inputs,
         scales=_factors(codes),
-        coding=coding_struct(coding),
+        coding=coding._asdict(),
         order=codes.order,
     )
 
@@ -193,7 +191,7 @@ def _packed_int8(
     weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
 ) -> PackedMatrix:
     data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds_rows)
-    coding = coding_struct(BYTES) if rounds_rows else None
+    coding = BYTES._asdict() if rounds_rows else None
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
 
 
@@ -217,7 +215,7 @@ def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = N
     """Return ``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 and codes."""
     if isinstance(weight, PackedRows):
         parts = torch.ops.weft_cpu.linear_parts.default
-        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.codings)
+        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, **weight.codings)
         return made
     return _run(x, weight, bias, 0)
 
@@ -240,7 +238,7 @@ def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Ten
     if weight.order is not None:
         # The packed columns are permuted, so x is permuted to match.
         x = x.index_select(1, weight.order)
-    result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, weight.coding)
+    result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, **weight.coding)
     return result
 
 
@@ -252,10 +250,9 @@ def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
 
 def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """Return rows of a table from ``pack_codes``: ids int64 [T]; [T, K] in ``dtype``."""
-    ops = torch.ops.weft_cpu
-    made: Tensor = ops.embedding_coded.default(
-        ids, table.data, table.rows, table.inputs, table.scales, table.coding, dtype
-    )
+    assert table.coding is not None
+    rows = torch.ops.weft_cpu.embedding_coded.default
+    made: Tensor = rows(ids, table.data, table.rows, table.inputs, table.scales, dtype, **table.coding)
     if table.order is None:
         return made
     found = torch.empty_like(made)

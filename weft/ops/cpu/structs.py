@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,11 +22,3 @@ def struct(name: str, **fields: object) -> Any:
 def coding_struct(coding: Coding) -> Any:
     """Return ``coding`` as an object of the extension. A model has few codings, so the objects are kept."""
     return torch.classes.weft_cpu.Coding(**coding._asdict())
-
-
-def codings_struct(codings: Iterable[Coding]) -> Any:
-    """Return the codings of the parts of a matrix as one object of the extension."""
-    made = torch.classes.weft_cpu.Codings()
-    for coding in codings:
-        made.add(coding_struct(coding))
-    return made

@@ -62,25 +62,47 @@ void describe_attention(torch::Library& m) {
 
 using Optional = std::optional<Tensor>;
 
-// Structs that Python makes by name (weft/ops/cpu/structs.py). A registered operator or class refers to earlier ones.
-
-struct HeldCoding : torch::CustomClassHolder {
-  HeldCoding(int64_t numbers, int64_t scales, int64_t zeros, int64_t group)
-      : coding(Coding::of(numbers, scales, zeros, group)) {}
-  const Coding coding;
-};
-
-// Codings of the parts of a matrix, in order.
-struct HeldCodings : torch::CustomClassHolder {
-  void add(const c10::intrusive_ptr<HeldCoding>& part) { codings.push_back(part->coding); }
-  std::vector<Coding> codings;
-};
-
-void describe_codings(torch::Library& m) {
-  m.class_<HeldCoding>("Coding").def(
-      torch::init<int64_t, int64_t, int64_t, int64_t>(), "",
-      {torch::arg("numbers"), torch::arg("scales"), torch::arg("zeros"), torch::arg("group")});
-  m.class_<HeldCodings>("Codings").def(torch::init<>()).def("add", &HeldCodings::add);
+// Operators take a coding as four numbers by keyword: an object as argument adds 10 us to a call from Python.
+void describe_coded(torch::Library& m) {
+  m.def(
+      "linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("linear_coded", kCpu,
+         [](const Tensor& x, const Tensor& packed, int64_t rows, const Optional& bias, const Optional& factors,
+            int64_t activation, int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return linear_coded(x, packed, rows, bias, factors, activation, Coding::of(numbers, scales, zeros, group));
+         });
+  // Entry i of each list is for part i.
+  m.def(
+      "linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, *, "
+      "int[] numbers, int[] scales, int[] zeros, int[] group) -> Tensor");
+  m.impl("linear_parts", kCpu,
+         [](const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const Optional& bias, const Optional& factors,
+            at::IntArrayRef numbers, at::IntArrayRef scales, at::IntArrayRef zeros, at::IntArrayRef group) {
+           const size_t parts = packed.size();
+           TORCH_CHECK(numbers.size() == parts && scales.size() == parts && zeros.size() == parts &&
+                           group.size() == parts,
+                       "a coding for each part");
+           std::vector<Coding> codings;
+           for (size_t i = 0; i < parts; ++i) codings.push_back(Coding::of(numbers[i], scales[i], zeros[i], group[i]));
+           return linear_parts(x, packed, rows, bias, factors, codings);
+         });
+  m.def(
+      "pack_coded(Tensor values, Tensor factors, Tensor? points, int inputs, bool gated, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("pack_coded", kCpu,
+         [](const Tensor& values, const Tensor& factors, const Optional& points, int64_t inputs, bool gated,
+            int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return pack_coded(values, factors, points, inputs, gated, Coding::of(numbers, scales, zeros, group));
+         });
+  m.def(
+      "embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, ScalarType dtype, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("embedding_coded", kCpu,
+         [](const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs, const Optional& factors,
+            at::ScalarType type, int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return embedding_coded(ids, packed, rows, inputs, factors, Coding::of(numbers, scales, zeros, group), type);
+         });
 }
 
 void describe_products(torch::Library& m) {
@@ -95,27 +117,11 @@ void describe_products(torch::Library& m) {
   m.impl("qkv_rope_cache", kCpu, TORCH_FN(qkv_rope_cache));
   m.impl("gated", kCpu, TORCH_FN(gated));
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
-  m.def(
-      "linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, "
-      "__torch__.torch.classes.weft_cpu.Coding coding) -> Tensor");
-  m.def(
-      "linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, "
-      "__torch__.torch.classes.weft_cpu.Codings codings) -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
   m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
   m.def("set_brgemm(bool value) -> bool", &set_brgemm);
   m.impl("linear", kCpu, TORCH_FN(linear));
-  m.impl("linear_coded", kCpu,
-         [](const Tensor& x, const Tensor& packed, int64_t rows, const Optional& bias, const Optional& factors,
-            int64_t activation, const c10::intrusive_ptr<HeldCoding>& held) {
-           return linear_coded(x, packed, rows, bias, factors, activation, held->coding);
-         });
-  m.impl("linear_parts", kCpu,
-         [](const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const Optional& bias, const Optional& factors,
-            const c10::intrusive_ptr<HeldCodings>& held) {
-           return linear_parts(x, packed, rows, bias, factors, held->codings);
-         });
   m.impl("pack", kCpu, TORCH_FN(pack));
   m.impl("pack_int8", kCpu, TORCH_FN(pack_int8));
   m.impl("embedding", kCpu, TORCH_FN(embedding));
@@ -123,26 +129,18 @@ void describe_products(torch::Library& m) {
   m.impl("pack_bytes", kCpu, TORCH_FN(pack_bytes));
   m.def("pack_nibbles(Tensor values, Tensor scales, Tensor zeros, int inputs, bool gated) -> Tensor");
   m.impl("pack_nibbles", kCpu, TORCH_FN(pack_nibbles));
-  m.def(
-      "pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, "
-      "__torch__.torch.classes.weft_cpu.Coding coding) -> Tensor");
   m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
-  m.def(
-      "embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, "
-      "__torch__.torch.classes.weft_cpu.Coding coding, ScalarType dtype) -> Tensor");
-  m.impl("pack_coded", kCpu,
-         [](const Tensor& values, const Tensor& scales, const Optional& zeros, int64_t inputs, bool gated,
-            const c10::intrusive_ptr<HeldCoding>& held) {
-           return pack_coded(values, scales, zeros, inputs, gated, held->coding);
-         });
   m.def("weight_bytes(int[] sizes) -> Tensor", TORCH_FN(weight_bytes));
   m.impl("pack_ggml", kCpu, TORCH_FN(pack_ggml));
-  m.impl("embedding_coded", kCpu,
-         [](const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs, const Optional& factors,
-            const c10::intrusive_ptr<HeldCoding>& held, at::ScalarType type) {
-           return embedding_coded(ids, packed, rows, inputs, factors, held->coding, type);
-         });
 }
+
+// Structs that Python makes by name (weft/ops/cpu/structs.py).
+
+struct HeldCoding : torch::CustomClassHolder {
+  HeldCoding(int64_t numbers, int64_t scales, int64_t zeros, int64_t group)
+      : coding(Coding::of(numbers, scales, zeros, group)) {}
+  const Coding coding;
+};
 
 struct HeldSpec : torch::CustomClassHolder, MoeSpec {};
 
@@ -171,6 +169,9 @@ struct MoeWeights : torch::CustomClassHolder {
 using Held = c10::intrusive_ptr<MoeWeights>;
 
 void describe_moe(torch::Library& m) {
+  m.class_<HeldCoding>("Coding").def(
+      torch::init<int64_t, int64_t, int64_t, int64_t>(), "",
+      {torch::arg("numbers"), torch::arg("scales"), torch::arg("zeros"), torch::arg("group")});
   m.class_<HeldSpec>("MoeSpec")
       .def(torch::init<>())
       .def_readwrite<int64_t>("hidden", &MoeSpec::hidden)
@@ -249,8 +250,8 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("capabilities() -> str[]", &capabilities);
   m.def("take_waits() -> int[]", &take_waits);
   m.def("set_crews(bool value, int alone=32768) -> bool", &set_crews);
-  describe_codings(m);
   describe_attention(m);
+  describe_coded(m);
   describe_products(m);
   describe_moe(m);
   describe_sampling(m);
