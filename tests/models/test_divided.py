@@ -144,6 +144,19 @@ def test_each_rank_reads_its_experts_alone(
             assert sum(each) == values.nbytes, published
 
 
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_model_names_experts_that_move(moving: bool, checkpoints: Any) -> None:
+    checkpoint = checkpoints("qwen3-moe")
+    experts = ExpertOptions(counts=moving)
+    for invariant in (False, True):
+        found = on_ranks(
+            Layout(tensor=2, expert=True),
+            lambda mesh, own=invariant: checkpoint.load(mesh=mesh, experts=experts, invariant=own).varying,
+        )
+        for varying in found:
+            assert ("moe_copies (of experts that move)" in varying) == (moving and not invariant)
+
+
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 def test_ranks_whose_experts_answer_in_other_dtypes_do_not_form(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
