@@ -114,7 +114,8 @@ class InvariantAttention(AttentionBackend):
         segment = core.segment
         if not segment.tokens:
             return
-        cache, scales = core.caches[kind] if spec.fp8 else (core.caches[kind][0], None)
+        cache = core.caches[kind][0]
+        scales = core.caches[kind][1] if spec.fp8 else None
         prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         shared = q.shape[1] // spec.kv_heads
         if prepared.shared != shared:

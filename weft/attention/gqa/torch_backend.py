@@ -111,7 +111,8 @@ class TorchAttention(AttentionBackend):
         )
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
-        cache, scales = core.caches[kind] if spec.fp8 else (core.caches[kind][0], None)
+        cache = core.caches[kind][0]
+        scales = core.caches[kind][1] if spec.fp8 else None
         prepared = core.prepared
         if not isinstance(prepared, _Prepared):
             prepared = self.prepare(core.segment, kind, spec, cache.shape[3], q.dtype)
