@@ -208,12 +208,12 @@ def _matrix(
 def _coded(codes: Codes | Unstacked, gated: bool) -> _Matrix:
     """Return codes packed. An ``Unstacked`` stack is emptied, matrix by matrix."""
     if isinstance(codes, Codes) and codes.values.dim() == 2:
-        data, coding = linear.code_blocks(codes, gated=gated)
-        return _Matrix(data, _floats(codes.factors), coding)
+        data, only = linear.code_blocks(codes, gated=gated)
+        return _Matrix(data, _floats(codes.factors), only)
     # A rank without experts: no block, but the coding must be valid.
     if isinstance(codes, Codes) and not len(codes):
-        coding = linear.coded.storable(codes).coding
-        return _Matrix(torch.empty(0, 0, 0, dtype=torch.uint8), _floats(codes.factors), coding)
+        none = torch.empty(0, 0, 0, dtype=torch.uint8)
+        return _Matrix(none, _floats(codes.factors), linear.coded.storable(codes).coding)
     factors = list[Tensor | None]()
     coding: Coding | None = None
     packed: Tensor | None = None
