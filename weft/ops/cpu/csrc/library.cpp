@@ -80,9 +80,9 @@ void describe_coded(torch::Library& m) {
          [](const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const Optional& bias, const Optional& factors,
             at::IntArrayRef numbers, at::IntArrayRef scales, at::IntArrayRef zeros, at::IntArrayRef group) {
            const size_t parts = packed.size();
-           TORCH_CHECK(numbers.size() == parts && scales.size() == parts && zeros.size() == parts &&
-                           group.size() == parts,
-                       "a coding for each part");
+           TORCH_CHECK(
+               numbers.size() == parts && scales.size() == parts && zeros.size() == parts && group.size() == parts,
+               "a coding for each part");
            std::vector<Coding> codings;
            for (size_t i = 0; i < parts; ++i) codings.push_back(Coding::of(numbers[i], scales[i], zeros[i], group[i]));
            return linear_parts(x, packed, rows, bias, factors, codings);

@@ -138,9 +138,9 @@ class Moe {
     }
     TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
     if (correction) {
-      TORCH_CHECK(correction->scalar_type() == at::kFloat && correction->numel() == experts &&
-                      correction->is_contiguous(),
-                  "moe: correction");
+      TORCH_CHECK(
+          correction->scalar_type() == at::kFloat && correction->numel() == experts && correction->is_contiguous(),
+          "moe: correction");
       rule.correction = correction->const_data_ptr<float>();
     }
     if (table) {

@@ -14,15 +14,15 @@ class Moe;
 // Sizes and rules of a routed block. Python sets the fields by name (library.cpp).
 struct MoeSpec {
   int64_t hidden = 0;
-  int64_t experts = 0;               // of the router
-  int64_t local_experts = 0;         // of this rank
-  int64_t top_k = 0;                 // experts of a token
-  int64_t intermediate = 0;          // of an expert
-  int64_t shared_intermediate = 0;   // of the shared expert; 0: no shared expert
-  bool gated_shared = false;         // the shared expert has a gate, the last row of the router
-  int64_t activation = 0;            // `Activation`, gemm_tile.h
-  double limit = 0, alpha = 0;       // of the activation, see `Finish`
-  int64_t scoring = 0;               // `Scoring`, routing.h; the other fields: see `Rule`
+  int64_t experts = 0;              // of the router
+  int64_t local_experts = 0;        // of this rank
+  int64_t top_k = 0;                // experts of a token
+  int64_t intermediate = 0;         // of an expert
+  int64_t shared_intermediate = 0;  // of the shared expert; 0: no shared expert
+  bool gated_shared = false;        // the shared expert has a gate, the last row of the router
+  int64_t activation = 0;           // `Activation`, gemm_tile.h
+  double limit = 0, alpha = 0;      // of the activation, see `Finish`
+  int64_t scoring = 0;              // `Scoring`, routing.h; the other fields: see `Rule`
   bool renormalize = false;
   int64_t groups = 0, top_groups = 0;
   bool top2 = false;
