@@ -44,15 +44,11 @@ class Rig(Driver):
         """Build the fleet. ``towers``: instances that encode locally. ``prints``: tower fingerprints of
         some."""
         self.towers, self.prints = towers, prints or {}
-        versions = {**dict.fromkeys(names, m.VERSION), **more.pop("versions", {})}
-        super().__init__(*names, roles={name: ROLES[name] for name in names}, versions=versions, **more)
+        super().__init__(*names, roles={name: ROLES[name] for name in names}, **more)
 
     def welcome(self, name: str) -> m.Welcome:
-        plain = super().welcome(name)
-        if self.versions[name] < 6:
-            return plain
         return replace(
-            plain,
+            super().welcome(name),
             tower=name in self.towers or ROLES[name] == "encode",
             embeddings="" if ROLES[name] == "decode" else f"ipc://{name}-embeddings",
             tower_fingerprint=self.prints.get(name, "tower"),
@@ -251,14 +247,8 @@ def test_without_one_that_encodes_pixels_go_to_a_tower_where_there_is_one() -> N
     assert where(one) == ["u", "x"]
 
 
-def test_heads_of_an_older_release_encode_by_themselves() -> None:
-    one = rig("x", "u", versions={"u": 5})
-    ((name, submit),) = ask(one, 1)
-    assert (name, submit.media) == ("u", pictures(1))
-
-
 def test_without_groups_that_encode_nothing_changes() -> None:
-    one = Driver("u", versions={"u": 6}).up()
+    one = Driver("u").up()
     ((name, submit),) = ask(one, 1)
     assert (name, submit.media) == ("u", pictures(1))
 

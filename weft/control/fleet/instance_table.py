@@ -12,7 +12,7 @@ from weft.common.log import get_logger
 from weft.control.fleet.encoders import divided, sees, without_compute
 from weft.control.fleet.instances import GONE, SERVING, Instance, InstanceState
 from weft.control.fleet.lacks import Lacks, Since, missing_roles
-from weft.control.fleet.pairs import ROLES_SINCE, serve, why_lonely, without_partner
+from weft.control.fleet.pairs import serve, why_lonely, without_partner
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -228,8 +228,7 @@ class InstanceTable:
         Messages of another version or another incarnation make a process unusable. A second welcome of an
         instance that is up changes nothing.
         """
-        version = m.common_version(welcome.versions)
-        if version is None:
+        if m.common_version(welcome.versions) is None:
             low, high = welcome.versions
             spoken = f"the engine speaks versions {low} to {high}, this API server {m.OLDEST} to {m.VERSION}"
             raise EngineDead(spoken)
@@ -238,8 +237,7 @@ class InstanceTable:
         if instance.state is not InstanceState.STARTING:
             return
         instance.welcome = welcome
-        instance.version = version
-        instance.role = welcome.role if version >= ROLES_SINCE else "unified"
+        instance.role = welcome.role
         instance.since = instance.heard = instance.moved = now
         instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
@@ -320,7 +318,7 @@ class InstanceTable:
         listening = [one for one in self.instances.values() if one.listens and one.state not in gone]
         if shutdown:
             return [(one, m.Shutdown()) for one in listening]
-        return [(one, m.Goodbye()) for one in listening if one.version > 1]
+        return [(one, m.Goodbye()) for one in listening if one.welcome is not None]
 
     def _serving(self, draining: bool = False) -> list[Instance]:
         """Return the instances that take sequences; with ``draining`` also the instances that finish their
