@@ -31,7 +31,7 @@ class SlotColumns:
     num_computed    int32: positions computed by committed steps
     num_scheduled   int32: positions computed once all planned steps are done
     reserved        int64: positions that the block tables cover
-    last_step       int64: the last plan that names the slot; -1 for none. The commit of the plan frees the slot
+    last_step       int64: the last plan that names the slot, or -1; the slot is free after its commit
     drafts          int32: drafts that the last plan of the slot leaves for the next plan
     wanted          int32: drafts to propose, if there is room
     acceptance      float64: moving average of the acceptance of first drafts

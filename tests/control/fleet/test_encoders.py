@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.control.fleet.driver import PATIENCE, Driver, error_of
+from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of
 from tests.control.fleet.test_pairs import finished, missing, over, said, submitted, where
 from weft.common.errors import EndedElsewhere, ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
@@ -282,6 +282,17 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     assert ask(one, 3, request=3, media=()) != []
     one.up("x")
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
+
+
+def test_nobody_waits_for_an_instance_that_is_retired_and_was_shunned() -> None:
+    one = rig("x", "u")
+    one.on(e.Unreachable("x", one.link["x"]))
+    assert one.fleet.table.awaited
+    one.on(e.Retired("x", DIED))
+    assert not one.fleet.table.awaited
+    ask(one, 1)
+    one.wait(PATIENCE.role)
+    assert error_of(one.told()[0]).message == missing("encode")
 
 
 def test_images_that_wait_cost_nothing_when_others_are_told_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

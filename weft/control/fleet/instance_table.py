@@ -112,11 +112,9 @@ class InstanceTable:
 
     @property
     def awaited(self) -> bool:
-        """True if an instance may come back: not serving now and not retired, or shunned."""
-        return any(
-            one.state not in (*SERVING, InstanceState.RETIRED) or one.shunned
-            for one in self.instances.values()
-        )
+        """True if an instance may come back: not retired, and not serving now or shunned."""
+        left = (one for one in self.instances.values() if one.state is not InstanceState.RETIRED)
+        return any(one.state not in SERVING or one.shunned for one in left)
 
     def missing(self, images: bool) -> list[str]:
         """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""

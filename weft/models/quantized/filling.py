@@ -194,19 +194,25 @@ class Target:
         parameter: nn.Parameter,
         cut_to: list[Window] | None = None,
     ) -> bool:
-        held = 0
+        """Attach the codes of all ``pieces``. Return False, without effect, if codes cannot represent one
+        piece."""
+        places = list[tuple[int, int, Codes]]()
         for piece in pieces:
-            size = self._hold_piece(piece, placement, parameter, cut_to)
-            if size is None:
+            found = self._places_of(piece, placement, parameter, cut_to)
+            if found is None:
                 return False
-            held += size
-        self._count(form, published, held)
+            places += found
+        # Attach only after every piece fits: codes of a weight that is dequantized would occupy memory twice.
+        for matrix, row, part in places:
+            hold_codes(parameter, matrix, row, part)
+        self._count(form, published, sum(part.nbytes for _, _, part in places))
         return True
 
-    def _hold_piece(
+    def _places_of(
         self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
-    ) -> int | None:
-        """Attach the codes of one piece. Return their bytes; None if codes cannot represent the piece."""
+    ) -> list[tuple[int, int, Codes]] | None:
+        """Return (matrix, first row, codes) for each window of a piece; None if codes cannot represent the
+        piece."""
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
@@ -223,10 +229,7 @@ class Target:
             if part is None or place is None:
                 return None
             places.append((*place, part))
-        # Attach only after every window fits, so that a failure leaves the parameter unchanged.
-        for matrix, row, part in places:
-            hold_codes(parameter, matrix, row, part)
-        return sum(part.nbytes for _, _, part in places)
+        return places
 
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
