@@ -211,7 +211,7 @@ def test_step_traces_beside(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text(
         "[\n" + json.dumps(origin) + ",\n" + json.dumps(step) + ',\n{"name": "st'
     )
-    (tmp_path / "merged.json").write_text(json.dumps([step]))  # the format of earlier versions
+    (tmp_path / "merged.json").write_text(json.dumps([step]))  # without an origin
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "bad.json").write_text("]")
     found = read_steps(tmp_path)
