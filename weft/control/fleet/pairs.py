@@ -95,7 +95,7 @@ class Router:
         return self._policies.knows_prefixes and instance.role != "encode"
 
     def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
-        """Store the reported load or cached prefixes of ``instance``.
+        """Store the reported load or cached prefixes of ``instance``, and update the policies.
 
         Return False if a report was missed, so the whole index must be sent again.
         """
@@ -120,7 +120,8 @@ class Router:
         ``entry`` is one of the sequences. ``takers`` are the instances that take sequences. ``near`` names
         instances with other sequences of the prompt, which are preferred. With ``local``, decode instances
         may compute the prompt if nothing else can. ``encoders`` are the instances that encode images now;
-        None if each compute instance encodes its own images.
+        None if each compute instance encodes its own images. Instances that refused the sequence come last.
+        Changes only the memory of the policies.
         """
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)

@@ -54,7 +54,10 @@ class Placements:
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
     def heard(self, received: e.Event) -> None:
-        """Mark and close spans according to an event for the fleet."""
+        """Mark first tokens, and close spans at final events, if ``received`` brings tokens.
+
+        Other events are ignored.
+        """
         if not isinstance(received, e.Received) or not isinstance(received.message, m.Tokens):
             return
         instance = received.instance

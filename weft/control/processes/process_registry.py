@@ -75,7 +75,8 @@ class RegistryReader:
     def read(self) -> ProcessRegistry:
         """Return the present registry.
 
-        Return the last content if the file is gone, because the server ends.
+        Return the last content if the file is gone, because the server ends. Raise DecodeError of msgspec for
+        an invalid file.
         """
         try:
             status = self._path.stat()
@@ -131,7 +132,9 @@ class RegistryOwner:
         self._report(name, incarnation, error)
 
     def revive(self, name: str) -> list[str]:
-        """Request a restart of retired engines: see ``weft.control.links.links.Owner``."""
+        """Request a restart of retired engines and return their names: see
+        ``weft.control.links.links.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
+        """
         heads = self._reader.read().of("head")
         members = {one.name: Member(one.domain, one.group) for one in heads}
         found = to_revive(name, members, [one.name for one in heads if one.state == "retired"])

@@ -43,6 +43,7 @@ class Compile:
     """A running or finished compile for one request. Thread-safe; made by ``submit``."""
 
     def __init__(self, clock: Clock, deadline: float) -> None:
+        """``deadline``: seconds on ``clock``; from then on the compile is done without a result."""
         self._clock = clock
         self._deadline = deadline
         self._ended = threading.Event()
@@ -128,6 +129,7 @@ class _Work:
     """One grammar to compile, and all waiting requests."""
 
     def __init__(self, key: _Key, grammar: Grammar) -> None:
+        """``key``: the key of the cache, see ``submit``."""
         self.key = key
         self.grammar = grammar
         self.waiters: list[Compile] = []
@@ -182,9 +184,12 @@ class GrammarService:
             return len(self._kept), self._size()
 
     def submit(self, grammar: Grammar, client: int = 0) -> Compile:
-        """Start a compile of ``grammar`` for ``client``, or return the cached result. Never blocks.
+        """Start a compile of ``grammar`` for ``client``, or return the cached result.
 
-        Errors of the grammar are raised by ``Compile.result``, not here.
+        Never blocks.
+
+        Equal grammars share one compile. Errors of the grammar, and refusals beyond the limits, are raised by
+        ``Compile.result``, not here.
         """
         key = (client if self._apart else 0, msgspec.msgpack.encode(grammar))
         with self._lock:
@@ -225,7 +230,10 @@ class GrammarService:
             task.call_back()
 
     def _find(self, key: _Key) -> Compile | None:
-        """Return a cached result, or None. A spent grammar leaves the cache."""
+        """Return a cached result, or None.
+
+        The result becomes the most recently used. A spent grammar leaves the cache.
+        """
         found = self._kept.get(key)
         if found is None:
             return None
@@ -236,7 +244,11 @@ class GrammarService:
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
-        """Return the error for a new compile beyond the limits, or None."""
+        """Return the error for a new compile beyond the limits: Overloaded for this client, Unavailable for
+        all clients or after ``close``.
+
+        Return None if the compile may start. The lock must be held.
+        """
         if self._closed:
             return Unavailable("the server is stopping")
         if len(self._queues.get(client, ())) >= CLIENT_WAITING:
@@ -256,8 +268,11 @@ class GrammarService:
             with_stack(thread)
 
     def _next(self) -> tuple[_Work, int] | None:
-        """Return the next work and its client, or None if no place is free or no work is queued. The lock
-        must be held.
+        """Take the next work from the queues and return the work and its client; the work then counts as
+        running.
+
+        Return None if no place is free or no work is queued. Work without waiters is dropped. The lock must
+        be held.
         """
         if sum(self._running.values()) >= PLACES:
             return None
@@ -300,6 +315,10 @@ class GrammarService:
                 task.call_back()
 
     def _compile(self, grammar: Grammar) -> tuple[CompiledGrammar | None, WeftError | None]:
+        """Return (compiled grammar, None) or (None, error).
+
+        Unexpected errors are logged. Nothing is raised.
+        """
         try:
             return self._compiler.compile(grammar), None
         except WeftError as refused:

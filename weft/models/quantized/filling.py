@@ -84,10 +84,12 @@ class Target:
         self.parameters = {}
 
     def fill(self, source: Source, file: WeightFile) -> None:
-        """Copy this rank's part of ``source`` into the parameter. ``file``: the open file at ``source.path``.
+        """Copy this rank's part of ``source`` into the parameter, or attach the part as codes.
 
-        Reads no more than the part of this rank, where the part can be read alone. Raises ConfigError that
-        names the weight and a missing or misfitting part.
+        ``file``: the open file at ``source.path``.
+
+        Reads no more than the part of this rank, where the part can be read alone. Updates the statistics.
+        Raises ConfigError that names the weight and a missing or misfitting part.
         """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
@@ -152,8 +154,10 @@ class Target:
             self._count(kind, published, size, size)
 
     def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
-        """Attach a weight of a GGUF file to ``parameter`` as codes. Return False if the weight must be
-        dequantized."""
+        """Attach a weight of a GGUF file to ``parameter`` as codes.
+
+        Return False, without effect, if the weight must be dequantized.
+        """
         stored = file.gguf(source.name)
         if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
             return False
@@ -234,8 +238,10 @@ class Target:
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
     ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
-        """Return the parts cut to the single window ``taken``, and their format; None if the weight cannot be
-        cut."""
+        """Return (parts cut to the single window ``taken``, their format).
+
+        Return None, with nothing read, if the weight cannot be cut.
+        """
         placement = self.weights.placements[source.name]
         shape = part_shape(self.parameters[placement.parameter], placement.index)
         if self.quantized is None or placement.parts or len(taken) > 1 or len(source.parts) == 1:
@@ -255,8 +261,10 @@ class Target:
         return parts, msgspec.structs.replace(self.quantized, block=block)
 
     def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
-        """Read only the windows ``taken`` into the parameter. Return False, without effect, for other
-        weights."""
+        """Read only the windows ``taken`` into the parameter.
+
+        Return False, without effect, for other weights. Raises ConfigError for another shape.
+        """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
         if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
@@ -272,8 +280,11 @@ class Target:
         return True
 
     def report(self, dtype: torch.dtype) -> None:
-        """Log one line about quantized weights, if any. Call after ``pack``, when layers have taken their
-        codes."""
+        """Log one line about quantized weights, if any, and warn of matrices dequantized by ``--tp``.
+
+        Adds the waiting weights to the statistics. Call once, after ``pack``, when layers have taken their
+        codes.
+        """
         if not self.counts:
             return
         for held in self.waiting:
@@ -330,7 +341,8 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
 def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
     """Attach this rank's part of ``values`` [.., N, K] as codes, if ``parameter`` wants whole rows rounded.
 
-    Return False if ``parameter`` takes plain values.
+    Return False if ``parameter`` takes plain values, or (logged) if ranks cut the rows inside quantization
+    groups.
     """
     rounds = rounding_of(parameter)
     if rounds is None:
@@ -374,8 +386,10 @@ def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[Weight
 def _fill_groups(
     name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
 ) -> bool:
-    """Read the groups of rows behind the windows ``taken``. Return False if the windows do not cover whole
-    groups."""
+    """Read the groups of rows behind the windows ``taken`` into the parameter.
+
+    Return False, without effect, if the windows do not cover whole groups.
+    """
     found = whole_groups(taken, placement.groups, placement.parts)
     if found is None:
         return False
@@ -403,9 +417,11 @@ def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
 def copy(
     name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
 ) -> int:
-    """Copy this rank's part of ``values``, which fill the placement or matrix ``index`` of the placement.
+    """Copy this rank's part of ``values`` into ``parameter``, or attach the part as rounded codes.
 
-    Return the bytes of the part. Raises ConfigError for another shape, and for numbers of less than 16 bits.
+    ``values`` fill the placement or matrix ``index`` of the placement. The largest magnitudes of rows are
+    noted where the parameter wants them. Return the bytes of the part. Raises ConfigError for another shape,
+    and for numbers of less than 16 bits.
     """
     whole = part_shape(parameter, placement.index)
     fits = not index or index[0] < whole[0]
