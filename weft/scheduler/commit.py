@@ -348,8 +348,7 @@ def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | Non
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Advance the committed length. At block boundaries, insert full blocks into the prefix cache and slide
     windows."""
-    sequence = row.sequence
-    run = row.run
+    sequence, run = row.sequence, row.run
     block = state.kv.block_size
     state.columns.num_computed[run.slot] = num_computed
     if num_computed // block > row.computed // block:
