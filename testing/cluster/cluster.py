@@ -97,9 +97,8 @@ class Cluster(Timeline):
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)))
         self.network.remakes = rng.random() < 0.7
-        old = rng.random() < 0.3 and not paired
-        """True if an upgrade is under way: some processes speak version 1."""
-        self._start(fronts, old)
+        rng.random()  # unused: keeps the schedules of the seeds recorded in tests/testing
+        self._start(fronts)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
         self.counts["clusters that encode images apart"] += self.rooms.images.there
         """Number of schedules with encode groups."""
@@ -108,23 +107,19 @@ class Cluster(Timeline):
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
 
-    def _start(self, fronts: int, old: bool) -> None:
-        """Start API servers and engines. With ``old``, some of the processes speak version 1."""
+    def _start(self, fronts: int) -> None:
+        """Start API servers and engines."""
         rng = self.rng
         # The first API server always waits for all instances; later ones may join a running cluster.
         for number in range(fronts):
-            version = 1 if old and rng.random() < 0.4 else 2
-            self.counts["fronts of version 1"] += version == 1
             joins = number > 0 and rng.random() < 0.1
-            front = FrontProcess(self, f"front{number}", self.instances, version, joins)
+            front = FrontProcess(self, f"front{number}", self.instances, joins)
             if joins:
                 self.at(rng.uniform(0.3, 1.0), None, self._join, front)
             else:
                 self.fronts.append(front)
         for name in self.instances:
-            version = 1 if old and rng.random() < 0.5 else 2
-            self.counts["heads of version 1"] += version == 1
-            self.supervisor.start(name, version)
+            self.supervisor.start(name)
 
     # -- time
 

@@ -94,12 +94,10 @@ def _front(cluster: Cluster) -> FrontProcess | None:
     return cluster.rng.choice(busy or alive) if alive else None
 
 
-def _link(cluster: Cluster, version: int = 1) -> Link | None:
+def _link(cluster: Cluster) -> Link | None:
     """Return a random connected link, preferably to an engine with work; None if there is none."""
     front = _front(cluster)
-    links = (
-        [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
-    )
+    links = [] if front is None else [one for one in front.links.values() if one.up]
     busy = [one for one in links if one.head.engine.has_work()]
     return cluster.rng.choice(busy or links) if links else None
 
@@ -265,7 +263,7 @@ def _delay(cluster: Cluster) -> bool:
 
 def _duplicate(cluster: Cluster) -> bool:
     """Duplicate the next Submit of a link. Return False: counted when the Submit is sent twice."""
-    link = _link(cluster, version=2)
+    link = _link(cluster)
     if link is not None:
         link.duplicate = True
     return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from testing.cluster.check import Violation
 from weft.control.fleet import events as e
 from weft.types import messages as m
 
@@ -37,7 +36,6 @@ class Link:
         "to_head",
         "unlinked",
         "up",
-        "version",
     )
 
     def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
@@ -48,8 +46,6 @@ class Link:
         self.connection = f"{front.name}/{number}".encode()
         """The link's name at the engine. Each connection over the link has another name."""
         self.latency = latency
-        self.version = min(front.version, head.version)
-        """Common version of the messages of both ends."""
         self.up = False
         self.unlinked = False
         """True if the API server has given the link up."""
@@ -84,14 +80,8 @@ class Network:
         """True if broken links reconnect: between hosts, where processes outlive a connection."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
-        """Queue ``message`` for the engine; lost without a connection.
-
-        Raise Violation for a message unknown to the link's version. A planned fault sends a Submit twice.
-        """
+        """Queue ``message`` for the engine, twice for a planned fault; lost without a connection."""
         cluster = self._cluster
-        new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
-        if new and link.version < 2:
-            raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
         if cluster.logs:
             cluster.note(link.front.name, "->", link.head.name, message)
         # A message over a broken link is lost: the sender has not noticed the break yet.
@@ -110,15 +100,8 @@ class Network:
             cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
 
     def to_front(self, link: Link, message: m.ToFront) -> None:
-        """Queue ``message`` for the API server; lost without a connection.
-
-        Raise Violation for an event unknown to the link's version.
-        """
+        """Queue ``message`` for the API server; lost without a connection."""
         cluster = self._cluster
-        if link.version < 2 and isinstance(message, m.Tokens):
-            for event in message.events:
-                if event.attempt or event.finish in ("moved", "evicted"):
-                    raise Violation("an event of version 2 to a front that speaks version 1")
         # A message over a broken link is lost: the sender has not noticed the break yet.
         if not link.up:
             self.lost += 1

@@ -24,7 +24,6 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.log import get_logger
 from weft.control.fleet import events as e
-from weft.control.fleet.abilities import PROFILES_SINCE
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import Instance, InstanceState
@@ -321,7 +320,7 @@ class Links:
         """Start a profile of ``seconds`` on the engine processes; 0 ends a profile. Return the number of
         engine processes notified.
         """
-        able = [one.name for one in self.instances if one.alive and one.version >= PROFILES_SINCE]
+        able = [one.name for one in self.instances if one.alive]
         for name in able:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
@@ -393,8 +392,7 @@ class Links:
                 # A late action of the fleet may name a replaced link, so compare the numbers.
                 if (link := self._links[instance]).number == number:
                     if self._placements is not None:
-                        version = self._fleet.table.instances[instance].version
-                        message = self._placements.sent(instance, version, message)
+                        message = self._placements.sent(instance, message)
                     link.send(message)
             case e.Unlink(instance, number):
                 if self._placements is not None:

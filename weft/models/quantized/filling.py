@@ -198,27 +198,25 @@ class Target:
         weight: Weight,
         cut_to: list[Window] | None = None,
     ) -> bool:
-        """Attach all pieces as codes and count the bytes.
-
-        Return False at the first piece that codes cannot represent; earlier pieces of a stack stay attached.
-        """
-        held = 0
+        """Attach the codes of all ``pieces``. Return False, without effect, if codes cannot represent one
+        piece."""
+        places = list[tuple[int, int, Codes]]()
         for piece in pieces:
-            size = self._hold_piece(piece, placement, weight, cut_to)
-            if size is None:
+            found = self._places_of(piece, placement, weight, cut_to)
+            if found is None:
                 return False
-            held += size
-        self._count(form, published, held)
+            places += found
+        # Attach only after every piece fits: codes of a weight that is dequantized would occupy memory twice.
+        for matrix, row, part in places:
+            hold_codes(weight, matrix, row, part)
+        self._count(form, published, sum(part.nbytes for _, _, part in places))
         return True
 
-    def _hold_piece(
+    def _places_of(
         self, piece: CodedPiece, placement: Placement, weight: Weight, cut_to: list[Window] | None
-    ) -> int | None:
-        """Attach the codes of one piece and return their bytes.
-
-        Return None, with nothing attached, if codes cannot represent the piece; a cut inside a group is
-        counted.
-        """
+    ) -> list[tuple[int, int, Codes]] | None:
+        """Return (matrix, first row, codes) for each window of a piece; None if codes cannot represent the
+        piece. A cut inside a group is counted."""
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
@@ -235,10 +233,7 @@ class Target:
             if part is None or place is None:
                 return None
             places.append((*place, part))
-        # Attach only after every window fits, so that a failure leaves the parameter unchanged.
-        for matrix, row, part in places:
-            hold_codes(weight, matrix, row, part)
-        return sum(part.nbytes for _, _, part in places)
+        return places
 
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
