@@ -296,6 +296,11 @@ class ProcessTable:
         if (entry := self.running(name, incarnation)) is not None:
             entry.draining = True
 
+    def undrain(self, name: str, incarnation: int) -> None:
+        """Undo ``drain``: the process takes work again."""
+        if (entry := self.running(name, incarnation)) is not None:
+            entry.draining = False
+
     def give_up(self) -> None:
         """Cancel the restart of all waiting processes."""
         for entry in self._entries.values():
