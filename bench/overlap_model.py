@@ -106,9 +106,7 @@ def run(args: argparse.Namespace, delay: float, size: int, mode: str) -> tuple[f
     device = Overlapped(args, delay, policy)
     for _ in range(args.waves):
         arrivals = [Arrival(0.0, args.prompt_tokens, args.tokens) for _ in range(size)]
-        simulation = Simulation(kv, section, PRIOR, arrivals)
-        simulation.device = device
-        seconds += simulation.run().seconds
+        seconds += Simulation(kv, section, PRIOR, arrivals, device=device).run().seconds
     return seconds, device
 
 

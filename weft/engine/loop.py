@@ -13,8 +13,8 @@ step N + 1 is planned and launched before the tokens of step N are read:
     launch N+2 (knows N) ────┘
 
 The clock and the executor are arguments. In an engine process the executor is the group of ranks
-(``weft.engine.group``) and the clock is the machine's. In the simulators the executor only takes virtual time.
-The module never imports torch.
+(``weft.engine.group``) and the clock is the machine's. In the simulators the executor only takes virtual
+time. The module never imports torch.
 
 Not thread-safe: one thread submits, steps and finishes.
 """
@@ -157,13 +157,17 @@ class EngineLoop(Generic[H]):
             events = self.scheduler.add(submit, now, until=now + GRAMMAR_S)
             events = events or self.grammars.open(submit, self.scheduler)
         self._stages.submitted(submit, now)
+        self._open(submit)
+        return self._told(events) + self._asked()
+
+    def _open(self, submit: Submit) -> None:
+        """Open the transfers of an accepted sequence."""
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
         if self.embeddings is not None:
             for item in submit.media:
                 if item.room is not None:
                     self.embeddings.open(item.room)
-        return self._told(events) + self._asked()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """End a sequence in any state and return its events. Idempotent; unknown ids are ignored.
@@ -222,12 +226,12 @@ class EngineLoop(Generic[H]):
     def stats(self) -> HeadStats:
         """Return counters and gauges of the scheduler, the transfers and the loop."""
         stats = self.scheduler.stats()
-        images = None if self.embeddings is None else self.embeddings.stats(stats.embedding_transfers)
+        moved, images = stats.transfers, stats.embedding_transfers
         return msgspec.structs.replace(
             stats,
             mask_seconds=self._mask_seconds,
-            transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
-            embedding_transfers=images,
+            transfers=moved if self.rooms is None else self.rooms.stats(moved),
+            embedding_transfers=images if self.embeddings is None else self.embeddings.stats(images),
             queue_times=self._stages.queue,
             prefill_times=self._stages.prefill,
         )

@@ -10,7 +10,6 @@ run the product's ``EncodeScheduler``; embeddings leave over the same wires.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,11 +21,11 @@ from weft.control.fleet import events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.head_protocol import HeadProtocol
 from weft.control.fleet.instance_table import Patience
-from weft.kv.prefix_log import PrefixLog
+from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.encode.scheduler import EncodeScheduler
 from weft.scheduler.policy.step_cost import CostModel
-from weft.sim.device import FakeDevice
+from weft.sim.device import FakeDevice, FakeRanks, FakeStep
 from weft.sim.engine import VOCABULARY, depth_of
 from weft.sim.images import ImageCosts, Images
 from weft.sim.metrics import Latency, Stream, gaps, rate
@@ -37,7 +36,7 @@ from weft.types import messages as m
 from weft.types import rooms as r
 from weft.types.frames import Cache
 from weft.types.media import MediaItem
-from weft.types.plan import Export, SendMedia, StepPlan
+from weft.types.plan import Export, SendMedia, StepPlan, StepResult
 from weft.types.sampling import TokenParams
 
 HEARTBEAT_S = 0.5
@@ -94,11 +93,31 @@ class Outcome(NamedTuple):
     """Share of the requests within both limits, 0 .. 1."""
 
 
-class Group:
-    """An engine, a scheduler, and a device that only takes time. Implements the ``HeadEngine`` of its
-    protocol."""
+class GroupRanks(FakeRanks):
+    """The fake device of a group. Finished positions leave at the end of their step."""
 
-    recovering = False
+    def __init__(self, device: FakeDevice, deployment: Deployment, group: Group) -> None:
+        super().__init__(device, deployment.timeline.clock)
+        self._deployment = deployment
+        self._group = group
+
+    def forward(self, plan: StepPlan) -> FakeStep:
+        step = super().forward(plan)
+        self._deployment.timeline.at(step.complete, None, self._group.step_ended)
+        return step
+
+    def read(self, handle: FakeStep) -> StepResult:
+        for op in handle.plan.ops:
+            if isinstance(op, Export):
+                self._deployment.rooms.send(op.key, op.start, op.end)
+            elif isinstance(op, SendMedia):
+                self._deployment.images.send(op.key, 0, op.count)
+        return super().read(handle)
+
+
+class Group(EngineLoop[FakeStep]):
+    """The engine of one group, with a device that only takes time. Implements the ``HeadEngine`` of its
+    protocol."""
 
     def __init__(
         self,
@@ -119,47 +138,33 @@ class Group:
         self.incarnation = seed + 1
         self.link_free_at = 0.0
         """Time at which the link has sent everything queued so far."""
-        self.scheduler: Scheduler | EncodeScheduler
+        scheduler: Scheduler | EncodeScheduler
         if role == "encode":
             assert kv.media is not None
-            self.scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
+            scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
         else:
-            self.scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
+            scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
+        ranks = GroupRanks(self.device, deployment, self)
+        super().__init__(scheduler, ranks, ranks.clock, depth_of(section))
         self.protocol = HeadProtocol(self, self.incarnation)
         self._kv = kv
         self._section = section
         self._deployment = deployment
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
-        self._completed = 0.0
 
     # ---- the engine of the protocol
 
-    def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        events = self.scheduler.add(submit, self._deployment.now)
+    def _open(self, submit: m.Submit) -> None:
         if submit.room is not None:
             self._deployment.rooms.open(submit.room, self)
         for item in submit.media:
             if item.room is not None:
                 self._deployment.images.open(item.room, self)
-        return events
 
     def part(self, cache: Cache) -> Part | None:
         """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
         if cache == "embeddings":
             return self.scheduler.embeddings
         return None if self.role == "encode" else self.scheduler
-
-    def finish(self, sequence: int) -> list[m.TokenEvent]:
-        return self.scheduler.finish(sequence)
-
-    def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work()
-
-    def stats(self) -> m.HeadStats:
-        return self.scheduler.stats()
-
-    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
         return m.Welcome(
@@ -185,44 +190,28 @@ class Group:
         self._deployment.tell(self, self.protocol.events(events))
         self.turn()
 
-    def hear(self, message: m.ToHead) -> None:
+    def receive(self, message: m.ToHead) -> None:
         """Handle a ``message`` of the API server, and continue the loop."""
         self._deployment.tell(self, self.protocol.on(_FRONT, message))
         self.turn()
 
     def turn(self) -> None:
         """Launch steps as far as the number of steps in flight allows."""
-        deployment = self._deployment
-        now = deployment.now
-        deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
-        deployment.serve(self)
-        # As in `EngineCore`: fill the pipeline, and commit when a step completes.
-        depth = depth_of(self._section)
-        while len(self._in_flight) < depth:
-            builder = self.scheduler.build(now)
-            if builder is None:
-                return
-            plan = self.scheduler.seal(builder)
-            complete = self.device.launch(plan, now)
-            self._in_flight.append((plan, now, complete))
-            deployment.timeline.at(complete, None, self._commit)
-            deployment.serve(self)
+        events = self.hear()
+        while self.launch(events):
+            pass
+        self._deployment.tell(self, self.protocol.events(events))
 
-    def _commit(self) -> None:
-        plan, began, _ = self._in_flight.popleft()
-        deployment = self._deployment
-        now = deployment.now
-        events = self.scheduler.commit(plan, self.device.result(plan), now)
-        # A step begins when launched or when the step before completes, whichever is later.
-        self.scheduler.observe(plan, now - max(began, self._completed))
-        self._completed = now
-        for op in plan.ops:
-            if isinstance(op, Export):
-                deployment.rooms.send(op.key, op.start, op.end)
-            elif isinstance(op, SendMedia):
-                deployment.images.send(op.key, 0, op.count)
-        deployment.tell(self, self.protocol.events(events, self.scheduler.steps))
+    def step_ended(self) -> None:
+        """Commit the oldest step, and continue the loop."""
+        events: list[m.TokenEvent] = []
+        self.commit(events)
+        self._deployment.tell(self, self.protocol.events(events, self.steps))
         self.turn()
+
+    def _asked(self) -> list[m.TokenEvent]:
+        self._deployment.serve(self)
+        return []
 
 
 class Deployment:
@@ -338,7 +327,7 @@ class Deployment:
     def _feed(self, event: e.Event) -> None:
         for action in self.fleet.on(event, self.now):
             if isinstance(action, e.Send):
-                self.timeline.at(self.now, None, self.groups[action.instance].hear, action.message)
+                self.timeline.at(self.now, None, self.groups[action.instance].receive, action.message)
             elif isinstance(action, e.Deliver):
                 self._deliver(action.events)
             elif isinstance(action, e.Failed):

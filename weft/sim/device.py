@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 
+from weft.common.clock import Clock
+from weft.engine.loop import Executor
 from weft.scheduler.policy.step_cost import CostModel, shape_of
 from weft.sim.images import patches_in
 from weft.types.plan import StepPlan, StepResult, column
@@ -76,3 +79,27 @@ class FakeDevice:
         right = self._drafts.random((len(drafts), int(drafts.max()))) < self._acceptance
         accepted: np.ndarray = np.minimum(right.cumprod(axis=1).sum(axis=1), drafts)
         return accepted
+
+
+class FakeStep(NamedTuple):
+    """A step on a fake device."""
+
+    plan: StepPlan
+    complete: float
+    """Time of completion."""
+
+
+class FakeRanks(Executor[FakeStep]):
+    """The executor of a fake device. Steps take virtual time only."""
+
+    def __init__(self, device: FakeDevice, clock: Clock) -> None:
+        self.device = device
+        self.clock = clock
+
+    def forward(self, plan: StepPlan) -> FakeStep:
+        """Launch ``plan`` now."""
+        return FakeStep(plan, self.device.launch(plan, self.clock.now()))
+
+    def read(self, handle: FakeStep) -> StepResult:
+        """Return the result. The time must be the completion time."""
+        return self.device.result(handle.plan)
