@@ -284,9 +284,6 @@ class HeadProcess:
                 launched = self.engine.launch(events)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
-            # The scheduler must never wait for ever with work at hand.
-            if not self.engine.scheduler.in_flight and self.engine.has_work():
-                raise Violation(f"{self.name}: work waits and nothing is planned")
             self._tell(events)  # the end of a sequence during planning may unblock others
             if self.engine.due(launched):
                 self._busy = True

@@ -166,10 +166,21 @@ class Engine(EngineLoop[Launched]):
         self.sources = sources_of(None, rooms, embeddings, None)
 
     def hear(self) -> list[m.TokenEvent]:
-        """Count late images, then take the news of transfers."""
-        if isinstance(self.scheduler, Scheduler):
-            self.late_images += len(self.scheduler._state.images.late(self._clock.now()))
-        return super().hear()
+        """Take the news of transfers, and count the sequences that end because of late images."""
+        if isinstance(self.scheduler, EncodeScheduler):
+            return super().hear()
+        state = self.scheduler._state
+        late = state.images.late(self._clock.now())
+        events = super().hear()
+        self.late_images += sum(sequence.id not in state.live for sequence in late)
+        return events
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """Return the next plan. Raise Violation if the scheduler would wait for ever with work at hand."""
+        plan = super()._plan(now)
+        stuck = not self.scheduler.in_flight and self.scheduler.has_work()
+        require(not stuck, "work waits and nothing is planned")
+        return plan
 
     def welcome(self, incarnation: int) -> m.Welcome:
         """Return the description of the engine for API servers."""
