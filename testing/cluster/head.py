@@ -288,7 +288,7 @@ class HeadProcess:
             if self.engine.due(launched):
                 self._busy = True
                 self._waits += 1
-                step = self.engine.oldest
+                step = self.engine._in_flight[0].handle
                 if self.group.others:
                     self.group.wait_for(step.plan.step)
                 else:
@@ -342,7 +342,7 @@ class HeadProcess:
         """Drop the epoch with all steps. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
-        lost = self.engine.in_flight
+        lost = len(self.engine._in_flight)
         self.engine.check()
         cluster.groups_lost += 1
         cluster.counts["steps lost with their ranks"] += lost

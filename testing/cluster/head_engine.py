@@ -18,7 +18,6 @@ from weft.config.sections.all import SchedulerSection, TransferSection
 from weft.engine.disagg.rooms import HeadRooms
 from weft.engine.loop import EngineLoop, Executor
 from weft.engine.sources import sources_of
-from weft.group.types import GroupLost
 from weft.kv.kinds import FullKind
 from weft.scheduler import Scheduler
 from weft.scheduler.encode.book import ItemBook
@@ -101,9 +100,6 @@ class GroupRunner(Executor[Launched]):
         if (lost := self.group.membership.unresumed) is not None:
             raise lost
 
-    def recover(self, lost: GroupLost) -> None:
-        """Do nothing: the group resumes by itself."""
-
     def recovered(self, wait: float) -> bool:
         """Begin a new epoch with empty slots. Return True: the group runs."""
         self._free_at = 0.0
@@ -149,16 +145,6 @@ class Engine(EngineLoop[Launched]):
         self.section = section
         self.late_images = 0
         """Number of sequences with late images."""
-
-    @property
-    def oldest(self) -> Launched:
-        """The oldest step in flight."""
-        return self._in_flight[0].handle
-
-    @property
-    def in_flight(self) -> int:
-        """Number of steps in flight."""
-        return len(self._in_flight)
 
     def open_rooms(self, rooms: HeadRooms | None, embeddings: HeadRooms | None) -> None:
         """Begin the transfers of the group."""

@@ -69,7 +69,7 @@ H = TypeVar("H", bound=Launched)
 class Executor(Protocol[H]):
     """Runs plans in the order of launch. ``weft.engine.group.GroupExecutor`` documents the methods.
 
-    The defaults fit an executor that loses no ranks and makes no masks.
+    The defaults fit an executor without masks, with a group that recovers by itself or is never lost.
     """
 
     def forward(self, plan: StepPlan) -> H: ...
@@ -86,7 +86,7 @@ class Executor(Protocol[H]):
         return None
 
     def recover(self, lost: GroupLost) -> None:
-        raise lost
+        return None
 
     def recovered(self, wait: float) -> bool:
         return True

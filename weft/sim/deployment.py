@@ -36,7 +36,7 @@ from weft.types import messages as m
 from weft.types import rooms as r
 from weft.types.frames import Cache
 from weft.types.media import MediaItem
-from weft.types.plan import Export, SendMedia, StepPlan, StepResult
+from weft.types.plan import Export, SendMedia, StepPlan
 from weft.types.sampling import TokenParams
 
 HEARTBEAT_S = 0.5
@@ -93,28 +93,6 @@ class Outcome(NamedTuple):
     """Share of the requests within both limits, 0 .. 1."""
 
 
-class GroupRanks(FakeRanks):
-    """The fake device of a group. Finished positions leave at the end of their step."""
-
-    def __init__(self, device: FakeDevice, deployment: Deployment, group: Group) -> None:
-        super().__init__(device, deployment.timeline.clock)
-        self._deployment = deployment
-        self._group = group
-
-    def forward(self, plan: StepPlan) -> FakeStep:
-        step = super().forward(plan)
-        self._deployment.timeline.at(step.complete, None, self._group.step_ended)
-        return step
-
-    def read(self, handle: FakeStep) -> StepResult:
-        for op in handle.plan.ops:
-            if isinstance(op, Export):
-                self._deployment.rooms.send(op.key, op.start, op.end)
-            elif isinstance(op, SendMedia):
-                self._deployment.images.send(op.key, 0, op.count)
-        return super().read(handle)
-
-
 class Group(EngineLoop[FakeStep]):
     """The engine of one group, with a device that only takes time. Implements the ``HeadEngine`` of its
     protocol."""
@@ -144,8 +122,8 @@ class Group(EngineLoop[FakeStep]):
             scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
         else:
             scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
-        ranks = GroupRanks(self.device, deployment, self)
-        super().__init__(scheduler, ranks, ranks.clock, depth_of(section))
+        clock = deployment.timeline.clock
+        super().__init__(scheduler, FakeRanks(self.device, clock), clock, depth_of(section))
         self.protocol = HeadProtocol(self, self.incarnation)
         self._kv = kv
         self._section = section
@@ -202,8 +180,17 @@ class Group(EngineLoop[FakeStep]):
             pass
         self._deployment.tell(self, self.protocol.events(events))
 
-    def step_ended(self) -> None:
-        """Commit the oldest step, and continue the loop."""
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        super()._launch(plan, began)
+        self._deployment.timeline.at(self._in_flight[-1].handle.complete, None, self._step_ended)
+
+    def _step_ended(self) -> None:
+        """Send the positions of the oldest step, commit the step, and continue the loop."""
+        for op in self._in_flight[0].handle.plan.ops:
+            if isinstance(op, Export):
+                self._deployment.rooms.send(op.key, op.start, op.end)
+            elif isinstance(op, SendMedia):
+                self._deployment.images.send(op.key, 0, op.count)
         events: list[m.TokenEvent] = []
         self.commit(events)
         self._deployment.tell(self, self.protocol.events(events, self.steps))

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.common.clock import Clock
+from weft.common.clock import VirtualClock
 from weft.engine.loop import Executor
 from weft.scheduler.policy.step_cost import CostModel, shape_of
 from weft.sim.images import patches_in
+from weft.sim.timeline import TimelineClock
 from weft.types.plan import StepPlan, StepResult, column
 
 
@@ -90,16 +91,20 @@ class FakeStep(NamedTuple):
 
 
 class FakeRanks(Executor[FakeStep]):
-    """The executor of a fake device. Steps take virtual time only."""
+    """The executor of a fake device: steps take time on ``clock``, and nothing else."""
 
-    def __init__(self, device: FakeDevice, clock: Clock) -> None:
-        self.device = device
-        self.clock = clock
+    def __init__(self, device: FakeDevice, clock: VirtualClock | TimelineClock, host: float = 0.0) -> None:
+        """``host``: seconds for planning and committing one step."""
+        self._device = device
+        self._clock = clock
+        self._host = host
 
     def forward(self, plan: StepPlan) -> FakeStep:
-        """Launch ``plan`` now."""
-        return FakeStep(plan, self.device.launch(plan, self.clock.now()))
+        """Launch ``plan`` after the planning."""
+        self._clock.advance_to(self._clock.now() + self._host)
+        return FakeStep(plan, self._device.launch(plan, self._clock.now()))
 
     def read(self, handle: FakeStep) -> StepResult:
-        """Return the result. The time must be the completion time."""
-        return self.device.result(handle.plan)
+        """Move the clock to the end of the step, and return the result."""
+        self._clock.advance_to(handle.complete)
+        return self._device.result(handle.plan)

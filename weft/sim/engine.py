@@ -19,11 +19,10 @@ from weft.config.spec import CacheSpec
 from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.policy.step_cost import CostModel
-from weft.sim.device import FakeDevice, FakeRanks, FakeStep
+from weft.sim.device import FakeDevice, FakeRanks
 from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
-from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
 
 VOCABULARY = 32000
@@ -62,24 +61,6 @@ def kv_config(
 def depth_of(section: SchedulerSection) -> int:
     """Return the number of steps in flight; 1 (as on a CPU) if the settings leave the number open."""
     return section.steps_in_flight or 1
-
-
-class _BlockingRanks(FakeRanks):
-    """Moves the clock: by ``host`` seconds before each launch, and to the end of each step."""
-
-    clock: VirtualClock
-
-    def __init__(self, device: FakeDevice, clock: VirtualClock, host: float) -> None:
-        super().__init__(device, clock)
-        self._host = host
-
-    def forward(self, plan: StepPlan) -> FakeStep:
-        self.clock.advance_to(self.clock.now() + self._host)
-        return super().forward(plan)
-
-    def read(self, handle: FakeStep) -> StepResult:
-        self.clock.advance_to(handle.complete)
-        return super().read(handle)
 
 
 class Simulation:
@@ -122,7 +103,7 @@ class Simulation:
         self.ended = 0
         """Number of requests done; background sequences are not counted."""
         self._depth = depth_of(section)
-        ranks = _BlockingRanks(self.device, self.clock, host)
+        ranks = FakeRanks(self.device, self.clock, host)
         self._loop = EngineLoop(self.scheduler, ranks, self.clock, self._depth)
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
