@@ -406,7 +406,6 @@ class HeadProcess:
                 event = m.TokenEvent(sequence=sequence, finish="evicted")
                 ended = [one for one in self.engine.finish(sequence) if one.sequence != sequence]
                 self._send(self.protocol.events([event, *ended]))
-                self.room_news()  # the loop tells the other end
                 return sequence
         return None
 

@@ -151,6 +151,11 @@ class Engine(EngineLoop[Launched]):
         self.rooms, self.embeddings = rooms, embeddings
         self.sources = sources_of(None, rooms, embeddings, None)
 
+    def finish(self, sequence: int) -> list[m.TokenEvent]:
+        """End a sequence, and carry out the consequences at once: a fault may end the sequence, and no turn
+        of the loop follows."""
+        return super().finish(sequence) + self._asked()
+
     def hear(self) -> list[m.TokenEvent]:
         """Take the news of transfers, and count the sequences that end because of late images."""
         if isinstance(self.scheduler, EncodeScheduler):

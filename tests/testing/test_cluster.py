@@ -60,8 +60,8 @@ FOUND_BY = {
     "one_front_says_shutdown": 124,
     "a_loss_counted_twice": 13,
     "a_retry_meets_its_earlier_attempt": 29,
-    "a_new_connection_is_taken_for_the_old_one": 81,
-    "no_hello_over_a_new_connection": 142,
+    "a_new_connection_is_taken_for_the_old_one": 104,
+    "no_hello_over_a_new_connection": 57,
     "a_head_keeps_what_a_lost_connection_asked": 2841,
     "an_end_at_the_other_end_is_an_eviction": 78,
     "a_head_that_drains_is_gone": 811,
@@ -69,7 +69,7 @@ FOUND_BY = {
     "who_is_revived_is_not_heard": 73,
     "free_before_a_writer_ended": 33,
     "the_peer_is_not_told": 22,
-    "reuse_before_the_fence": 63,
+    "reuse_before_the_fence": 128,
 }
 """Bug -> the schedule that detected the bug, which runs first."""
 

@@ -23,8 +23,8 @@ FOUND_BY = {
     "blocks_are_given_back_with_the_sequence": 33,
     "each_image_gets_blocks_when_there_are_some": 247,
     "a_step_takes_what_is_promised": 29,
-    "what_is_coming_is_there": 37,
-    "embeddings_survive_a_loss": 1542,
+    "what_is_coming_is_there": 33,
+    "embeddings_survive_a_loss": 213,
 }
 """Bug -> the schedule that detected the bug, which runs first."""
 
