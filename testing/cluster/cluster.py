@@ -157,13 +157,13 @@ class Cluster(Timeline):
         heads = [head for head in self.supervisor.heads.values() if head.alive]
         if any(front.alive and front.stalled_until > self.now for front in self.fronts):
             return False
-        if any(
-            head.stalled_until > self.now or head.engine.has_work() or head.engine.holds for head in heads
-        ):
+        if any(head.stalled_until > self.now or head.engine.has_work() for head in heads):
+            return False
+        if any(head.engine.runner.holds for head in heads):
             return False
         if any(head.ready and not head.group.running for head in heads):
             return False
-        if any(rooms.stats(None).rooms for head in heads for rooms in head.engine.rooms.values()):
+        if any(rooms.stats(None).rooms for head in heads for rooms in head.engine.all_rooms):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
         # Heartbeats to API servers are always under way, so only the other direction counts.
@@ -334,19 +334,19 @@ class Cluster(Timeline):
         if not head.alive:
             return False
         epoch = -1
-        if head.engine.group is not None:
+        if head.engine.runner.group is not None:
             epoch = head.group.membership.epoch
             head.group.end(dismiss)
         head.alive = False
         # The rest of the expert-parallel group fails in its next collective.
         for other in self.supervisor.others(head):
             other.domain_gone = True
-            if other.engine.group is not None:
+            if other.engine.runner.group is not None:
                 self.after(0.01, 0.2, other, other.group.peer_replica_gone, epoch)
         self.note(head.name, "..", "", "its process ends")
         self.rooms.tally(head)
-        if head.engine.sides is not None:
-            head.engine.sides.close()
+        if head.engine.runner.sides is not None:
+            head.engine.runner.sides.close()
         for peers, peer in head.watched_by:
             peers.end(peer)
         for front in self.fronts:

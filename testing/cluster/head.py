@@ -1,8 +1,8 @@
 """A simulated engine process: the product's ``HeadProtocol`` and ``Scheduler``, on virtual time.
 
-The group (``testing.cluster.group``) has one rank or several. ``Engine._launch`` sends a step to all ranks.
-The result is committed once the group's ``Membership`` counts the step. ``lose_group`` and ``regroup`` handle
-the loss of an epoch and the beginning of the next epoch (``testing.cluster.head_engine``).
+The group (``testing.cluster.group``) has one rank or several. ``GroupRunner.forward`` sends a step to all
+ranks. The result is committed once the group's ``Membership`` counts the step. The engine
+(``testing.cluster.head_engine``) handles the loss of an epoch and the beginning of the next epoch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from testing.cluster.check import TokenModel, Violation
 from testing.cluster.group import Group
-from testing.cluster.head_engine import Engine
+from testing.cluster.head_engine import Engine, Poisoned
 from testing.cluster.idle import check_reservations
 from testing.cluster.network import Link
 from testing.cluster.ranks import Replica
 from testing.cluster.transfers.room_network import SimChannel, SimPeers
-from testing.cluster.transfers.sides import CACHES
+from testing.cluster.transfers.sides import Sides
 from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import RestartBudget
 from weft.config.sections.all import TransferSection
@@ -103,14 +103,14 @@ class HeadProcess:
     @property
     def group(self) -> Group:
         """The group, once the process listens."""
-        assert self.engine.group is not None
-        return self.engine.group
+        assert self.engine.runner.group is not None
+        return self.engine.runner.group
 
     @property
     def excused(self) -> bool:
         """True if an API server may give the process up: something has happened to the process or to a
         rank."""
-        group = self.engine.group
+        group = self.engine.runner.group
         troubled = group is not None and group.troubled
         return self.slow or not self.alive or (not self.ready and (troubled or self.domain_gone))
 
@@ -126,7 +126,7 @@ class HeadProcess:
         if domain:
             number = list(cluster.instances).index(self.instance)
             meeting = Meeting(number, f"store{self.name}", "", self.name)
-        self.engine.group = Group(
+        group = self.engine.runner.group = Group(
             self,
             self.replica,
             self.name,
@@ -136,7 +136,7 @@ class HeadProcess:
             budget=RestartBudget(cluster.rank_budget, 600.0),
             lag=cluster.lag,
         )
-        self.engine.group.start()
+        group.start()
 
     def _serve(self) -> None:
         self.ready = True
@@ -156,16 +156,14 @@ class HeadProcess:
         """Open the transfers of each cache. See ``weft.engine.room_start`` and ``rank_rooms``."""
         rooms = self.cluster.rooms
         if rooms.moves(self.instance):
-            self.engine.sides = rooms.make_sides(self.replica, self)
-            for cache in CACHES:
-                self._open(cache)
+            sides = self.engine.runner.sides = rooms.make_sides(self.replica, self)
+            self.engine.open_rooms(self._open(sides, "kv"), self._open(sides, "embeddings"))
 
-    def _open(self, cache: Cache) -> None:
-        """Open the transfers of ``cache``, if the group has any."""
-        cluster, role, group, sides = self.cluster, self.engine.transfer.role, self.group, self.engine.sides
-        side = None if sides is None else sides.of(cache)
+    def _open(self, sides: Sides, cache: Cache) -> HeadRooms | None:
+        cluster, role, group = self.cluster, self.engine.transfer.role, self.group
+        side = sides.of(cache)
         if side is None:
-            return
+            return None
         own, members = side.endpoint, group.membership.members
         # The engine's own rank has number 0.
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
@@ -175,7 +173,7 @@ class HeadProcess:
             return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
         group.rooms[cache] = GroupRooms(side, side, endpoints, numbers, group.send_room, cache=cache)
-        self.engine.rooms[cache] = HeadRooms(
+        return HeadRooms(
             role == ("prefill" if cache == "kv" else "encode"),
             group.rooms[cache],
             SimChannel(cluster.rooms.network, self, cache),
@@ -203,7 +201,7 @@ class HeadProcess:
 
     def _watch_rooms(self) -> None:
         """Schedule a check at the next deadline of a transfer."""
-        each = [rooms.next_due for rooms in self.engine.rooms.values()]
+        each = [rooms.next_due for rooms in self.engine.all_rooms]
         due = min((one for one in each if one is not None), default=None)
         if due is not None and (self._due is None or due < self._due):
             self._due = due
@@ -216,7 +214,7 @@ class HeadProcess:
 
     def close_rooms(self) -> None:
         """Close all transfers in an orderly end: peers are notified."""
-        for rooms in self.engine.rooms.values():
+        for rooms in self.engine.all_rooms:
             rooms.close()
 
     # -- messages
@@ -262,17 +260,16 @@ class HeadProcess:
                 if self.protocol.draining and not self.protocol.live and not self.engine.transferring:
                     cluster.supervisor.drained(self)
                 break
+            events: list[m.TokenEvent] = []
             try:
-                step = self.engine.launch(cluster.now)
+                launched = self.engine.launch(events)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
-            # The scheduler must never wait for ever with work at hand.
-            if not self.engine.scheduler.in_flight and self.engine.has_work():
-                raise Violation(f"{self.name}: work waits and nothing is planned")
-            self._tell(self.engine.asked())  # the end of a sequence during planning may unblock others
-            if step is not None:
+            self._tell(events)  # the end of a sequence during planning may unblock others
+            if self.engine.due(launched):
                 self._busy = True
                 self._waits += 1
+                step = self.engine._in_flight[0].handle
                 if self.group.others:
                     self.group.wait_for(step.plan.step)
                 else:
@@ -289,11 +286,12 @@ class HeadProcess:
         if number != self._waits or not self._busy:
             return
         self._busy = False
+        events: list[m.TokenEvent] = []
         try:
-            events = self.engine.commit_oldest(self.cluster.now)
+            self.engine.commit(events)
         except EngineDead as error:
             raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
-        if events is None:
+        except Poisoned:
             self.cluster.poisoned(self)
             return
         self._send(self.protocol.events(events, self.engine.scheduler.steps))
@@ -329,7 +327,8 @@ class HeadProcess:
         """Drop the epoch with all steps, count both and continue the loop. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
-        lost = self.engine.lose_group()
+        lost = len(self.engine._in_flight)
+        self.engine.check()
         cluster.groups_lost += 1
         cluster.counts["steps lost with their ranks"] += lost
         cluster.note(self.name, "..", "", f"its epoch is lost, with {lost} steps")
@@ -342,9 +341,9 @@ class HeadProcess:
         if not self.ready:
             self._serve()
         elif self.engine.recovering:
-            self._send(self.protocol.events(self.engine.regroup()))
-            if self.engine.held_over:
-                self.cluster.count("blocks on hold over a loss", len(self.engine.held_over))
+            self._send(self.protocol.events(self.engine.step()))
+            if self.engine.runner.held_over:
+                self.cluster.count("blocks on hold over a loss", len(self.engine.runner.held_over))
             self._turn(worked=True)
 
     def group_failed(self, error: WeftError) -> None:

@@ -1,12 +1,12 @@
-"""The engine of a simulated engine process: the loop of ``weft.engine.core`` over the product's
-``Scheduler``."""
+"""The engine of a simulated engine process: the product's ``EngineLoop`` over the product's ``Scheduler``.
+
+``GroupRunner`` stands for ``weft.engine.group.GroupExecutor``: the loop's executor, over a simulated group.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import NamedTuple
-
-import msgspec
 
 from testing.cluster.check import VOCABULARY, TokenModel, require
 from testing.cluster.group import Group
@@ -15,9 +15,10 @@ from testing.cluster.transfers.sides import Sides
 from weft.common.clock import Clock
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection, TransferSection
-from weft.engine.disagg.rooms import HeadRooms, RoomScheduler
+from weft.engine.disagg.rooms import HeadRooms
+from weft.engine.loop import EngineLoop, Executor
+from weft.engine.sources import sources_of
 from weft.kv.kinds import FullKind
-from weft.kv.prefix_log import PrefixLog
 from weft.scheduler import Scheduler
 from weft.scheduler.encode.book import ItemBook
 from weft.scheduler.encode.scheduler import EncodeScheduler
@@ -27,7 +28,7 @@ from weft.sim.images import patches_in
 from weft.types import messages as m
 from weft.types.frames import Cache
 from weft.types.plan import AppendBlocks, AppendEach, StepPlan, StepResult
-from weft.types.rooms import RoomKey, RoomTicket
+from weft.types.rooms import RoomKey
 
 STEP_S = 0.02
 """Seconds of a step; as much again for every 8 tokens and patches."""
@@ -35,7 +36,13 @@ MOST_PIXELS = 80
 """Limit on the bytes of pixels in an encode group: a few images."""
 
 
-class _Launched(NamedTuple):
+class Poisoned(Exception):
+    """The process dies of the step."""
+
+
+class Launched(NamedTuple):
+    """A step on the simulated ranks."""
+
     plan: StepPlan
     result: StepResult
     epoch: int
@@ -44,8 +51,79 @@ class _Launched(NamedTuple):
     dies: bool
 
 
-class Engine:
-    """The loop of ``EngineCore`` on virtual time, with one or two steps in flight."""
+class GroupRunner(Executor[Launched]):
+    """Launches plans on the ranks of a simulated group, and checks the use of blocks."""
+
+    def __init__(self, model: TokenModel, clock: Clock) -> None:
+        self.model = model
+        self.group: Group | None = None
+        """The group, once the process listens."""
+        self.sides: Sides | None = None
+        """Transfer sides of the engine's own rank, in a group with transfers, once the process serves."""
+        self.holds: Counter[int] = Counter()
+        """Pin counts of blocks open to writes by outside processes."""
+        self.held_over: set[int] = set()
+        """Pinned blocks from before the last loss of the group."""
+        self._clock = clock
+        self._free_at = 0.0
+        self._slots: dict[int, int] = {}
+        """Slot -> key, for the checksums of the engine's own rank."""
+
+    def forward(self, plan: StepPlan) -> Launched:
+        if self.held_over:
+            self._check_blocks(plan)
+        result, step, dies = self.model.run(plan)
+        if self.sides is not None:
+            self.sides.run(plan)
+        seconds = STEP_S * (1.0 + (step.tokens + patches_in(plan)) / 8)
+        self._free_at = max(self._clock.now(), self._free_at) + seconds
+        assert self.group is not None
+        epoch = self.group.membership.epoch
+        if self.group.others:
+            # Each rank computes the checksum from a slot table of its own; a difference shows a lost step.
+            checksum = step.run(self._slots)
+            content = None if self.sides is None else plan
+            self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))
+        return Launched(plan, result, epoch, self._free_at, dies)
+
+    def read(self, handle: Launched) -> StepResult:
+        """Return the result of an ended step. Raise Poisoned if the process dies of the step."""
+        assert self.group is not None
+        self.group.check_count(handle.plan.step, handle.epoch)
+        if handle.dies:
+            raise Poisoned
+        return handle.result
+
+    def check(self) -> None:
+        """Raise GroupLost while the loss of an epoch is not handled."""
+        assert self.group is not None
+        if (lost := self.group.membership.unresumed) is not None:
+            raise lost
+
+    def recovered(self, wait: float) -> bool:
+        """Begin a new epoch with empty slots. Return True: the group runs."""
+        self._free_at = 0.0
+        self.model.clear()
+        self._slots.clear()
+        # Blocks pinned across the loss must not be handed out until the pins are released.
+        self.held_over = set(self.holds)
+        if self.sides is not None:
+            self.sides.reset()
+        return True
+
+    def _check_blocks(self, plan: StepPlan) -> None:
+        """Raise Violation if ``plan`` hands out a block pinned since before a loss."""
+        for op in plan.ops:
+            if isinstance(op, AppendBlocks | AppendEach):
+                held = self.held_over.intersection(op.blocks.tolist())
+                require(not held, f"step {plan.step} gives blocks {sorted(held)} away, which are on hold")
+
+
+class Engine(EngineLoop[Launched]):
+    """The engine loop on virtual time, with state for the checks."""
+
+    scheduler: Scheduler | EncodeScheduler
+    runner: GroupRunner
 
     def __init__(
         self,
@@ -55,96 +133,45 @@ class Engine:
         clock: Clock,
         transfer: TransferSection = TransferSection(),
     ) -> None:
-        """``kv``, ``section``, ``transfer``: settings. ``model``: the device. ``clock``: of the schedule."""
-        self.kv = kv
-        self.transfer = transfer
-        self.rooms: dict[Cache, HeadRooms] = {}
-        """Transfers by cache, in a group with transfers, once the process serves."""
-        self.sides: Sides | None = None
-        """Transfer sides of the engine's own rank, in a group with transfers, once the process serves."""
-        self._clock = clock
-        self.section = section
-        self.model = model
-        self.group: Group | None = None
-        """The group, once the process listens."""
-        self.holds: Counter[int] = Counter()
-        """Pin counts of blocks open to writes by outside processes."""
-        self.held_over: set[int] = set()
-        """Pinned blocks from before the last loss of the group."""
-        self.scheduler: Scheduler | EncodeScheduler
+        scheduler: Scheduler | EncodeScheduler
         if transfer.role == "encode":
             assert kv.media is not None
-            self.scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
+            scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
         else:
-            self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
+            scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
+        super().__init__(scheduler, GroupRunner(model, clock), clock, depth_of(section))
+        self.kv = kv
+        self.transfer = transfer
+        self.section = section
         self.late_images = 0
         """Number of sequences with late images."""
-        self.recovering = False
-        """True between the loss of ranks and the next epoch; no step is made meanwhile."""
-        self._depth = depth_of(section)
-        self._in_flight: deque[_Launched] = deque()
-        self._free_at = 0.0
-        self._slots: dict[int, int] = {}
-        """Slot -> key, for the checksums of the engine's own rank."""
 
-    def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        """Queue a sequence and open its transfers.
-
-        Return the resulting events. Raises the errors of ``Scheduler.add``.
-        """
-        events = self.scheduler.add(submit, self._clock.now())
-        tickets: list[tuple[Cache, RoomTicket | None]] = [("kv", submit.room)]
-        tickets += [("embeddings", item.room) for item in submit.media]
-        for cache, ticket in tickets:
-            if ticket is not None and cache in self.rooms:
-                self.rooms[cache].open(ticket)
-        return events + self.asked()
+    def open_rooms(self, rooms: HeadRooms | None, embeddings: HeadRooms | None) -> None:
+        """Begin the transfers of the group."""
+        self.rooms, self.embeddings = rooms, embeddings
+        self.sources = sources_of(None, rooms, embeddings, None)
 
     def finish(self, sequence: int) -> list[m.TokenEvent]:
-        return self.scheduler.finish(sequence) + self.asked()
-
-    def asked(self) -> list[m.TokenEvent]:
-        """Carry out the transfer actions requested by the scheduler. Return the resulting events."""
-        return [event for cache, rooms in self.rooms.items() for event in rooms.asked(self.part(cache))]
-
-    def part(self, cache: Cache) -> RoomScheduler:
-        """Return the scheduler's interface for transfers of ``cache``."""
-        if cache == "embeddings":
-            assert self.scheduler.embeddings is not None
-            return self.scheduler.embeddings
-        return self.scheduler
+        """End a sequence, and carry out the consequences at once: a fault may end the sequence, and no turn
+        of the loop follows."""
+        return super().finish(sequence) + self._asked()
 
     def hear(self) -> list[m.TokenEvent]:
-        """Apply news of transfers and expire deadlines. Return the resulting events."""
-        if not self.rooms:
-            return []
-        events = [event for cache, rooms in self.rooms.items() for event in rooms.take(self.part(cache))]
-        now = self._clock.now()
-        if isinstance(self.scheduler, Scheduler):
-            self.late_images += len(self.scheduler._state.images.late(now))
-        return events + self.scheduler.expire(now) + self.asked()
+        """Take the news of transfers, and count the sequences that end because of late images."""
+        if isinstance(self.scheduler, EncodeScheduler):
+            return super().hear()
+        state = self.scheduler._state
+        late = state.images.late(self._clock.now())
+        events = super().hear()
+        self.late_images += sum(sequence.id not in state.live for sequence in late)
+        return events
 
-    @property
-    def transferring(self) -> bool:
-        """True if a transfer is not yet finished."""
-        return any(rooms.moving for rooms in self.rooms.values())
-
-    def has_work(self) -> bool:
-        return self.recovering or bool(self._in_flight) or self.scheduler.has_work()
-
-    def stats(self) -> m.HeadStats:
-        """Return the scheduler's counters with those of the transfers."""
-        stats = self.scheduler.stats()
-        rooms, images = self.rooms.get("kv"), self.rooms.get("embeddings")
-        if rooms is not None:
-            stats = msgspec.structs.replace(stats, transfers=rooms.stats(stats.transfers))
-        if images is not None:
-            told = images.stats(stats.embedding_transfers)
-            stats = msgspec.structs.replace(stats, embedding_transfers=told)
-        return stats
-
-    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        return self.scheduler.follow_prefixes()
+    def _plan(self, now: float) -> StepPlan | None:
+        """Return the next plan. Raise Violation if the scheduler would wait for ever with work at hand."""
+        plan = super()._plan(now)
+        stuck = not self.scheduler.in_flight and self.scheduler.has_work()
+        require(not stuck, "work waits and nothing is planned")
+        return plan
 
     def welcome(self, incarnation: int) -> m.Welcome:
         """Return the description of the engine for API servers."""
@@ -158,65 +185,11 @@ class Engine:
             block_size=self.kv.block_size,
             role=self.transfer.role,
             fingerprint="one model" if self.transfer.role in ("prefill", "decode") else "",
-            rooms=self.rooms["kv"].address if "kv" in self.rooms else "",
+            rooms="" if self.rooms is None else self.rooms.address,
             tower=self.kv.media is not None and self.kv.media.tower,
-            embeddings=self.rooms["embeddings"].address if "embeddings" in self.rooms else "",
+            embeddings="" if self.embeddings is None else self.embeddings.address,
             tower_fingerprint="" if self.kv.media is None else "one tower",
         )
-
-    def launch(self, now: float) -> _Launched | None:
-        """Launch the next step, if any.
-
-        Return the oldest step in flight if the loop must wait for it, else None.
-        """
-        builder = self.scheduler.build(now) if len(self._in_flight) < self._depth else None
-        plan = None if builder is None else self.scheduler.seal(builder)
-        if plan is not None:
-            self._launch(plan, now)
-        # Wait only when nothing can be launched beside the steps in flight.
-        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            return self._in_flight[0]
-        return None
-
-    def commit_oldest(self, now: float) -> list[m.TokenEvent] | None:
-        """Commit the oldest step and return the events; None if the process dies of the step.
-
-        Raise Violation if the step may not count yet.
-        """
-        step = self._in_flight.popleft()
-        assert self.group is not None
-        self.group.check_count(step.plan.step, step.epoch)
-        if step.dies:
-            return None
-        return self.scheduler.commit(step.plan, step.result, now) + self.asked()
-
-    def lose_group(self) -> int:
-        """Drop the epoch with all steps in flight, and fail all transfers.
-
-        Return the number of dropped steps. Sets ``recovering``.
-        """
-        lost = len(self._in_flight)
-        self._in_flight.clear()
-        self.recovering = True
-        self.scheduler.lose()
-        for rooms in self.rooms.values():
-            rooms.lose()
-        return lost
-
-    def regroup(self) -> list[m.TokenEvent]:
-        """Begin a new epoch with empty slots: requeue all sequences. Return the resulting events."""
-        self.recovering = False
-        self._free_at = 0.0
-        self.model.clear()
-        self._slots.clear()
-        # Blocks pinned across the loss must not be handed out until the pins are released.
-        self.held_over = set(self.holds)
-        events = self.scheduler.requeue_all()
-        if self.sides is not None:
-            self.sides.reset()
-        for rooms in self.rooms.values():
-            rooms.regain()
-        return events + self.asked()
 
     # ---- state for checks
 
@@ -280,42 +253,15 @@ class Engine:
             blocks = [block for block in kind._tables[slot].blocks if block]
         for block in blocks:
             self.scheduler.hold(0, block, now + seconds)
-            self.holds[block] += 1
+            self.runner.holds[block] += 1
         return blocks
 
     def unhold(self, blocks: list[int]) -> None:
         """Release blocks pinned by ``hold``."""
         assert isinstance(self.scheduler, Scheduler)
-        self.holds.subtract(blocks)
+        self.runner.holds.subtract(blocks)
         # Adding an empty counter drops the entries that reached zero.
-        self.holds += Counter()
-        self.held_over.intersection_update(self.holds)
+        self.runner.holds += Counter()
+        self.runner.held_over.intersection_update(self.runner.holds)
         for block in blocks:
             self.scheduler.unhold(0, block)
-
-    def _launch(self, plan: StepPlan, now: float) -> None:
-        """Run ``plan`` at once on the token model and on the own memory, append the step to the steps in
-        flight, and send the step to the ranks. Raise Violation.
-        """
-        if self.held_over:
-            self._check_blocks(plan)
-        result, step, dies = self.model.run(plan)
-        if self.sides is not None:
-            self.sides.run(plan)
-        seconds = STEP_S * (1.0 + (step.tokens + patches_in(plan)) / 8)
-        self._free_at = max(now, self._free_at) + seconds
-        assert self.group is not None
-        epoch = self.group.membership.epoch
-        self._in_flight.append(_Launched(plan, result, epoch, self._free_at, dies))
-        if self.group.others:
-            # Each rank computes the checksum from a slot table of its own; a difference shows a lost step.
-            checksum = step.run(self._slots)
-            content = None if self.sides is None else plan
-            self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))
-
-    def _check_blocks(self, plan: StepPlan) -> None:
-        """Raise Violation if ``plan`` hands out a block pinned since before a loss."""
-        for op in plan.ops:
-            if isinstance(op, AppendBlocks | AppendEach):
-                held = self.held_over.intersection(op.blocks.tolist())
-                require(not held, f"step {plan.step} gives blocks {sorted(held)} away, which are on hold")

@@ -29,9 +29,6 @@ from weft.types.messages import Submit, TokenEvent
 
 log = get_logger(__name__)
 
-AWAIT_S = 60.0
-"""Maximum seconds that a sequence stays blocked on a grammar. The compiler's own deadline is well before."""
-
 
 class Compile(Protocol):
     """A compile, running or complete."""

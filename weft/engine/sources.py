@@ -95,9 +95,12 @@ class StepEnds:
 
 
 def sources_of(
-    grammars: GrammarSource, rooms: HeadRooms | None, embeddings: HeadRooms | None, bell: Doorbell | None
+    grammars: GrammarSource | None,
+    rooms: HeadRooms | None,
+    embeddings: HeadRooms | None,
+    bell: Doorbell | None,
 ) -> list[AwaitedSource]:
     """Return the sources of an engine, without the absent ones. The grammar source comes first."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)
     of_steps = None if bell is None else StepEnds(bell)
-    return [grammars, *(source for source in (rooms, of_images, of_steps) if source is not None)]
+    return [source for source in (grammars, rooms, of_images, of_steps) if source is not None]

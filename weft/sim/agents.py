@@ -14,7 +14,6 @@ import numpy as np
 
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection
-from weft.scheduler import Scheduler
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.engine import VOCABULARY, Simulation
 from weft.sim.metrics import Latency
@@ -97,12 +96,8 @@ class AgentSimulation(Simulation):
         seed: int = 0,
         noise: float = 0.0,
     ) -> None:
-        """``kv``, ``section``, ``cost``: settings of the engine and times of its steps.
-
-        ``agents``: the traffic. ``seed`` determines the run. ``noise``: see ``FakeDevice``.
-        """
-        super().__init__(kv, section, cost, _first_arrivals(agents, seed), seed=seed, noise=noise)
-        self.scheduler = Scheduler(kv, section, VOCABULARY, retention=retention)
+        arrivals = _first_arrivals(agents, seed)
+        super().__init__(kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention)
         self._agents = agents
         self._requests = agents.sessions * agents.turns + agents.others
         common = np.random.default_rng(seed).integers(0, VOCABULARY, agents.shared, dtype=np.int32)

@@ -10,7 +10,6 @@ run the product's ``EncodeScheduler``; embeddings leave over the same wires.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,11 +21,11 @@ from weft.control.fleet import events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.head_protocol import HeadProtocol
 from weft.control.fleet.instance_table import Patience
-from weft.kv.prefix_log import PrefixLog
+from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.encode.scheduler import EncodeScheduler
 from weft.scheduler.policy.step_cost import CostModel
-from weft.sim.device import FakeDevice
+from weft.sim.device import FakeDevice, FakeRanks, FakeStep
 from weft.sim.engine import VOCABULARY, depth_of
 from weft.sim.images import ImageCosts, Images
 from weft.sim.metrics import Latency, Stream, gaps, rate
@@ -95,11 +94,9 @@ class Outcome(NamedTuple):
     """Share of the requests within both limits, 0 .. 1."""
 
 
-class Group:
-    """An engine, a scheduler, and a device that only takes time. Implements the ``HeadEngine`` of its
+class Group(EngineLoop[FakeStep]):
+    """The engine of one group, with a device that only takes time. Implements the ``HeadEngine`` of its
     protocol."""
-
-    recovering = False
 
     def __init__(
         self,
@@ -125,51 +122,33 @@ class Group:
         self.incarnation = seed + 1
         self.link_free_at = 0.0
         """Time at which the link has sent everything queued so far."""
-        self.scheduler: Scheduler | EncodeScheduler
+        scheduler: Scheduler | EncodeScheduler
         if role == "encode":
             assert kv.media is not None
-            self.scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
+            scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
         else:
-            self.scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
+            scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
+        clock = deployment.timeline.clock
+        super().__init__(scheduler, FakeRanks(self.device, clock), clock, depth_of(section))
         self.protocol = HeadProtocol(self, self.incarnation)
         self._kv = kv
         self._section = section
         self._deployment = deployment
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
-        self._completed = 0.0
 
     # ---- the engine of the protocol
 
-    def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        """Queue a sequence, open its transfers and return its events.
-
-        Raises the errors of ``Scheduler.add``.
-        """
-        events = self.scheduler.add(submit, self._deployment.now)
+    def _open(self, submit: m.Submit) -> None:
         if submit.room is not None:
             self._deployment.rooms.open(submit.room, self)
         for item in submit.media:
             if item.room is not None:
                 self._deployment.images.open(item.room, self)
-        return events
 
     def part(self, cache: Cache) -> Part | None:
         """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
         if cache == "embeddings":
             return self.scheduler.embeddings
         return None if self.role == "encode" else self.scheduler
-
-    def finish(self, sequence: int) -> list[m.TokenEvent]:
-        return self.scheduler.finish(sequence)
-
-    def has_work(self) -> bool:
-        return bool(self._in_flight) or self.scheduler.has_work()
-
-    def stats(self) -> m.HeadStats:
-        return self.scheduler.stats()
-
-    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
         """Return the description of the group for the fleet."""
@@ -196,48 +175,37 @@ class Group:
         self._deployment.tell(self, self.protocol.events(events))
         self.turn()
 
-    def hear(self, message: m.ToHead) -> None:
+    def receive(self, message: m.ToHead) -> None:
         """Handle a ``message`` of the API server, and continue the loop."""
         self._deployment.tell(self, self.protocol.on(_FRONT, message))
         self.turn()
 
     def turn(self) -> None:
-        """End expired sequences, then launch steps as far as the number of steps in flight allows.
+        """Launch steps as far as the number of steps in flight allows."""
+        events = self.hear()
+        while self.launch(events):
+            pass
+        self._deployment.tell(self, self.protocol.events(events))
 
-        Each step's commit is scheduled.
-        """
-        deployment = self._deployment
-        now = deployment.now
-        deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
-        deployment.serve(self)
-        # As in `EngineCore`: fill the pipeline, and commit when a step completes.
-        depth = depth_of(self._section)
-        while len(self._in_flight) < depth:
-            builder = self.scheduler.build(now)
-            if builder is None:
-                return
-            plan = self.scheduler.seal(builder)
-            complete = self.device.launch(plan, now)
-            self._in_flight.append((plan, now, complete))
-            deployment.timeline.at(complete, None, self._commit)
-            deployment.serve(self)
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        super()._launch(plan, began)
+        self._deployment.timeline.at(self._in_flight[-1].handle.complete, None, self._step_ended)
 
-    def _commit(self) -> None:
-        """Commit the oldest step, send its exports and its events, and launch further steps."""
-        plan, began, _ = self._in_flight.popleft()
-        deployment = self._deployment
-        now = deployment.now
-        events = self.scheduler.commit(plan, self.device.result(plan), now)
-        # A step begins when launched or when the step before completes, whichever is later.
-        self.scheduler.observe(plan, now - max(began, self._completed))
-        self._completed = now
-        for op in plan.ops:
+    def _step_ended(self) -> None:
+        """Send the positions of the oldest step, commit the step, and continue the loop."""
+        for op in self._in_flight[0].handle.plan.ops:
             if isinstance(op, Export):
-                deployment.rooms.send(op.key, op.start, op.end)
+                self._deployment.rooms.send(op.key, op.start, op.end)
             elif isinstance(op, SendMedia):
-                deployment.images.send(op.key, 0, op.count)
-        deployment.tell(self, self.protocol.events(events, self.scheduler.steps))
+                self._deployment.images.send(op.key, 0, op.count)
+        events: list[m.TokenEvent] = []
+        self.commit(events)
+        self._deployment.tell(self, self.protocol.events(events, self.steps))
         self.turn()
+
+    def _asked(self) -> list[m.TokenEvent]:
+        self._deployment.serve(self)
+        return []
 
 
 class Deployment:
@@ -361,7 +329,7 @@ class Deployment:
         """
         for action in self.fleet.on(event, self.now):
             if isinstance(action, e.Send):
-                self.timeline.at(self.now, None, self.groups[action.instance].hear, action.message)
+                self.timeline.at(self.now, None, self.groups[action.instance].receive, action.message)
             elif isinstance(action, e.Deliver):
                 self._deliver(action.events)
             elif isinstance(action, e.Failed):

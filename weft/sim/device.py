@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 
+from weft.common.clock import VirtualClock
+from weft.engine.loop import Executor
 from weft.scheduler.policy.step_cost import CostModel, shape_of
 from weft.sim.images import patches_in
+from weft.sim.timeline import TimelineClock
 from weft.types.plan import StepPlan, StepResult, column
 
 
@@ -82,3 +86,31 @@ class FakeDevice:
         right = self._drafts.random((len(drafts), int(drafts.max()))) < self._acceptance
         accepted: np.ndarray = np.minimum(right.cumprod(axis=1).sum(axis=1), drafts)
         return accepted
+
+
+class FakeStep(NamedTuple):
+    """A step on a fake device."""
+
+    plan: StepPlan
+    complete: float
+    """Time of completion."""
+
+
+class FakeRanks(Executor[FakeStep]):
+    """The executor of a fake device: steps take time on ``clock``, and nothing else."""
+
+    def __init__(self, device: FakeDevice, clock: VirtualClock | TimelineClock, host: float = 0.0) -> None:
+        """``host``: seconds for planning and committing one step."""
+        self._device = device
+        self._clock = clock
+        self._host = host
+
+    def forward(self, plan: StepPlan) -> FakeStep:
+        """Launch ``plan`` after the planning."""
+        self._clock.advance_to(self._clock.now() + self._host)
+        return FakeStep(plan, self._device.launch(plan, self._clock.now()))
+
+    def read(self, handle: FakeStep) -> StepResult:
+        """Move the clock to the end of the step, and return the result."""
+        self._clock.advance_to(handle.complete)
+        return self._device.result(handle.plan)

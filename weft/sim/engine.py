@@ -1,7 +1,7 @@
-"""The discrete-event loop: the phases of ``EngineCore`` on virtual time, with a device that only takes time.
+"""One engine on virtual time, with a device that only takes time.
 
-The ``Scheduler`` is the product's code. Nothing happens between two events, so a run costs only the
-scheduler's own time.
+The ``Scheduler`` and the step loop are the product's code. Nothing happens between two events, so a run costs
+only their own time.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError, Overloaded
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
+from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.policy.step_cost import CostModel
-from weft.sim.device import FakeDevice
+from weft.sim.device import FakeDevice, FakeRanks
 from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
-from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
 
 VOCABULARY = 32000
@@ -63,13 +63,6 @@ def depth_of(section: SchedulerSection) -> int:
     return section.steps_in_flight or 1
 
 
-@dataclass(slots=True)
-class _Launched:
-    plan: StepPlan
-    began: float
-    complete: float
-
-
 class Simulation:
     """One run of one workload. Raises ConfigError for requests longer than the maximum model length."""
 
@@ -86,13 +79,14 @@ class Simulation:
         shared: int = 0,
         speculation: SpeculationSection | None = None,
         acceptance: float = 1.0,
+        retention: float = 0.0,
+        device: FakeDevice | None = None,
     ) -> None:
         """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
-        ``host`` is the number of seconds for planning and committing one step. A device with one step in
-        flight idles during ``host``. ``shared`` is the number of leading prompt tokens common to all
-        requests. ``acceptance`` is the chance of a draft to be right if all earlier drafts were. For
-        ``noise`` and ``seed`` see ``FakeDevice``.
+        A device with one step in flight idles during ``host``. ``shared`` is the number of leading prompt
+        tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
+        drafts were. ``retention`` is the session retention in seconds. ``device`` replaces the fake device.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
@@ -102,21 +96,20 @@ class Simulation:
                 param="--max-model-len",
             )
         self.clock = VirtualClock()
-        self.scheduler = Scheduler(kv, section, VOCABULARY, speculation)
-        self.device = FakeDevice(cost, VOCABULARY, noise, seed, acceptance)
+        self.scheduler = Scheduler(kv, section, VOCABULARY, speculation, retention=retention)
+        self.device = device or FakeDevice(cost, VOCABULARY, noise, seed, acceptance)
         self.streams: list[Stream] = []
         self.refused = 0
         self.ended = 0
         """Number of requests done; background sequences are not counted."""
-        self._host = host
         self._depth = depth_of(section)
+        ranks = FakeRanks(self.device, self.clock, host)
+        self._loop = EngineLoop(self.scheduler, ranks, self.clock, self._depth)
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
         self._again: list[Arrival] = []
         """Background sequences refused by a full queue, to be submitted again."""
-        self._in_flight: deque[_Launched] = deque()
-        self._completed = 0.0
         self._began = time.perf_counter()
 
     @property
@@ -145,47 +138,15 @@ class Simulation:
 
     def has_work(self) -> bool:
         """Return True if anything runs, waits or will arrive."""
-        return bool(self._arrivals or self._again or self._in_flight or self.scheduler.has_work())
+        return bool(self._arrivals or self._again or self._loop.has_work())
 
     def turn(self) -> None:
-        """Run one turn of the engine's loop: submit arrivals, launch a step, commit the oldest step if due.
-
-        Moves the clock to the end of the committed step, or to the next arrival when idle.
-        """
-        now = self.clock.now()
-        self._take_arrivals(now)
-        plan = self._plan(now) if len(self._in_flight) < self._depth else None
-        if plan is not None:
-            self._launch(plan, now)
-        # Wait for the oldest step only when no other step can be launched.
-        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            self._commit()
-        elif plan is None and self._arrivals:
+        """Submit arrivals and run one step, or move the clock to the next arrival."""
+        self._take_arrivals(self.clock.now())
+        if self._loop.has_work():
+            self._hear(self._loop.step())
+        elif self._arrivals:
             self.clock.advance_to(self._arrivals[0].at)
-
-    # ---- the phases of a step, as in ``EngineCore``
-
-    def _plan(self, now: float) -> StepPlan | None:
-        """Return the next plan, or None. One rank has no overlap, peer replicas or experts, so freeze at
-        once."""
-        builder = self.scheduler.build(now)
-        return None if builder is None else self.scheduler.seal(builder)
-
-    def _launch(self, plan: StepPlan, began: float) -> None:
-        """Launch ``plan`` after the host's time, which moves the clock."""
-        self.clock.advance_to(began + self._host)
-        complete = self.device.launch(plan, self.clock.now())
-        self._in_flight.append(_Launched(plan, began, complete))
-
-    def _commit(self) -> None:
-        """Move the clock to the end of the oldest step, commit the step and record its events."""
-        step = self._in_flight.popleft()
-        self.clock.advance_to(step.complete)
-        now = self.clock.now()
-        seconds = now - max(step.began, self._completed)
-        self._completed = now
-        self._hear(self.scheduler.commit(step.plan, self.device.result(step.plan), now))
-        self.scheduler.observe(step.plan, seconds)
 
     def report(self) -> Report:
         """Return the results so far."""
@@ -232,7 +193,7 @@ class Simulation:
         """
         submit = self._submit_of(len(self.streams), arrival)
         try:
-            events = self.scheduler.add(submit, self.clock.now())
+            events = self._loop.submit(submit)
         except Overloaded:
             if arrival.background:  # keeps trying
                 self._again.append(arrival)

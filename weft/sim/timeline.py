@@ -52,6 +52,9 @@ class TimelineClock:
     def now(self) -> float:
         return self._timeline.now
 
+    def advance_to(self, time: float) -> None:
+        """Do nothing: events move the time."""
+
 
 class Timeline:
     """Events by virtual time in seconds. All randomness comes from one seed."""

@@ -24,8 +24,8 @@ def flip(cluster: Cluster) -> bool:
 
 
 def cut_rooms(cluster: Cluster) -> bool:
-    """Cut two engines off from each other for a while. Return False: counted when a message is lost."""
-    heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.engine.rooms]
+    """Cut two engines off from each other for a while. Counted when a message is lost."""
+    heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.engine.all_rooms]
     if len(heads) > 1:
         pair = frozenset(head.name for head in cluster.rng.sample(heads, 2))
         seconds = cluster.rng.choice((0.1, 0.5, 1.5, 5.0)) * (0.5 + cluster.rng.random())
