@@ -91,6 +91,8 @@ class Fleet:
         """
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
+        if self.table.leaving:
+            self._forget_departed()
         # Any event may free an instance or a sequence, so placement follows every event.
         self._lateness.look(now)
         if self._parked:
@@ -194,9 +196,9 @@ class Fleet:
     # -- messages of instances -----------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
-        instance, message = self.table.instances[event.instance], event.message
-        # A message over an old link comes from a process already given up.
-        if instance.link != event.link or instance.state in GONE:
+        instance, message = self.table.instances.get(event.instance), event.message
+        # A message over an old link comes from a process already given up, or from an instance that has left.
+        if instance is None or instance.link != event.link or instance.state in GONE:
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
         instance.heard = self._now
@@ -218,11 +220,20 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
-        # A single instance leaves no choice, so no reports of prefixes are needed.
-        if self.router.asks(instance) and len(self.table.instances) > 1:
-            self._send(instance, m.WatchPrefixes())
+        self._watch_prefixes()
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
+
+    def _watch_prefixes(self) -> None:
+        """Ask the instances that are up for reports of cached prefixes, each process once.
+
+        A single instance leaves no choice, so no reports are needed.
+        """
+        if len(self.table.instances) > 1:
+            for instance in self.table.instances.values():
+                if instance.alive and not instance.watched and self.router.asks(instance):
+                    instance.watched = True
+                    self._send(instance, m.WatchPrefixes())
 
     def _take(self, instance: Instance, event: m.TokenEvent) -> None:
         sequence = event.sequence
@@ -348,6 +359,21 @@ class Fleet:
 
     # -- instances that come and go -----------------------------------------------------------------
 
+    def _join(self, event: e.Joined) -> None:
+        self.table.join(event.instance, event.domain, self._now)
+
+    def _left(self, event: e.Left) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.leave(instance, self._now)
+
+    def _forget_departed(self) -> None:
+        """Say goodbye to the leaving instances without open sequences, and forget them."""
+        for instance in self.table.departed(self._now):
+            if instance.alive and instance.version > 1:
+                self._send(instance, m.Goodbye())
+            self._actions.append(e.Forget(instance.name))
+            log.info("engine %s has left", instance.name)
+
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the report about the end of the former process may come later, or never
@@ -381,8 +407,8 @@ class Fleet:
 
     def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
         """Return the instance of ``event`` if the event comes from the present link; None for an old link."""
-        instance = self.table.instances[event.instance]
-        return instance if instance.link == event.link else None
+        instance = self.table.instances.get(event.instance)
+        return instance if instance is not None and instance.link == event.link else None
 
     def _lost(self, event: e.Lost) -> None:
         if (instance := self._linked_to(event)) is not None:
@@ -405,7 +431,7 @@ class Fleet:
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
-        elif replace and not self._closing:
+        elif replace and not self._closing and not instance.leaving:
             self._actions.append(e.Replace(instance.name, error))
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
@@ -479,6 +505,8 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Closed: Fleet._closed,
     e.Paused: Fleet._pause,
     e.Resumed: Fleet._resume,
+    e.Joined: Fleet._join,
+    e.Left: Fleet._left,
     e.Expected: Fleet._expected,
     e.Located: Fleet._located,
     e.Linked: Fleet._listening,
