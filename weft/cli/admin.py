@@ -51,17 +51,17 @@ def status(url: str, admin_key: str | None) -> None:
 
 
 @click.command()
-@click.argument("pool")
+@click.argument("base", metavar="NAME")
 @click.argument("groups", type=click.IntRange(min=0))
 @_server
 @_wait
-def scale(pool: str, groups: int, url: str, admin_key: str | None, wait: float) -> None:
-    """Start or end groups of a running server until POOL has the number GROUPS.
+def scale(base: str, groups: int, url: str, admin_key: str | None, wait: float) -> None:
+    """Start or end groups of a running server until GROUPS groups have the name NAME and a number.
 
-    POOL is the name of an entry of the topology, for instance decode for decode0 and decode1. New groups have
-    the settings of the entry. Groups that end first finish their requests. The last group of a role stays.
+    For instance `weft scale decode 3` gives decode0, decode1 and decode2. New groups have the settings of the
+    first group. Groups that end first finish their requests. The last group of a role stays.
     """
-    said = _call(url, admin_key, "POST", "/admin/scale", {"pool": pool, "groups": groups})
+    said = _call(url, admin_key, "POST", "/admin/scale", {"base": base, "groups": groups})
     click.echo(said["status"])
     until = time.monotonic() + wait
     while wait and not (done := _settled(url, admin_key)) and time.monotonic() < until:

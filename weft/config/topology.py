@@ -66,8 +66,8 @@ class GroupSettings(NamedTuple):
 
     name: str
     config: Config
-    pool: str = ""
-    """Name of the groups of one entry, without their number."""
+    base: str = ""
+    """Name without the number: ``decode`` for ``decode0``."""
 
 
 class Topology(NamedTuple):
@@ -240,11 +240,11 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     # Resolve encode groups first: for a model without a tower their error is the clearest.
     order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
     for number in order:
-        name, config, pool = topology.groups[number]
+        name, config, base = topology.groups[number]
         share = HostShare(ranks=sum(here), first=sum(here[:number]))
         try:
             made = resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
-            found[number] = msgspec.structs.replace(made, pool=pool)
+            found[number] = msgspec.structs.replace(made, base=base)
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
     resolved = [found[number] for number in range(len(here))]

@@ -21,8 +21,8 @@ log = get_logger(__name__)
 class ScaleRequest(Body, frozen=True, kw_only=True):
     """POST /admin/scale."""
 
-    pool: str
-    """Name of the groups with equal settings: an entry of the topology, without the number."""
+    base: str
+    """Name of the groups without their number, for instance decode."""
     groups: int
     """Wanted number of groups."""
 
@@ -39,7 +39,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
 
     name: str
     group: str
-    pool: str
+    base: str
     role: str
     state: str
     """State of the process: running, draining, leaving, waiting (for a restart), retired or ended."""
@@ -79,21 +79,21 @@ def add_groups(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/scale", openapi_extra=openapi.answers_of(ScaleRequest, Scaled))
     async def scale(request: Request) -> Response:
-        """Start or end groups until a pool has the wanted number of groups.
+        """Start or end groups until a base name has the wanted number of groups.
 
-        New groups have the settings of the pool. Groups that end first finish their requests. 404 for an
-        unknown pool; 400 if the server could not serve requests any more; 503 without a free GPU.
+        New groups have the settings of the first group. Groups that end first finish their requests. 404 for
+        an unknown name; 400 if the server could not serve requests any more; 503 without a free GPU.
         """
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ScaleRequest)
-        change = front.links.scale(asked.pool, asked.groups)
+        change = front.links.scale(asked.base, asked.groups)
         parts = [
             f"{verb} {', '.join(names)}"
             for verb, names in (("starting", change.starting), ("draining", change.leaving))
             if names
         ]
-        log.info("%d groups of %s requested over /admin/scale", asked.groups, asked.pool)
-        said = "; ".join(parts) or f"{asked.pool} has {asked.groups} groups already"
+        log.info("%d groups of %s requested over /admin/scale", asked.groups, asked.base)
+        said = "; ".join(parts) or f"{asked.base} has {asked.groups} groups already"
         answer = Scaled(status=said, starting=change.starting, leaving=change.leaving)
         return Response(to_json(answer), media_type=JSON)
 

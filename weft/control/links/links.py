@@ -318,9 +318,9 @@ class Links:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
 
-    def scale(self, pool: str, groups: int) -> Scaled:
-        """Start or end groups until the pool has ``groups``. Return the changes. See ``Owner.scale``."""
-        return self._owner.scale(pool, groups)
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Start or end groups of one base name. Return the changes. See ``Owner.scale``."""
+        return self._owner.scale(base, groups)
 
     def describe(self) -> list[EngineInfo]:
         """Return all members of the server, as the owner of the processes knows them."""

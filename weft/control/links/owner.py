@@ -23,8 +23,8 @@ class EngineInfo(NamedTuple):
 
     name: str
     group: str
-    pool: str
-    """Name of the groups with equal settings; "" for a group without a name."""
+    base: str
+    """Name of the group without its number; "" for a group without a name."""
     role: str
     state: Literal["running", "draining", "leaving", "waiting", "retired", "ended"]
     """``waiting``: a restart is due later. ``leaving``: drains, and is then removed."""
@@ -49,8 +49,8 @@ class Owner(Protocol):
     def describe(self) -> list[EngineInfo]:
         """Return all members of the server, in start order."""
 
-    def scale(self, pool: str, groups: int) -> Scaled:
-        """Start or end groups until ``pool`` has ``groups`` groups. Return the changes.
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Start or end groups until ``groups`` groups have the name ``base`` and a number. Return the changes.
 
         Groups to end drain first. Raises NotFound, InvalidRequest or Unavailable.
         """

@@ -47,10 +47,10 @@ class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     name: str
 
 
-class PoolScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """API server to supervisor: an operator changes the number of groups of a pool by HTTP."""
+class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator changes the number of groups of one base name by HTTP."""
 
-    pool: str
+    base: str
     groups: int
 
 
@@ -89,7 +89,7 @@ FromFront: TypeAlias = (
     | DrainAsked
     | GroupRevived
     | GroupRestarted
-    | PoolScaled
+    | GroupsScaled
     | GroupRemoved
     | HeadLost
 )
@@ -194,9 +194,9 @@ class SupervisorLink:
         """Request a restart of the retired engines of group ``name``, or of engine ``name``."""
         self._say(GroupRevived(name))
 
-    def scale(self, pool: str, groups: int) -> None:
-        """Request a number of groups for a pool."""
-        self._say(PoolScaled(pool, groups))
+    def scale(self, base: str, groups: int) -> None:
+        """Request a number of groups for one base name."""
+        self._say(GroupsScaled(base, groups))
 
     def remove(self, name: str) -> None:
         """Request the removal of group ``name``, or of engine ``name``."""

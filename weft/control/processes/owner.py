@@ -87,7 +87,7 @@ class HeadOwner:
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         return [
-            EngineInfo(name, entry.member.group, entry.member.pool, entry.member.role, entry.condition)
+            EngineInfo(name, entry.member.group, entry.member.base, entry.member.role, entry.condition)
             for name, entry in self._table.entries.items()
         ]
 
@@ -128,11 +128,11 @@ class HeadOwner:
         """Replace an engine process after a loss report from the API server."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
-    def scale(self, pool: str, groups: int) -> Scaled:
+    def scale(self, base: str, groups: int) -> Scaled:
         """Change the number of groups: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
-        change = plan_scale(pool, groups, table.members, table.leaving, table.serves)
+        change = plan_scale(base, groups, table.members, table.leaving, table.serves)
         now = self._clock.now()
         for group, members in change.new.items():
             self._starter.add(group, change.like)

@@ -34,8 +34,8 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name of the engine's expert-parallel group; "" if none."""
     group: str = ""
     """Engine only: name of the group."""
-    pool: str = ""
-    """Engine only: name of the set of groups with equal settings."""
+    base: str = ""
+    """Engine only: name of the group without its number."""
     group_role: str = "unified"
     """Engine only: role of the group."""
     endpoint: str | None = None
@@ -113,7 +113,7 @@ class RegistryOwner:
         report: Callable[[str, int, WeftError], None],
         revive: Callable[[str], None] = lambda name: None,
         keeps: Callable[[int], None] = lambda kept: None,
-        scale: Callable[[str, int], None] = lambda pool, groups: None,
+        scale: Callable[[str, int], None] = lambda base, groups: None,
         remove: Callable[[str], None] = lambda name: None,
         restart: Callable[[str], None] = lambda name: None,
         serves: Callable[[set[str]], bool] = bool,
@@ -121,7 +121,7 @@ class RegistryOwner:
         """``report`` notifies the supervisor of a lost engine.
 
         ``revive`` requests a restart of a retired group. ``keeps`` reports the number of begun sequences
-        at no engine. ``scale`` requests a number of groups for a pool, ``remove`` the end of a group,
+        at no engine. ``scale`` requests a number of groups for one base name, ``remove`` the end of a group,
         ``restart`` a rolling restart of a group.
         ``serves``: see ``ProcessTable``.
         """
@@ -152,7 +152,7 @@ class RegistryOwner:
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         heads = self._reader.read().of("head")
-        return [EngineInfo(one.name, one.group, one.pool, one.group_role, one.state) for one in heads]
+        return [EngineInfo(one.name, one.group, one.base, one.group_role, one.state) for one in heads]
 
     def restart(self, name: str = "") -> list[str]:
         """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
@@ -163,11 +163,11 @@ class RegistryOwner:
         self._restart(name)
         return found
 
-    def scale(self, pool: str, groups: int) -> Scaled:
+    def scale(self, base: str, groups: int) -> Scaled:
         """Request a number of groups: see ``weft.control.links.owner.Owner``."""
         heads = self._reader.read().of("head")
-        change = plan_scale(pool, groups, _members(heads), _leaving(heads), self._serves)
-        self._scale(pool, groups)
+        change = plan_scale(base, groups, _members(heads), _leaving(heads), self._serves)
+        self._scale(base, groups)
         return Scaled(change.starting, tuple(change.leaving))
 
     def remove(self, name: str) -> list[str]:
@@ -208,7 +208,7 @@ class RegistryOwner:
 
 def _members(heads: list[ProcessRecord]) -> dict[str, Member]:
     """Return the engines of the registry as members, by name."""
-    return {one.name: Member(one.domain, one.group, one.group_role, one.pool) for one in heads}
+    return {one.name: Member(one.domain, one.group, one.group_role, one.base) for one in heads}
 
 
 def _leaving(heads: list[ProcessRecord]) -> frozenset[str]:

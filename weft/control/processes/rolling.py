@@ -130,7 +130,9 @@ class RollingRestart:
         unit = {name: entries[name].incarnation for name in names if name in entries}
         if unit:
             log.info("%s drains and leaves the server", " and ".join(unit))
-            self._left.appendleft(unit)
+            # A replacement that waits for its turn has become pointless.
+            others = (one for one in self._left if not one.keys() <= unit.keys())
+            self._left = deque([unit, *others])
         return actions if self._unit else [*actions, *self._next(now)]
 
     def begin_switch(self) -> None:

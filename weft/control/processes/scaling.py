@@ -1,7 +1,6 @@
 """Changes of a server's groups while the server runs: which groups start, which groups leave. Pure.
 
-A *pool* is a set of groups with equal settings: one entry of a topology, for instance ``decode`` with the
-groups ``decode0`` and ``decode1``.
+Groups with one *base* name can be scaled: ``decode`` is the base name of ``decode0`` and ``decode1``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from weft.common.errors import InvalidRequest, NotFound
 from weft.control.processes.table import Member, named, with_domains
 
 MOST_GROUPS = 1024
-"""Maximum groups of a pool."""
+"""Maximum groups of one base name."""
 
 
 class Change(NamedTuple):
@@ -26,7 +25,7 @@ class Change(NamedTuple):
     leaving: list[str]
     """Names of the engine processes to drain and end."""
     like: str = ""
-    """An existing group: new groups have the settings of this group."""
+    """The first group of the base name. New groups have the settings of this group."""
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -35,40 +34,40 @@ class Change(NamedTuple):
 
 
 def plan_scale(
-    pool: str,
+    base: str,
     groups: int,
     members: Mapping[str, Member],
     leaving: frozenset[str],
     serves: Callable[[set[str]], bool],
 ) -> Change:
-    """Return the change that gives ``pool`` a number of ``groups``.
+    """Return the change that gives ``base`` a number of ``groups``.
 
     ``members``: engine processes by name. ``leaving``: names of ``members`` that leave already; leaving
     groups do not count. New groups get the smallest free numbers. The newest groups leave first.
 
-    Raise NotFound for an unknown pool. Raise InvalidRequest if the number is out of range, or if the
+    Raise NotFound for an unknown name. Raise InvalidRequest if the number is out of range, or if the
     remaining roles could not serve requests.
     """
-    pools = dict.fromkeys(member.pool for member in members.values() if member.pool)
-    if pool not in pools:
-        known = ", ".join(pools) or "none: start the server with `weft up FILE`, whose groups have names"
-        raise NotFound(f"unknown pool {pool!r}; the pools are {known}", param="pool")
+    bases = dict.fromkeys(member.base for member in members.values() if member.base)
+    if base not in bases:
+        known = ", ".join(bases) or "none: start the server with `weft up FILE`, whose groups have names"
+        raise NotFound(f"no groups are called {base!r} and a number; the names are {known}", param="base")
     if not 0 <= groups <= MOST_GROUPS:
-        raise InvalidRequest(f"a pool has 0 to {MOST_GROUPS} groups, not {groups}", param="groups")
-    of_pool: dict[str, dict[str, Member]] = {}
+        raise InvalidRequest(f"a name has 0 to {MOST_GROUPS} groups, not {groups}", param="groups")
+    of_base: dict[str, dict[str, Member]] = {}
     for name, member in members.items():
-        if member.pool == pool:
-            of_pool.setdefault(member.group, {})[name] = member
-    present = [group for group, names in of_pool.items() if not names.keys() <= leaving]
+        if member.base == base:
+            of_base.setdefault(member.group, {})[name] = member
+    present = [group for group, names in of_base.items() if not names.keys() <= leaving]
     if groups < len(present):
-        names = [name for group in present[groups:] for name in of_pool[group]]
+        names = [name for group in present[groups:] for name in of_base[group]]
         _check_roles(names, members, leaving, serves)
         return Change({}, names)
-    like = next(iter(of_pool))
+    like = next(iter(of_base))
     taken = {member.group for member in members.values()} | members.keys()
-    free = (name for name in (f"{pool}{n}" for n in itertools.count()) if name not in taken)
+    free = (name for name in (f"{base}{n}" for n in itertools.count()) if name not in taken)
     new = {
-        group: _renamed(of_pool[like], like, group) for group in itertools.islice(free, groups - len(present))
+        group: _renamed(of_base[like], like, group) for group in itertools.islice(free, groups - len(present))
     }
     return Change(new, [], like)
 

@@ -169,20 +169,20 @@ class ClusterServer:
                 self._signals.append(signal.SIGTERM)
             elif isinstance(message, channel.GroupRevived):
                 self._on(s.ReviveAsked(message.name))
-            elif isinstance(message, channel.PoolScaled | channel.GroupRemoved):
+            elif isinstance(message, channel.GroupsScaled | channel.GroupRemoved):
                 self._change(message)
             elif isinstance(message, channel.GroupRestarted):
                 self._on(s.RestartAsked(message.name))
             else:
                 self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 
-    def _change(self, asked: channel.PoolScaled | channel.GroupRemoved) -> None:
+    def _change(self, asked: channel.GroupsScaled | channel.GroupRemoved) -> None:
         """Change the groups of the server. A refusal is logged: the API server has checked the request."""
         try:
             if isinstance(asked, channel.GroupRemoved):
                 self._on(s.RemoveAsked(asked.name))
                 return
-            change = self._supervisor.plan(asked.pool, asked.groups)
+            change = self._supervisor.plan(asked.base, asked.groups)
             for group in change.new:
                 self._heads.add(group, change.like)
         except WeftError as error:
@@ -272,7 +272,7 @@ class ClusterServer:
                     state=entry.condition,
                     domain=entry.member.domain,
                     group=entry.member.group,
-                    pool=entry.member.pool,
+                    base=entry.member.base,
                     group_role=entry.member.role,
                     endpoint=endpoint() if callable(endpoint) else endpoint,
                     pid=process.pid if isinstance(process, subprocess.Popen) else None,

@@ -306,15 +306,15 @@ class Supervisor:
             return []
         return [*self.heads.revive(event.name, self._now)]
 
-    def plan(self, pool: str, groups: int) -> Change:
-        """Return the change that gives ``pool`` a number of groups. Change nothing.
+    def plan(self, base: str, groups: int) -> Change:
+        """Return the change that gives ``base`` a number of groups. Change nothing.
 
         Raise NotFound, InvalidRequest, or Unavailable outside the serving phase.
         """
         if self.phase is not ServerPhase.SERVING:
             raise Unavailable("the server does not serve now")
         heads = self.heads
-        return plan_scale(pool, groups, heads.members, heads.leaving, heads.serves)
+        return plan_scale(base, groups, heads.members, heads.leaving, heads.serves)
 
     def _scale(self, event: ScaleAsked) -> list[Action]:
         """Start the new groups, and drain the leaving groups."""

@@ -86,8 +86,8 @@ class Member(NamedTuple):
     """Name of the group. All processes of a group share a restart budget."""
     role: str = "unified"
     """Role of the group of an engine process."""
-    pool: str = ""
-    """Name of the set of groups with equal settings; "" for a group without a name. See ``scaling``."""
+    base: str = ""
+    """Name of the group without its number; "" for a group without a name. See ``scaling``."""
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:

@@ -52,7 +52,7 @@ class HeadProcesses:
             domain=(config.group or "all") if together else "",
             group=config.group,
             role=config.transfer.role,
-            pool=config.pool,
+            base=config.base,
         )
         self.config = config
         """Settings of the group."""
