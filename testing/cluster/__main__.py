@@ -91,7 +91,9 @@ def coverage(found: Exploration) -> str:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run a command line (by default that of this process) and end the process with the command's status."""
+    """Run a command line (by default that of this process) and end the process with the command's status: 130
+    after an interrupt. Never returns.
+    """
     try:
         status = cli.main(arguments, prog_name="python -m testing.cluster", standalone_mode=False)
     except click.ClickException as error:

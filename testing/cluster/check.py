@@ -95,8 +95,11 @@ class TokenModel:
         self._slots.clear()
 
     def run(self, plan: StepPlan) -> tuple[StepResult, RankStep, bool]:
-        """Run ``plan``. Return the result, the same step for another rank, and True if the process dies of
-        it."""
+        """Run ``plan`` on the slot table.
+
+        Return (result, the same step for another rank, True if the process dies of it). Raise Violation for a
+        wrong allocation.
+        """
         step = RankStep([], [], 0)
         for op in plan.ops:
             if isinstance(op, AllocSlot):
@@ -147,6 +150,7 @@ class TokenModel:
         return result, step._replace(tokens=total), dies
 
     def _allocate(self, op: AllocSlot) -> int:
+        """Fill a slot and return the key of its sequence. Raise Violation if the emitted tokens are wrong."""
         ids = op.token_ids.tolist()
         key = token_key(op.token_ids[: op.num_prompt].tobytes(), op.seed, op.choice)
         emitted = [token(key, position) for position in range(op.num_prompt, len(ids))]
@@ -218,7 +222,10 @@ class Stream:
         self.landed = self.computed = False
 
     def take(self, event: TokenEvent) -> None:
-        """Check the next event, and record the content. Raise Violation."""
+        """Check the next event against the expected output, and record the content.
+
+        Raise Violation for any difference, and for an event while closed or paused.
+        """
         # A reader gets no event after the end, and no tokens while not reading.
         name = f"sequence {self.sequence}"
         if not self.open:
@@ -247,6 +254,7 @@ class Stream:
             raise Violation(f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
 
     def _take_prompt(self, columns: LogprobColumns) -> None:
+        """Check and count prompt logprobs. Raise Violation for wrong positions or ids."""
         require(self.wants_prompt, f"sequence {self.sequence}: prompt logprobs that nobody asked for")
         ids, _, positions = columns.arrays()
         first = self.prompt_positions + 1

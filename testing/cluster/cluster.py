@@ -145,6 +145,9 @@ class Cluster(Timeline):
     # -- the end
 
     def _quiet(self) -> bool:
+        """Return True if no fault is planned, every client has an outcome, and no process has work or a
+        message to read.
+        """
         # Quiet means: no fault or request is left, no process stands still or works, no transfer is open, and
         # no message to an engine is under way.
         if self.pending_faults or any(client.outcome is None for client in self.clients):
@@ -170,7 +173,7 @@ class Cluster(Timeline):
         return f"clients {waiting}, open sequences {entries}, faults to come {self.pending_faults}"
 
     def _finish(self) -> None:
-        """Check the final state of a quiet cluster. Raise Violation."""
+        """Check the final state of a quiet cluster, add all counts, and end every engine. Raise Violation."""
         for client in self.clients:
             self.counts[f"requests {client.outcome}"] += 1
         for front in self.fronts:
@@ -276,7 +279,10 @@ class Cluster(Timeline):
         return replicas
 
     def start_times(self, head: HeadProcess, listen: float, load: float) -> tuple[float, float]:
-        """Return the seconds until a process listens, and from then until the process serves."""
+        """Return (seconds until a process listens, seconds from then until the process serves).
+
+        Uses up one planned slow start.
+        """
         if self.slow_starts and self.supervisor.restarts:
             self.slow_starts -= 1
             self.happened("slow upgrade" if self.supervisor.drains else "slow start")
@@ -285,7 +291,10 @@ class Cluster(Timeline):
         return listen, load
 
     def new_link(self, front: FrontProcess, head: HeadProcess) -> Link:
-        """Return an unconnected link of ``front`` to ``head``."""
+        """Return an unconnected link of ``front`` to ``head``, with a new number.
+
+        Earlier stalls of the process count as silence of the link.
+        """
         self._links += 1
         link = Link(self._links, front, head, self.rng.uniform(0.0002, 0.004))
         link.excused = head.excused
@@ -293,7 +302,10 @@ class Cluster(Timeline):
         return link
 
     def connect(self, link: Link) -> None:
-        """Connect the link as soon as the process listens."""
+        """Connect the link, or put the link in the process's list until the process listens.
+
+        Ignored for a dead process or a link given up.
+        """
         head = link.head
         if not head.alive or link.unlinked:
             return
@@ -310,8 +322,13 @@ class Cluster(Timeline):
         self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
 
     def end_head(self, head: HeadProcess, lingers: bool | None = None, dismiss: bool | None = None) -> bool:
-        """End the engine process now. Return True if the process was alive. For ``dismiss`` see
-        ``Group.end``."""
+        """End the engine process now, with its group.
+
+        Return False if the process was dead. For ``dismiss`` see ``Group.end``.
+
+        Peers, API servers, the supervisor and the rest of an expert-parallel group notice the end later.
+        ``lingers``: see ``_break``.
+        """
         if not head.alive:
             return False
         epoch = -1
@@ -339,6 +356,10 @@ class Cluster(Timeline):
         return True
 
     def _break(self, link: Link, lingers: bool) -> int:
+        """Break a link and let both ends notice later.
+
+        Return the number of lost messages. ``lingers``: messages to the API server still arrive.
+        """
         link.excused = True
         if not link.up:
             return 0
@@ -372,7 +393,10 @@ class Cluster(Timeline):
         return True
 
     def front_failed(self, front: FrontProcess) -> None:
-        """End an API server whose fleet has failed. Raise Violation if instances able to serve are left."""
+        """End an API server whose fleet has failed, and count it.
+
+        Raise Violation if instances able to serve are left.
+        """
         gone = not self.rooms.can_serve(self.supervisor.retired)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(
@@ -392,7 +416,10 @@ class Cluster(Timeline):
         self.end_head(head, dismiss=True)
 
     def poisoned(self, head: HeadProcess) -> None:
-        """End an engine process killed by a poisoned position."""
+        """End an engine process killed by a poisoned position.
+
+        The poison loses its effect after the planned number of deaths.
+        """
         self.poison_left -= 1
         if not self.poison_left:
             self.poison.clear()
@@ -408,7 +435,10 @@ class Cluster(Timeline):
     # -- clients
 
     def ask(self, client: Client) -> None:
-        """Send the client's request to a random live API server; without any, the outcome is "refused"."""
+        """Send the client's request to a random live API server.
+
+        Without any, or after ``MOST_TRIES`` tries, the outcome is "refused".
+        """
         alive = [front for front in self.fronts if front.alive and not front.closing]
         client.tries += 1
         if not alive or client.tries > MOST_TRIES:
@@ -426,6 +456,7 @@ class Cluster(Timeline):
             self.count("asked a stalled front")
 
     def _open(self, client: Client, front: FrontProcess, first: int) -> None:
+        """Open a client's request at ``front``, and plan the client's pauses and leave."""
         front.open(client, first)
         for after, seconds in client.pauses:
             self.at(self.now + after, front, front.pause, first, True)
@@ -434,7 +465,10 @@ class Cluster(Timeline):
             self.at(self.now + client.leaves, front, front.abandon, first)
 
     def client_ended(self, client: Client, front: FrontProcess, outcome: str) -> None:
-        """Record the end of a request at ``front``. A refused request is sent again later."""
+        """Record the end of a request at ``front``.
+
+        A refused request is sent again later, at most ``MOST_TRIES`` times.
+        """
         self.note(front.name, "=>", "client", f"request {client.number} {outcome}")
         if outcome == "refused" and client.tries <= MOST_TRIES:
             self.at(self.now + 0.3, None, self.ask, client)

@@ -52,7 +52,11 @@ class Collectives:
         self._open: dict[object, Collective] = {}
 
     def join(self, key: object, size: int, seconds: float, who: Participant, ended: Ended) -> None:
-        """Let ``who`` take part in the collective ``key``. ``ended`` is called at the end."""
+        """Let ``who`` take part in the collective ``key``.
+
+        ``ended(whole)`` is called at the end; ``whole`` is False if ranks were missing. Raise Violation if
+        the rank takes part already.
+        """
         collective = self._open.get(key)
         if collective is None:
             collective = self._open[key] = Collective(size, seconds)
@@ -72,6 +76,10 @@ class Collectives:
                 self._timeline.after(0.0, self._delay, None, self._break, key, collective)
 
     def _complete(self, key: object, collective: Collective) -> None:
+        """End a complete collective as whole.
+
+        While a rank is stalled, wait for the rank, up to the patience.
+        """
         if collective.over or len(collective.here) < collective.size:
             return
         awake = max(who.stalled_until for who, _ in collective.here.values())
@@ -88,6 +96,7 @@ class Collectives:
             self._end(key, collective, False)
 
     def _end(self, key: object, collective: Collective, whole: bool) -> None:
+        """End the collective and notify all live participants; a stalled one after waking."""
         collective.over = True
         if self._open.get(key) is collective:
             del self._open[key]

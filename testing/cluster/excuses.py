@@ -22,7 +22,7 @@ PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0, role=1.0, tr
 
 
 def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> None:
-    """Raise Violation if the schedule knows no reason for the failure of ``stream``."""
+    """Raise Violation if the schedule knows no reason for the failure of ``stream``. Counts the failure."""
     cluster = front.cluster
     fleet = front.fleet
     why = f"{front.name}: sequence {stream.sequence} failed ({code}: {message})"
@@ -120,7 +120,7 @@ def _up(front: FrontProcess, draining: bool) -> list[Instance]:
 
 
 def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
-    """Return True if ``event`` brings only tokens and no end. No sequence or instance changes place then."""
+    """Return True if ``event`` brings only tokens and no end: no sequence or instance changes place."""
     if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
         return False
     if any(told.finish is not None for told in event.message.events):

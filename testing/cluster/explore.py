@@ -46,7 +46,10 @@ class Exploration:
 
 
 def run_schedules(seeds: range) -> Exploration:
-    """Run the schedules of ``seeds`` one after another in this process."""
+    """Run the schedules of ``seeds`` one after another in this process.
+
+    Return the results; a violation becomes an entry of ``failures``.
+    """
     part = Exploration()
     began = time.process_time()
     with silent_log(), rare_collection():
@@ -72,6 +75,8 @@ def explore(
     begin: Callable[[], object] | None = None,
 ) -> Exploration:
     """Run ``schedules`` schedules, with seeds from ``seed`` on, in ``jobs`` processes.
+
+    Return the results of all.
 
     ``progress`` is called with the number of newly finished schedules. ``begin`` is called first in each of
     several processes.

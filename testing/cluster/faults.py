@@ -116,6 +116,7 @@ def _kill_head(cluster: Cluster) -> bool:
 
 
 def _fail_head(cluster: Cluster) -> bool:
+    """Let an engine fail with EngineDead. Return False without a running engine."""
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now:
         return False
@@ -124,6 +125,7 @@ def _fail_head(cluster: Cluster) -> bool:
 
 
 def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float) -> bool:
+    """Let a process stand still for ``seconds``. Return False if the process stands still already."""
     if process.stalled_until > cluster.now:
         return False
     process.stalled_until = cluster.now + seconds
@@ -132,7 +134,10 @@ def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float
 
 
 def _stall_head(cluster: Cluster) -> bool:
-    """Let an engine stand still: shortly, or so long that the API servers give the engine up."""
+    """Let an engine stand still: shortly, or so long that the API servers give the engine up.
+
+    Return True if it does.
+    """
     head = _head(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
     if head is None or not _stall(cluster, head, seconds):
@@ -146,7 +151,10 @@ def _stall_head(cluster: Cluster) -> bool:
 
 
 def _stall_front(cluster: Cluster) -> bool:
-    """Let an API server stand still. Even a long stall is no reason to give an engine up."""
+    """Let an API server stand still.
+
+    Return True if it does. Even a long stall is no reason to give an engine up.
+    """
     front = _front(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.5 else cluster.rng.uniform(3.0, 9.0)
     if front is None or not _stall(cluster, front, seconds):
@@ -156,7 +164,7 @@ def _stall_front(cluster: Cluster) -> bool:
 
 
 def _poison(cluster: Cluster) -> bool:
-    """Poison a request: engines die at one of the positions. Counted at the first death."""
+    """Poison a request: engines die at one of the positions. Return False: counted at the first death."""
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.poison[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -165,7 +173,10 @@ def _poison(cluster: Cluster) -> bool:
 
 
 def _row_error(cluster: Cluster) -> bool:
-    """Make logits of one sequence non-finite. Counted when the sequence fails for this reason."""
+    """Make logits of one sequence non-finite.
+
+    Return False: counted when the sequence fails for this reason.
+    """
     client = cluster.rng.choice(cluster.clients)
     key = cluster.rng.choice(cluster.keys_of(client))
     cluster.row_errors[key] = len(client.prompt) + cluster.rng.randrange(3)
@@ -173,7 +184,10 @@ def _row_error(cluster: Cluster) -> bool:
 
 
 def _slow_start(cluster: Cluster) -> bool:
-    """Kill an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
+    """Kill an engine, and delay the next starts beyond the limit.
+
+    Return False: counted when such a process starts.
+    """
     cluster.slow_starts = cluster.rng.choice((1, 2))
     _kill_head(cluster)
     return False
@@ -185,7 +199,10 @@ def _kill_front(cluster: Cluster) -> bool:
 
 
 def _close_front(cluster: Cluster) -> bool:
-    """End an API server in order; a moment later all connections are closed."""
+    """End an API server in order; a moment later all connections are closed.
+
+    Return False without a running API server.
+    """
     front = _front(cluster)
     if front is None or front.stalled_until > cluster.now:
         return False
@@ -203,6 +220,8 @@ def _break_link(cluster: Cluster) -> bool:
 
 def _partition(cluster: Cluster) -> bool:
     """Silence the link of one API server to an engine, or all links of the engine, for a while.
+
+    Return False without a link.
 
     Afterwards all messages arrive late, or the links break.
     """
@@ -229,7 +248,7 @@ def _partition(cluster: Cluster) -> bool:
 
 
 def _delay(cluster: Cluster) -> bool:
-    """Delay all messages under way on a link."""
+    """Delay all messages under way on a link. Return False without a link."""
     link = _link(cluster)
     if link is None:
         return False
@@ -238,7 +257,7 @@ def _delay(cluster: Cluster) -> bool:
 
 
 def _duplicate(cluster: Cluster) -> bool:
-    """Duplicate the next Submit of a link. Counted when the Submit is sent twice."""
+    """Duplicate the next Submit of a link. Return False: counted when the Submit is sent twice."""
     link = _link(cluster, version=2)
     if link is not None:
         link.duplicate = True
@@ -246,7 +265,7 @@ def _duplicate(cluster: Cluster) -> bool:
 
 
 def _evict(cluster: Cluster) -> bool:
-    """Let an engine return a sequence; any engine may continue the sequence."""
+    """Let an engine return a sequence, which any engine may continue. Return True if one was returned."""
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now or head.engine.recovering:
         return False
@@ -254,13 +273,16 @@ def _evict(cluster: Cluster) -> bool:
 
 
 def _drain(cluster: Cluster) -> bool:
-    """Upgrade an engine: drain the process, then start another one."""
+    """Upgrade an engine: drain the process, then start another one. Return True if the drain begins."""
     head = _head(cluster)
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:
-    """Upgrade an engine, and delay the next starts beyond the limit. Counted when such a process starts."""
+    """Upgrade an engine, and delay the next starts beyond the limit.
+
+    Return False: counted when such a process starts.
+    """
     head = _head(cluster)
     if head is not None and cluster.supervisor.drain(head.instance):
         cluster.slow_starts = cluster.rng.choice((1, 2))
@@ -282,7 +304,10 @@ def _kill_rank(cluster: Cluster) -> bool:
 
 
 def _stop_rank(cluster: Cluster) -> bool:
-    """Stop a rank. The rank wakes soon, or after the group gave the rank up, or never."""
+    """Stop a rank.
+
+    Return False without a rank to stop. The rank wakes soon, or after the group gave the rank up, or never.
+    """
     process = _rank(cluster)
     if process is None or process.stalled_until > cluster.now:
         return False
@@ -296,7 +321,10 @@ def _stop_rank(cluster: Cluster) -> bool:
 
 
 def _rank_raises(cluster: Cluster) -> bool:
-    """Let the next step raise at a rank, or at the engine's own rank. Counted at the exception."""
+    """Let the next step raise at a rank, or at the engine's own rank.
+
+    Return False: counted at the exception.
+    """
     process = _rank(cluster)
     if process is not None:
         own = cluster.rng.random() < 0.25
@@ -305,7 +333,7 @@ def _rank_raises(cluster: Cluster) -> bool:
 
 
 def _late_report(cluster: Cluster) -> bool:
-    """Delay the reports of a rank. Counted when the report of a step is late."""
+    """Delay the reports of a rank. Return False: counted when the report of a step is late."""
     process = _rank(cluster)
     if process is not None:
         rng = cluster.rng
@@ -315,7 +343,10 @@ def _late_report(cluster: Cluster) -> bool:
 
 
 def _lost_report(cluster: Cluster) -> bool:
-    """Lose the next report of a step, with the rank's connection. Counted when a report is lost."""
+    """Lose the next report of a step, with the rank's connection.
+
+    Return False: counted when a report is lost.
+    """
     process = _rank(cluster)
     if process is not None:
         process.loses_report = True
@@ -323,7 +354,7 @@ def _lost_report(cluster: Cluster) -> bool:
 
 
 def _cannot_load(cluster: Cluster) -> bool:
-    """Kill a rank, and let the next processes fail to load. Counted when one fails."""
+    """Kill a rank, and let the next processes fail to load. Return False: counted when one fails."""
     process = _rank(cluster)
     if process is not None:
         cluster.plan_mishap("load", process.rank, cluster.rng.choice((1, 1, 2, 5)))
@@ -332,7 +363,10 @@ def _cannot_load(cluster: Cluster) -> bool:
 
 
 def _cannot_form(cluster: Cluster) -> bool:
-    """Kill a rank, and let the rank or the engine fail to form epochs. Counted when one fails."""
+    """Kill a rank, and let the rank or the engine fail to form epochs.
+
+    Return False: counted when one fails.
+    """
     process = _rank(cluster)
     if process is not None:
         times = cluster.rng.choice((1, 1, 2, 5))
@@ -345,8 +379,10 @@ def _cannot_form(cluster: Cluster) -> bool:
 
 
 def _hold(cluster: Cluster) -> bool:
-    """Pin blocks of a sequence as if an outside process wrote to the blocks. Often a rank is killed
-    meanwhile."""
+    """Pin blocks of a sequence as if an outside process wrote to the blocks.
+
+    Return True if blocks are pinned. Often a rank is killed meanwhile.
+    """
     head = _head(cluster)
     if head is None or head.stalled_until > cluster.now or head.engine.recovering:
         return False
@@ -358,7 +394,10 @@ def _hold(cluster: Cluster) -> bool:
 
 
 def _kill_rank_again(cluster: Cluster) -> bool:
-    """Kill a rank whenever its group runs again, until the engine has lost too many epochs. Counted then."""
+    """Kill a rank whenever its group runs again, until the engine has lost too many epochs.
+
+    Return False: counted then.
+    """
     process = _rank(cluster)
     if process is not None:
         instance = process.replica.name
@@ -373,7 +412,10 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
 
 
 def _lost_word(cluster: Cluster) -> bool:
-    """Lose the next report of a rank about a transfer, with the connection. Counted when a report is lost."""
+    """Lose the next report of a rank about a transfer, with the connection.
+
+    Return False: counted when it is lost.
+    """
     process = _rank(cluster)
     if process is not None:
         process.loses_word = True

@@ -39,7 +39,7 @@ class FrontProcess:
         version: int,
         joining: bool = False,
     ) -> None:
-        """Create the process. For ``joining`` see ``Fleet``."""
+        """Create the process. ``version``: of its messages. For ``joining`` see ``Fleet``."""
         self.cluster = cluster
         self.name = name
         self.version = version
@@ -74,7 +74,10 @@ class FrontProcess:
     # -- the shell
 
     def feed(self, event: e.Event) -> None:
-        """Give the fleet an event, carry out the actions, and check the state."""
+        """Give the fleet an event, carry out the actions, and check the state.
+
+        Ignored once the process has ended. Raise Violation.
+        """
         if not self.alive:
             return
         cluster = self.cluster
@@ -96,6 +99,7 @@ class FrontProcess:
             self._schedule_tick()
 
     def _carry_out(self, action: e.Action) -> None:
+        """Carry out one action of the fleet. Raise Violation if the action is not allowed now."""
         cluster = self.cluster
         if isinstance(action, e.Send):
             link = self.links[action.link]
@@ -131,7 +135,10 @@ class FrontProcess:
         return message
 
     def _track(self, link: Link, message: m.ToHead) -> None:
-        """Record the links of a sequence for an outgoing ``message``, and check that sending is allowed."""
+        """Record at the stream where a sequence is after an outgoing ``message``.
+
+        Raise Violation if sending is not allowed.
+        """
         if isinstance(message, m.Submit):
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
@@ -154,6 +161,10 @@ class FrontProcess:
         stream.left()
 
     def _unlink(self, action: e.Unlink) -> None:
+        """Give a link up: count the losses of its sequences and disconnect.
+
+        Raise Violation if nothing had happened to the engine, or if the link was given up before.
+        """
         if action.link not in self.links:  # the instance never had a process
             return
         cluster = self.cluster
@@ -200,6 +211,7 @@ class FrontProcess:
         return True
 
     def _deliver(self, event: m.TokenEvent) -> None:
+        """Check an event against its stream. A failed stream needs an excuse. Raise Violation."""
         stream = self.streams.get(event.sequence)
         require(stream is not None, f"{self.name}: an event of sequence {event.sequence}, which nobody asked")
         assert stream is not None
@@ -221,6 +233,10 @@ class FrontProcess:
             self.cluster.at(max(deadline, self.cluster.now), self, self._tick, deadline)
 
     def _tick(self, planned: float) -> None:
+        """Feed ``Tick`` at the fleet's deadline; an outdated plan is ignored.
+
+        Raise Violation if the tick changes nothing.
+        """
         if planned != self._ticks_at:
             return
         self._ticks_at = float("inf")
@@ -244,7 +260,10 @@ class FrontProcess:
     # -- messages and the registry
 
     def receive(self, link: Link, message: m.ToFront) -> None:
-        """Receive a message of an engine."""
+        """Receive a message of an engine: record it for the streams and feed the fleet.
+
+        Messages over a link given up are counted and passed on, too.
+        """
         if link.unlinked:
             self.cluster.count("messages of a link given up")
         if self.cluster.logs:
@@ -262,6 +281,10 @@ class FrontProcess:
             self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
+        """Record at the stream which sequences end, move or fail at the link's engine.
+
+        Events of other attempts are ignored.
+        """
         stream = self.streams.get(event.sequence)
         if stream is None or link.number not in stream.links:
             return
@@ -314,7 +337,7 @@ class FrontProcess:
         self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
 
     def started(self, head: HeadProcess) -> None:
-        """Learn from the registry of a newly started process."""
+        """Learn from the registry of a newly started process: make and connect a link."""
         self.retired_instances.discard(head.instance)
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
@@ -346,7 +369,10 @@ class FrontProcess:
     # -- clients
 
     def open(self, client: Client, first: int) -> None:
-        """Open the request of ``client``. The request's sequences are ``first``, ``first`` + 1, ..."""
+        """Open the request of ``client``, or count a refusal.
+
+        The request's sequences are ``first``, ``first`` + 1, ... Raise Violation for an unfounded refusal.
+        """
         del self.asked[client.number]
         refusal = self.fleet.refusal()
         if refusal is not None:
@@ -365,6 +391,10 @@ class FrontProcess:
         self.feed(e.Opened(tuple(submits), pinned=pinned))
 
     def _submit(self, client: Client, first: int, choice: int, prompt: bytes) -> m.Submit:
+        """Return the Submit of one choice.
+
+        ``first``: sequence of choice 0. ``prompt``: int32 ids as bytes.
+        """
         return m.Submit(
             sequence=first + choice,
             request=first,
@@ -376,6 +406,7 @@ class FrontProcess:
         )
 
     def _stream(self, client: Client, submit: m.Submit, pinned: str | None) -> None:
+        """Record the expected output of one sequence in ``streams``."""
         key = token_key(submit.prompt_ids, submit.seed, submit.choice)
         length = self.cluster.kv.max_model_len
         tokens, finish = output(key, len(client.prompt), client.params, length)
@@ -391,7 +422,9 @@ class FrontProcess:
         )
 
     def _after(self) -> None:
-        """Let clients and the text side react to new output: text stops, and ends of requests."""
+        """Let clients and the text side react to new output: end choices at their text stops, and report
+        ended requests.
+        """
         for first, client in list(self.clients.items()):
             streams = [self.streams[sequence] for sequence in self.requests[first]]
             stops = client.text_stops
@@ -414,7 +447,7 @@ class FrontProcess:
         self.feed(e.Closed(sequences))
 
     def pause(self, first: int, paused: bool) -> None:
-        """Let the client of a request stop reading, or read again."""
+        """Let the client of a request stop reading, or read again. Ended requests are ignored."""
         if first not in self.clients:
             return
         streams = [self.streams[sequence] for sequence in self.requests[first]]
@@ -428,7 +461,7 @@ class FrontProcess:
         self.feed(e.Paused(sequences) if paused else e.Resumed(sequences))
 
     def abandon(self, first: int) -> None:
-        """Let the client of a request leave."""
+        """Let the client of a request leave, and end its streams. Ended requests are ignored."""
         client = self.clients.pop(first, None)
         if client is None:
             return

@@ -40,9 +40,10 @@ class Group:
         budget: RestartBudget | None = None,
         lag: int = 1,
     ) -> None:
-        """Create the group. ``load`` is the number of seconds to load the engine's own rank.
+        """Create the group.
 
-        ``leases`` are the leases of an expert-parallel group's engines, by replica.
+        ``owner``: the engine process. ``load``: seconds to load the engine's own rank. ``leases``: by
+        replica. For ``meeting``, ``budget`` and ``lag`` see ``Membership``.
         """
         pace = replica.pace
         self.owner = owner
@@ -133,7 +134,10 @@ class Group:
     # -- steps
 
     def launch(self, work: Work) -> None:
-        """Send a step to every rank, and launch this rank's share."""
+        """Send a step to every rank, and launch this rank's share.
+
+        A rank without a connection counts as gone, and no further rank gets the step.
+        """
         for rank in self.others:
             process = self.replica.by_peer.get(self.membership.members[rank].peer or b"")
             if process is None or not process.alive:
@@ -163,8 +167,9 @@ class Group:
         self._reports.check_count(step, epoch)
 
     def peer_replica_gone(self, epoch: int) -> None:
-        """Fail the running step of ``epoch``, because another replica of the expert-parallel group is
-        gone."""
+        """Fail the running step of ``epoch`` on all ranks, because another replica of the expert-parallel
+        group is gone. Other epochs are ignored.
+        """
         self.replica.excuse()
         if self.running and self.membership.epoch == epoch:
             for process in list(self.replica.living.values()):
@@ -173,6 +178,7 @@ class Group:
             self._feed(t.OwnFailure(epoch, "a replica is gone", collective=True))
 
     def _begin(self) -> None:
+        """Begin the oldest queued step on the engine's own rank, or fail as planned."""
         work = self._running = self._queue.popleft()
         self._reports.begin(work.step)
         if self.replica.mishaps.befalls("step", self.rank):
@@ -184,6 +190,10 @@ class Group:
         self.replica.collectives.join(key, len(self.replica.ranks), work.seconds, self, ended)
 
     def _step_ended(self, work: Work, whole: bool) -> None:
+        """Report the end of a step on the engine's own rank, and begin the next.
+
+        ``whole`` is False if a peer is gone.
+        """
         if self._running is not work or self.closed:
             return
         self._running = None
@@ -205,7 +215,10 @@ class Group:
     # -- the membership
 
     def _feed(self, event: t.Event) -> None:
-        """Give the membership an event, carry out the actions, and react to a change of phase."""
+        """Give the membership an event, carry out the actions, and react to a change of phase.
+
+        Ignored once closed.
+        """
         if self.closed:
             return
         members = self.membership
@@ -221,6 +234,7 @@ class Group:
             self._settle()
 
     def _carry_out(self, actions: list[t.Action]) -> None:
+        """Carry out all actions; blocking actions one after another."""
         # `Spawn` and `Connect` block in the product, so the carrier runs one action after the other.
         for action in actions:
             if isinstance(action, t.Send):
@@ -239,6 +253,10 @@ class Group:
             self._carry()
 
     def _changed(self, before: str) -> None:
+        """React to a new phase of the membership: notify the owner, resume after a loss, count epochs.
+
+        Raise Violation for a loss without an incident.
+        """
         timeline, members = self._timeline, self.membership
         if before == "running" and not self._closing:
             excused = self.replica.excused_until >= timeline.now
@@ -266,7 +284,7 @@ class Group:
             self.troubled = self.troubled or before in ("meeting", "forming", "running")
 
     def _resume(self) -> None:
-        """Let the step thread notice the loss."""
+        """Let the step thread notice the loss: drop all steps and resume. Ignored if resumed already."""
         lost = self.membership.unresumed
         if lost is not None:
             self._drop_steps()
@@ -301,7 +319,7 @@ class Group:
     # -- frames
 
     def receive(self, process: RankProcess, frame: f.ToHead) -> None:
-        """Receive a frame of a rank, after the delay of the link."""
+        """Receive a frame of a rank, after the delay of the link. Breaks the connection where planned."""
         timeline = self._timeline
         if timeline.logs:
             timeline.note(process.name, "->", self.name, frame)
@@ -319,6 +337,10 @@ class Group:
             process.break_connection()
 
     def _arrived(self, process: RankProcess, peer: bytes, connection: int, frame: f.ToHead) -> None:
+        """Read a frame, or keep the frame while the own rank is away.
+
+        Frames of an earlier connection are lost.
+        """
         if connection != process.connection:
             if peer == process.peer and isinstance(frame, f.Outcome):
                 self.replica.mishaps.seen("report lost")
@@ -330,6 +352,10 @@ class Group:
             self._read(process, peer, frame)
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
+        """Feed a frame to the membership.
+
+        Raise Violation if a frame of a process given up changes anything.
+        """
         members = self.membership
         # Frames of a process already given up must not change anything.
         if process.given_up_by is self:
@@ -345,6 +371,7 @@ class Group:
         self._feed(t.Received(peer, frame))
 
     def _send(self, send: t.Send) -> None:
+        """Send a frame to a rank. Without a connection, report ``Gone``."""
         process = self.replica.by_peer[send.peer]
         if _refuses(send.frame):
             process.given_up_by = self
@@ -365,6 +392,7 @@ class Group:
     # -- blocking calls, and the watch
 
     def _carry(self) -> None:
+        """Begin the oldest blocking action. Raise Violation if an epoch comes again."""
         action = self._carried = self._carrying.popleft()
         pace = self.replica.pace
         if isinstance(action, t.Spawn):
@@ -377,6 +405,10 @@ class Group:
         self.replica.collectives.join(action.store, size, 0.02 * pace.slow, self, ended)
 
     def _spawn(self, action: t.Spawn) -> None:
+        """Start the process of a rank, after the end of the former process if ``anew``.
+
+        Report ``Spawned``.
+        """
         replica = self.replica
         if action.anew:
             self.troubled = True
@@ -389,6 +421,10 @@ class Group:
         self._carry_next()
 
     def _connected(self, connect: t.Connect, whole: bool) -> None:
+        """Report the outcome of a connection attempt and begin the next blocking action.
+
+        ``whole`` is False if a peer is gone.
+        """
         if self._carried is not connect:
             return
         self._carried = None
@@ -435,6 +471,7 @@ class Group:
         timeline.at(timeline.now + tick, self, self._watch)
 
     def _heartbeat(self, process: RankProcess) -> None:
+        """Exchange heartbeats with a rank, which then leaves an aborted epoch."""
         epoch = process.epoch if process.formed else -1
         heartbeat = f.RankHeartbeat(rank=process.rank, epoch=epoch, step=0, incarnation=self.incarnation)
         self._feed(t.Received(b"", heartbeat))

@@ -45,6 +45,7 @@ class OldHeadProtocol(HeadProtocol):
     """The protocol of an engine that speaks only version 1."""
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
+        """Answer as an engine of version 1. Raise Violation for a message of version 2."""
         if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
             raise Violation(f"a head of version 1 got {type(message).__name__} of version 2")
         if not isinstance(message, m.Hello):
@@ -68,6 +69,10 @@ class HeadProcess:
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
+        """Create a process of ``instance``, not started.
+
+        ``number``: start number, over all engine processes. ``version``: of its messages.
+        """
         self.cluster = cluster
         self.instance = instance
         self.version = version
@@ -137,6 +142,7 @@ class HeadProcess:
         return self.slow or not self.alive or (not self.ready and (troubled or self.domain_gone))
 
     def _listen(self) -> None:
+        """Connect all waiting links and start the group."""
         cluster = self.cluster
         self.listens = True
         for link in self.connecting:
@@ -182,6 +188,7 @@ class HeadProcess:
                 self._open(cache)
 
     def _open(self, cache: Cache) -> None:
+        """Open the transfers of ``cache``, if the group has any."""
         cluster, role, group, sides = self.cluster, self.engine.transfer.role, self.group, self.engine.sides
         side = None if sides is None else sides.of(cache)
         if side is None:
@@ -248,7 +255,7 @@ class HeadProcess:
             self._turn()
 
     def forget(self, link: Link) -> None:
-        """Notice the end of a connection."""
+        """Notice the end of a connection: the sequences of the API server end."""
         self.links.pop(link.connection, None)
         self.protocol.forget(link.connection)
         self.check()
@@ -259,6 +266,8 @@ class HeadProcess:
 
     def _turn(self, worked: bool = False) -> None:
         """Run the loop until the engine waits for a step or has no work.
+
+        Raise Violation if the engine fails or stops with work at hand.
 
         ``worked`` is True if the process was busy until now. API servers then get a heartbeat at once.
         """
@@ -300,7 +309,10 @@ class HeadProcess:
             self._heartbeat()
 
     def _complete(self, number: int) -> None:
-        """Commit the awaited step, and continue the loop. A stale ``number`` is ignored."""
+        """Commit the awaited step, and continue the loop.
+
+        A stale ``number`` is ignored. A poisoned step ends the process. Raise Violation if the engine fails.
+        """
         if number != self._waits or not self._busy:
             return
         self._busy = False
@@ -321,6 +333,7 @@ class HeadProcess:
             self._send(self.protocol.events(events, self.engine.scheduler.steps))
 
     def _timer(self) -> None:
+        """Send a heartbeat every ``HEARTBEAT_S`` seconds, or after the running step."""
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
         if self._busy:
             self._heartbeat_due = True
@@ -340,7 +353,7 @@ class HeadProcess:
     # -- faults and orders
 
     def group_lost(self) -> None:
-        """Drop the epoch with all steps. See ``Owner``."""
+        """Drop the epoch with all steps, count both and continue the loop. See ``Owner``."""
         cluster = self.cluster
         self._busy = False
         lost = self.engine.lose_group()

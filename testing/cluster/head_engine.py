@@ -55,6 +55,7 @@ class Engine:
         clock: Clock,
         transfer: TransferSection = TransferSection(),
     ) -> None:
+        """``kv``, ``section``, ``transfer``: settings. ``model``: the device. ``clock``: of the schedule."""
         self.kv = kv
         self.transfer = transfer
         self.rooms: dict[Cache, HeadRooms] = {}
@@ -87,6 +88,10 @@ class Engine:
         """Slot -> key, for the checksums of the engine's own rank."""
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
+        """Queue a sequence and open its transfers.
+
+        Return the resulting events. Raises the errors of ``Scheduler.add``.
+        """
         events = self.scheduler.add(submit, self._clock.now())
         tickets: list[tuple[Cache, RoomTicket | None]] = [("kv", submit.room)]
         tickets += [("embeddings", item.room) for item in submit.media]
@@ -128,6 +133,7 @@ class Engine:
         return self.recovering or bool(self._in_flight) or self.scheduler.has_work()
 
     def stats(self) -> m.HeadStats:
+        """Return the scheduler's counters with those of the transfers."""
         stats = self.scheduler.stats()
         rooms, images = self.rooms.get("kv"), self.rooms.get("embeddings")
         if rooms is not None:
@@ -159,8 +165,10 @@ class Engine:
         )
 
     def launch(self, now: float) -> _Launched | None:
-        """Launch the next step, if any. Return the oldest step in flight if the loop must wait for it, else
-        None."""
+        """Launch the next step, if any.
+
+        Return the oldest step in flight if the loop must wait for it, else None.
+        """
         builder = self.scheduler.build(now) if len(self._in_flight) < self._depth else None
         plan = None if builder is None else self.scheduler.seal(builder)
         if plan is not None:
@@ -171,7 +179,10 @@ class Engine:
         return None
 
     def commit_oldest(self, now: float) -> list[m.TokenEvent] | None:
-        """Commit the oldest step and return the events; None if the process dies of the step."""
+        """Commit the oldest step and return the events; None if the process dies of the step.
+
+        Raise Violation if the step may not count yet.
+        """
         step = self._in_flight.popleft()
         assert self.group is not None
         self.group.check_count(step.plan.step, step.epoch)
@@ -180,7 +191,10 @@ class Engine:
         return self.scheduler.commit(step.plan, step.result, now) + self.asked()
 
     def lose_group(self) -> int:
-        """Drop the epoch with all steps in flight. Return the number of dropped steps."""
+        """Drop the epoch with all steps in flight, and fail all transfers.
+
+        Return the number of dropped steps. Sets ``recovering``.
+        """
         lost = len(self._in_flight)
         self._in_flight.clear()
         self.recovering = True
@@ -252,8 +266,9 @@ class Engine:
         return list(self.scheduler._state.images._rooms)
 
     def hold(self, seconds: float, now: float) -> list[int]:
-        """Pin the blocks of a running sequence, as if an outside process wrote to the blocks. Return the
-        blocks."""
+        """Pin the blocks of a running sequence until ``now`` + ``seconds``, as if an outside process wrote to
+        the blocks. Return the blocks; [] without a running sequence.
+        """
         if isinstance(self.scheduler, EncodeScheduler):
             return []
         state = self.scheduler._state
@@ -279,6 +294,9 @@ class Engine:
             self.scheduler.unhold(0, block)
 
     def _launch(self, plan: StepPlan, now: float) -> None:
+        """Run ``plan`` at once on the token model and on the own memory, append the step to the steps in
+        flight, and send the step to the ranks. Raise Violation.
+        """
         if self.held_over:
             self._check_blocks(plan)
         result, step, dies = self.model.run(plan)

@@ -41,6 +41,7 @@ class Link:
     )
 
     def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
+        """Create an unconnected link. ``latency``: seconds of one message, at least."""
         self.number = number
         self.front = front
         self.head = head
@@ -75,6 +76,7 @@ class Network:
     """Carries messages over links, in order."""
 
     def __init__(self, cluster: Cluster) -> None:
+        """``cluster``: has the time, the random generator and the log."""
         self._cluster = cluster
         self.lost = 0
         """Number of messages lost, on broken links or sent while a link was down."""
@@ -82,7 +84,10 @@ class Network:
         """True if broken links reconnect: between hosts, where processes outlive a connection."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
-        """Send ``message`` to the engine. Raise Violation for a message unknown to the link's version."""
+        """Queue ``message`` for the engine; lost without a connection.
+
+        Raise Violation for a message unknown to the link's version. A planned fault sends a Submit twice.
+        """
         cluster = self._cluster
         new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
         if new and link.version < 2:
@@ -105,7 +110,10 @@ class Network:
             cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
 
     def to_front(self, link: Link, message: m.ToFront) -> None:
-        """Send ``message`` to the API server. Raise Violation for an event unknown to the link's version."""
+        """Queue ``message`` for the API server; lost without a connection.
+
+        Raise Violation for an event unknown to the link's version.
+        """
         cluster = self._cluster
         if link.version < 2 and isinstance(message, m.Tokens):
             for event in message.events:
@@ -127,7 +135,11 @@ class Network:
         link.silence += seconds
 
     def cut(self, link: Link, lingers: bool) -> int:
-        """Break the link for good. Return the number of lost messages."""
+        """Break the link for good.
+
+        Return the number of lost messages; 0 if broken already. ``lingers``: messages to the API server still
+        arrive.
+        """
         if not link.up:
             return 0
         link.up = False
@@ -179,6 +191,7 @@ class Network:
         return due if due > after else after
 
     def _deliver_to_head(self, link: Link) -> None:
+        """Deliver due messages in order and schedule the next delivery. A silent link delays all."""
         now = self._cluster.now
         queue = link.to_head
         if not link.up:
@@ -192,6 +205,7 @@ class Network:
             self._cluster.at(queue[0][0], link.head, self._deliver_to_head, link)
 
     def _deliver_to_front(self, link: Link) -> None:
+        """Deliver due messages in order and schedule the next delivery. A silent link delays all."""
         now = self._cluster.now
         # Deliver in order. An early message, or a silent link, schedules the next call.
         queue = link.to_front

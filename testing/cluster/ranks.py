@@ -145,7 +145,10 @@ class Replica:
                 self.spawn(rank)
 
     def spawn(self, rank: int) -> bool:
-        """Start the process of ``rank`` unless running. Return True if already running."""
+        """Start the process of ``rank`` unless running.
+
+        Return True if already running. A retired replica starts nothing.
+        """
         if rank in self.living:
             return True
         if not self.retired:
@@ -202,6 +205,10 @@ class RankProcess:
     """One process of a rank. Frames arrive through ``Group``, in order."""
 
     def __init__(self, replica: Replica, rank: int) -> None:
+        """Create a live process of ``rank`` with a new peer name.
+
+        The process says hello when ``spawn`` schedules it.
+        """
         self.replica = replica
         self.rank = rank
         self.alive = True
@@ -278,7 +285,10 @@ class RankProcess:
         replica.timeline.at(replica.timeline.now + again, self, self.say_hello)
 
     def take(self, group: Group, frame: f.ToRank) -> None:
-        """Handle a frame of the engine of ``group``."""
+        """Handle a frame of the engine of ``group``.
+
+        Frames of another engine are ignored, except a welcome and a refusal.
+        """
         if isinstance(frame, f.Refused):
             if group is self.replica.group:
                 self.end()
@@ -307,6 +317,7 @@ class RankProcess:
             self._report(frame)
 
     def _is_ready(self) -> None:
+        """Open the transfers once, and report Ready."""
         if self.sides is None and self.replica.make_sides is not None:
             self.sides = self.replica.make_sides(self)
         sides = self.sides or Sides(None, None)
@@ -314,6 +325,10 @@ class RankProcess:
         self._report(f.Ready(rank=self.rank, endpoint=sides.endpoint("kv"), embeddings=embeddings))
 
     def _welcomed(self, group: Group) -> None:
+        """Join the engine of ``group``: stop old transfers and report Loaded, or begin to load.
+
+        Ignored if already joined.
+        """
         if self.group is not None or group is not self.replica.group:
             return
         self.group = group
@@ -328,6 +343,7 @@ class RankProcess:
             self.replica.timeline.after(0.01 * slow, 0.2 * slow, self, self._load)
 
     def _load(self) -> None:
+        """Report Loaded, or fail as planned and end. Without an engine, keep the weights for the next."""
         self.loading = False
         if self.replica.mishaps.befalls("load", self.rank):
             self._report(f.Failed(rank=self.rank, epoch=-1, step=-1, error=_PLANTED))
@@ -338,6 +354,10 @@ class RankProcess:
             self._report(f.Loaded(rank=self.rank, blocks=BLOCKS))
 
     def _form(self, frame: f.Form) -> None:
+        """Leave the present epoch and join the collective that forms the new epoch, with empty slots.
+
+        Raise Violation if the epoch's number does not grow.
+        """
         self.leave()
         require(frame.epoch > self.epoch, f"{self.name}: epoch {frame.epoch} after epoch {self.epoch}")
         self.epoch, self.running, self.formed = frame.epoch, True, True
@@ -354,6 +374,7 @@ class RankProcess:
         replica.collectives.join(frame.store, replica.size, 0.02 * replica.pace.slow, self, ended)
 
     def _formed(self, epoch: int, whole: bool) -> None:
+        """Report Formed, or a failure unless ``whole``. Ignored in another epoch."""
         if self.epoch != epoch or not self.running or not self.alive:
             return
         if whole:
@@ -364,7 +385,10 @@ class RankProcess:
     # -- steps
 
     def take_step(self, group: Group, work: Work) -> None:
-        """Receive a step. Ignored if this rank has left the step's epoch."""
+        """Receive a step, to run after the queued steps.
+
+        Ignored if this rank has left the step's epoch. Raise Violation for a gap without a broken connection.
+        """
         if group is not self.group or not self.running or work.epoch != self.epoch:
             return
         # A gap in the steps is allowed only after a broken connection.
@@ -379,6 +403,7 @@ class RankProcess:
             self._begin()
 
     def _begin(self) -> None:
+        """Run the oldest queued step and join its collective, or fail as planned."""
         work = self._queue.popleft()
         replica = self.replica
         if replica.mishaps.befalls("step", self.rank):
@@ -393,6 +418,10 @@ class RankProcess:
         replica.collectives.join(key, len(replica.ranks), work.seconds, self, ended)
 
     def _step_ended(self, work: Work, checksum: int, whole: bool) -> None:
+        """Report the outcome of a step and begin the next.
+
+        Unless ``whole``, fail. Ignored in another epoch.
+        """
         if self.epoch != work.epoch or not self.running or not self.alive:
             return
         self._busy = False
@@ -407,7 +436,10 @@ class RankProcess:
     # -- ends
 
     def fail(self, collective: bool) -> None:
-        """Leave the epoch after an error, and report the error. ``collective``: a collective failed."""
+        """Leave the epoch after an error, and report the error.
+
+        ``collective``: a collective failed. Ignored outside an epoch.
+        """
         if self.epoch < 0 or not self.running:
             return
         if not collective:
@@ -423,7 +455,10 @@ class RankProcess:
         self.replica.collectives.leave(self.rank)
 
     def orphaned(self, group: Group) -> None:
-        """Notice that the engine of ``group`` is gone. The weights stay loaded for the next engine."""
+        """Notice that the engine of ``group`` is gone: leave the epoch and say hello to the next.
+
+        The weights stay loaded. End the process if the engine had given it up.
+        """
         if self.given_up_by is not None:  # the refusal was received
             self.end()
         elif self.group is group:
@@ -434,7 +469,7 @@ class RankProcess:
             self.say_hello()
 
     def end(self) -> None:
-        """End the process now. Idempotent."""
+        """End the process now, with its transfers. Idempotent."""
         if self.alive:
             self.alive = False
             self.replica.excuse()

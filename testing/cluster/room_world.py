@@ -98,7 +98,7 @@ class RoomWorld:
         return "unified" in left or ("decode" in left and (self.local_prefill or "prefill" in left))
 
     def tally(self, head: HeadProcess) -> None:
-        """Count the outcomes of an engine's transfers."""
+        """Add the outcomes of an engine's transfers to the cluster's counts."""
         stats = head.engine.stats()
         transfers, images = stats.transfers, stats.embedding_transfers
         if images is not None and head.engine.transfer.role != "encode":

@@ -67,7 +67,10 @@ class Supervisor:
         cluster.at(front.registry_at, front, what, *arguments)
 
     def ended(self, head: HeadProcess) -> None:
-        """Notice the end of a process."""
+        """Notice the end of a process: announce it to the API servers and start a successor.
+
+        Ignored if the process is not the present one.
+        """
         if not self._present(head):
             return
         if self._cluster.rng.random() < 0.7:  # else API servers see the consequences before the end
@@ -112,6 +115,7 @@ class Supervisor:
         return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
 
     def _again(self, head: HeadProcess, why: str) -> None:
+        """Plan the successor of a process, or retire the instance when the budget is used up."""
         cluster = self._cluster
         instance = head.instance
         # From now on other reports about the same process change nothing.
@@ -148,7 +152,10 @@ class Supervisor:
             cluster.at(cluster.now + cluster.rng.uniform(0.3, 3.0), None, self._revive, names)
 
     def _revive(self, names: list[str]) -> None:
-        """Let an operator restart a retired group, with a new budget."""
+        """Let an operator restart a retired group, with a new budget.
+
+        Ignored once the server can serve nothing.
+        """
         cluster = self._cluster
         cluster.pending_faults -= 1
         if not cluster.rooms.can_serve(self.retired):

@@ -13,7 +13,9 @@ MAX_MODEL_LEN = 24
 
 
 def tiny_engine(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
-    """Return random settings of a tiny engine: few slots, few blocks, a short queue."""
+    """Return (scheduler settings, KV configuration) of a random tiny engine: few slots, few blocks, a short
+    queue.
+    """
     sequences = rng.choice((2, 3))
     section = SchedulerSection(
         max_num_seqs=sequences,

@@ -88,6 +88,10 @@ def _choose(
     block_size: int,
     invariant: bool,
 ) -> Backend:
+    """Return the first candidate that passes all checks of ``form``.
+
+    Raises ConfigError: with the first problem for a named backend, with all problems for ``auto``.
+    """
     # With a name there is one candidate, and its first problem is the error. With ``auto``, collect the
     # problems of all candidates.
     candidates = PREFERRED[form].get(device.type, ("torch",)) if name == "auto" else (name,)

@@ -303,6 +303,10 @@ def _is_there(target: Path, mark: dict[str, Any]) -> bool:
 
 
 def _publish(made: Path, target: Path, mark: dict[str, Any]) -> None:
+    """Rename ``made`` to ``target``.
+
+    Accept an equal checkpoint by another process; raise OSError or ConfigError for other content.
+    """
     try:
         os.replace(made, target)
     except OSError:
@@ -328,6 +332,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _require_transformers(name: str) -> None:
+    """Raise ConfigError if ``transformers`` is not installed."""
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -338,6 +343,10 @@ def _require_transformers(name: str) -> None:
 
 
 def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
+    """Write the weights and the config of a model with random weights made by ``transformers``.
+
+    ``bar`` counts the parameters. Torch's random state is kept.
+    """
     import torch
     import transformers
 
@@ -361,6 +370,10 @@ def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> Non
 
 
 def _with_torch(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
+    """Write the weights and the config of a model with random weights made by torch alone.
+
+    ``bar`` counts the tensors.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -406,7 +419,7 @@ def _qwen3(
 
 
 def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a dense Qwen3, in the order of layers."""
+    """Return name to shape of every tensor of a dense Qwen3, in the order of layers."""
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer: dict[str, tuple[int, ...]] = {

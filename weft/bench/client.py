@@ -45,7 +45,7 @@ class ServerTarget:
         return f"{self.base_url}/{path}"
 
     def body(self, planned: Planned, key: str) -> bytes:
-        """Return the request as JSON. ``key`` seeds the tokens of a prompt given only by its length."""
+        """Return the request as JSON bytes. ``key`` seeds the tokens of a prompt given only by its length."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": planned.output_len,
@@ -141,6 +141,7 @@ async def send(
 
 
 async def _read_lines(response: httpx.Response, lines: list[tuple[float, bytes]]) -> None:
+    """Append (arrival time, line) of each non-blank line of the stream to ``lines``."""
     rest = b""
     async for data in response.aiter_bytes():
         now = time.monotonic()
@@ -163,7 +164,8 @@ async def prepare(
     """Return (model, kind of prompts, words per token) suitable for the server.
 
     A short request tests if the server takes token ids, up to the largest id to be sent. If not, a request of
-    words measures the words per token. Raise WeftError if the server can't be queried.
+    words measures the words per token. Raise WeftError if the server can't be queried, or refuses required
+    token ids.
     """
     if model is None:
         found = await _call(client, "GET", f"{base}/models", None, timeout)
@@ -201,6 +203,7 @@ def _prompt_tokens(answer: httpx.Response) -> int:
 async def _call(
     client: httpx.AsyncClient, method: str, url: str, body: Any, timeout: float
 ) -> httpx.Response:
+    """Return the response of any status. Raise WeftError without a response within ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
             return await client.request(method, url, json=body)

@@ -45,9 +45,10 @@ Work = Callable[..., Any]
 
 
 def on_processes(layout: Layout, work: Work, *given: Any) -> Any:
-    """Run ``work(mesh, *given)`` on each rank of ``layout``. Return the result of rank 0 (through JSON).
+    """Run ``work(mesh, *given)`` on each rank of ``layout``.
 
-    Each rank is a process with one thread.
+    Return the result of rank 0 (through JSON). Each rank is a process with one thread. Blocks until all have
+    ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(  # type: ignore[no-untyped-call]
@@ -57,6 +58,7 @@ def on_processes(layout: Layout, work: Work, *given: Any) -> Any:
 
 
 def _rank(rank: int, layout: Layout, folder: str, work: Work, given: tuple[Any, ...]) -> None:
+    """Run one rank: join the group, work, and write the result of rank 0 to a file."""
     torch.set_num_threads(1)
     mesh = make_mesh(layout, rank)
     mesh.connect(dist.FileStore(f"{folder}/store", layout.ranks), 0, TIMEOUT)
@@ -76,6 +78,7 @@ def collectives(ranks: int) -> MeasuredExchange:
 
 
 def _collectives(mesh: Mesh) -> tuple[str, dict[str, dict[str, float]]]:
+    """Return (link, kind -> bytes -> microseconds) of the fastest calls."""
     assert isinstance(mesh.ep, GroupComm)
     return mesh.ep.link, {
         kind: {str(size): _fastest(mesh, _call(mesh, kind, size), size) for size in BYTES}
@@ -145,6 +148,7 @@ def layers(
 def _layers(
     mesh: Mesh, size: tuple[int, int, int, int], tokens: tuple[int, ...], calls: int
 ) -> list[dict[str, float]]:
+    """Return milliseconds by form for each of ``tokens``, on random experts divided over the ranks."""
     layout, (experts, top_k, hidden, inner) = mesh.layout, size
     generator = torch.Generator().manual_seed(0)
     router = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
@@ -170,6 +174,7 @@ def _layers(
 
 @torch.inference_mode()
 def _slowest(mesh: Mesh, block: DividedExperts, x: Tensor, exchange: Exchange, calls: int) -> float:
+    """Return the milliseconds of the slowest rank in the fastest of ``calls`` calls."""
     spent = []
     for _ in range(calls + 1):
         mesh.ep.all_gather(torch.zeros(1)).result()

@@ -46,7 +46,7 @@ ABOUT: dict[str, Any] = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor in the order of layers; for experts, the unquantized shape."""
+    """Return name to shape of every tensor in the order of layers; for experts, the unquantized shape."""
     hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, experts = config["num_attention_heads"], config["num_local_experts"]
     queries, keys = heads * head, config["num_key_value_heads"] * head
@@ -76,7 +76,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def tensors(
     config: dict[str, Any], drawn: Callable[[tuple[int, ...]], Tensor]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the stored tensors, one name of ``shapes`` after the other.
+    """Yield dicts of stored tensors, one dict per name of ``shapes``: bfloat16, or for experts the MXFP4
+    blocks and scales.
 
     ``drawn`` makes float32 values of a shape, normal with the model's standard deviation.
     """

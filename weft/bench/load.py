@@ -58,10 +58,10 @@ async def run_load(
     title: str = "requests",
     progress: bool = True,
 ) -> LoadRun:
-    """Send ``plan`` within ``limits``, and return the records.
+    """Send ``plan`` within ``limits``, and return the records, also of failed and unfinished requests.
 
-    ``key`` seeds the random prompts; prompts of different keys share no prefix. Ctrl-C ends the run at once;
-    the records so far are returned.
+    ``key`` seeds the random prompts; prompts of different keys share no prefix. Ctrl-C, and the end of
+    ``run_timeout``, end the run at once; the records so far are returned.
     """
     run = LoadRun()
     total = limits.requests
@@ -87,7 +87,10 @@ def _cpu_seconds() -> float:
 
 @contextlib.contextmanager
 def _interrupting(driver: asyncio.Task[None], run: LoadRun) -> Iterator[None]:
-    """Context in which the first Ctrl-C cancels ``driver``. A second Ctrl-C has the usual effect."""
+    """Within the block, the first Ctrl-C cancels ``driver`` and marks ``run`` as interrupted.
+
+    A second Ctrl-C has the usual effect. Outside the main thread the block has no effect.
+    """
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:
@@ -122,8 +125,10 @@ class _Driver:
         self._failed = 0
 
     async def drive(self, plan: Iterator[Planned], began: float) -> None:
-        """Send the plan, and return when all sent requests have ended. Cancellation leaves unfinished
-        records."""
+        """Send the plan, and return when all sent requests have ended.
+
+        Appends a record per request to the run. Cancellation leaves unfinished records.
+        """
         stop = None if self._limits.duration is None else began + self._limits.duration
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(itertools.islice(plan, self._limits.requests)):
@@ -143,7 +148,10 @@ class _Driver:
                 group.create_task(self._one(body, record))
 
     async def _may_send(self, due: float | None, stop: float | None) -> bool:
-        """Wait for the due time and for a free place. Return False if the time to send is over."""
+        """Wait for the due time and for a free place.
+
+        Return False if the time to send is over; a place may be taken then.
+        """
         if due is not None:
             if stop is not None and due >= stop:
                 return False
@@ -158,6 +166,7 @@ class _Driver:
         return stop is None or time.monotonic() < stop
 
     async def _one(self, body: bytes, record: RequestRecord) -> None:
+        """Send one request, free the place, and advance the bar. Failures are in ``record``."""
         try:
             await send(self._client, self._target, body, record, self._limits.request_timeout)
         finally:

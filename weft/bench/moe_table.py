@@ -54,6 +54,10 @@ def measure(device: str, tick: Tick = lambda done: None) -> list[Measured]:
 
 @torch.inference_mode()
 def _measure(device: str, dtype: str, size: Size, tick: Tick) -> Measured:
+    """Measure the forms at each of ``TOKENS`` and return the row, with microseconds by tokens and form.
+
+    A form slower than ``SLOW`` is left out for more tokens. ``tick`` is called after each number of tokens.
+    """
     weights = _weights(device, getattr(torch, dtype), size)
     times: dict[int, dict[str, float]] = {}
     slow: set[str] = set()
@@ -79,6 +83,7 @@ def machine(device: str) -> str:
 
 
 def _processor() -> str:
+    """Return the name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -88,6 +93,8 @@ def _processor() -> str:
 
 
 def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
+    """Return random weights of a block of ``size``, the same in each call."""
+
     def noise(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         made = torch.empty(shape, dtype=kind, device=device)
         return made.normal_(0, shape[-1] ** -0.5, generator=generator)
@@ -105,6 +112,7 @@ def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
 
 
 def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
+    """Return the forms to measure for ``tokens`` tokens."""
     result = {form: moe.FORMS[form] for form in moe.usable(weights)}
     # Beyond this limit the copies of ``gather`` alone are larger than all weights.
     if tokens * weights.rule.top_k > 4 * weights.down.shape[0]:
@@ -130,6 +138,7 @@ def _seconds(device: str, weights: Routed, tokens: int, run: Experts) -> float:
 def _calls(
     device: str, weights: Routed, x: Tensor, run: Experts, generator: torch.Generator
 ) -> Iterator[float]:
+    """Yield the seconds of each call after the warm-up, for at least 2 calls and ``SECONDS``."""
     experts, top_k = weights.down.shape[0], weights.rule.top_k
     spent, made = 0.0, 0
     while made < 3 or spent < SECONDS:

@@ -22,6 +22,7 @@ class Offline:
     """An engine in this process. ``load_seconds`` includes the import."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        """Load the engine. ``settings``: keywords of ``LLM``. Raise the errors of ``LLM``."""
         began = time.monotonic()
         from weft import LLM
 
@@ -61,10 +62,10 @@ def measure(
     vocab_size: int,
     tick: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return workload name -> result. Each workload runs ``rounds`` times after one small warm-up.
+    """Return workload name -> result.
 
-    Every round has new prompts. ``tick`` is called with the name of each finished part. Raise WeftError for
-    an output of the wrong length.
+    Each workload runs ``rounds`` times by ``generate`` after one small warm-up. Every round has new prompts.
+    ``tick`` is called with the name of each finished part. Raise WeftError for an output of the wrong length.
     """
     generate([random_ids(f"warm-up {n}", 32, vocab_size) for n in range(4)], 4)
     tick("warm-up")
@@ -85,7 +86,11 @@ def measure(
 
 
 def result(workload: Workload, seconds: Sequence[float]) -> dict[str, Any]:
-    """Return the results of a workload from the seconds of its rounds. Rates use the median round."""
+    """Return the results of a workload from the seconds of its rounds: the rounds, the median, and rates per
+    second of the median round.
+
+    ``ms_per_token`` is None for several requests.
+    """
     # The median is robust against a single disturbed round.
     middle = statistics.median(seconds)
     output, prompt = (workload.requests * n for n in (workload.output_tokens, workload.prompt_tokens))
@@ -120,10 +125,13 @@ def identical(
     vocab_size: int,
     tick: Callable[[str], Any] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run the same prompts ``runs`` times, and count the requests with other tokens than in the first run.
+    """Run the same prompts ``runs`` times by ``generate``.
 
-    With ``alone``, also run each prompt by itself, and count in the same way. Prefix caching stays as set in
-    the engine: later runs compute less and must still give the same tokens.
+    Return a dict with the number of requests, and of the requests with other tokens than in the first run.
+
+    With ``alone``, also run each prompt by itself, and count in the same way. ``tick`` is called after each
+    run. Prefix caching stays as set in the engine: later runs compute less and must still give the same
+    tokens. Raise WeftError if a request fails.
     """
     ids = prompts(workload, repetition, vocab_size)
     made = []
@@ -151,7 +159,7 @@ def differing(runs: Sequence[Ids]) -> int:
 
 
 def report(engine: Offline, results: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole result as JSON data; memory in bytes."""
+    """Return the whole result as JSON data: settings, load seconds, peak memory in bytes, and ``results``."""
     return {
         **engine.facts,
         "settings": {name: str(value) for name, value in settings.items()},

@@ -20,6 +20,7 @@ def require_matplotlib() -> None:
 
 
 def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
+    """Return (figure, one axes per panel); sizes in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -151,6 +152,7 @@ def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Pa
 
 
 def _panel(panel: Any, points: Sequence[dict[str, Any]], axis: str, first: str) -> None:
+    """Draw TTFT and TPOT (p50, ms) of the points by ``axis``. ``first``: label of TTFT."""
     for name, label, style in (("ttft_ms", first, "o-"), ("tpot_ms", "TPOT", "^-")):
         good = [point for point in points if point.get(name)]
         values = [point[name]["p50"] for point in good]

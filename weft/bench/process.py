@@ -86,7 +86,8 @@ class ServerProcess:
 
         ``model`` is the name in requests; None asks /v1/models. ``environment`` is added to the environment
         of this process; None as a value removes a variable. ``log_file`` receives standard output and error;
-        without a file both are dropped. ``prompt`` is the prompt of the first generation.
+        without a file both are dropped. ``port`` None chooses a free port. ``prompt`` is the prompt of the
+        first generation.
         """
         self.port = port or free_port()
         self.command = [part.replace("{port}", str(self.port)) for part in command]
@@ -110,7 +111,10 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Spawn the command in a session of its own. Raise ConfigError if the command can't be run."""
+        """Spawn the command in a session of its own, and measure memory in a thread.
+
+        Raise ConfigError if the command can't be run, RuntimeError for a second start.
+        """
         if self._process is not None:
             raise RuntimeError("this server was started before")
         log: BinaryIO | int = subprocess.DEVNULL
@@ -136,8 +140,8 @@ class ServerProcess:
     def wait_ready(self, deadline: float, key: str = "") -> float:
         """Return the seconds from the spawn to the end of the first successful generation over HTTP.
 
-        ``key`` is the API key. Raise ServerFailed ``deadline`` seconds after the spawn, or when the server
-        ends.
+        Blocks and polls; sets ``model`` and ``ready_seconds``. ``key`` is the API key. Raise ServerFailed
+        ``deadline`` seconds after the spawn, or when the server ends.
         """
         until = self._started + deadline
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -158,7 +162,7 @@ class ServerProcess:
         raise ServerFailed(f"the server did not answer within {deadline:g} s{self._log_tail()}")
 
     def _generate(self, client: httpx.Client, until: float) -> None:
-        """Raise unless the server generates a token now."""
+        """Raise unless the server generates a token now. Sets ``model`` if unknown."""
         if self.model is None:
             found = client.get(f"{self.url}/v1/models").raise_for_status().json()
             self.model = str(found["data"][0]["id"])
@@ -185,6 +189,7 @@ class ServerProcess:
             self._measure()
 
     def _measure(self) -> None:
+        """Add the memory of the present processes to the peak, and note the processes."""
         if self._process is not None and self._process.returncode is None:
             found = tree(self._process.pid)
             # Remember every process ever seen, because orphans leave the tree.
@@ -216,7 +221,10 @@ class ServerProcess:
         return process.returncode
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill every process of the tree that still runs, including orphans."""
+        """Kill every process of the tree that still runs, including orphans.
+
+        Waits up to ``_KILL_SECONDS`` for their end; raises TimeoutExpired if the command itself survives.
+        """
         # Members may have left the process group or lost the parent, so kill by id, too.
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:
@@ -232,6 +240,7 @@ class ServerProcess:
             time.sleep(0.02)
 
     def _log_tail(self) -> str:
+        """Return the end of the log for an error message; "" without a log."""
         if self._log_path is None:
             return ""
         try:

@@ -107,6 +107,7 @@ def _rss(pid: int) -> int:
 
 
 def _kilobytes(pid: int, file: str, field: re.Pattern[bytes]) -> int | None:
+    """Return a field of a file in /proc/PID, in bytes; 0 without the field, None without the file."""
     try:
         found = field.search(Path(f"/proc/{pid}/{file}").read_bytes())
     except OSError:

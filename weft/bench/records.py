@@ -77,6 +77,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def has_output(self) -> bool:
+        """Return True if the chunk has text, token ids, reasoning or calls."""
         if self.text or self.token_ids:
             return True
         delta = self.delta
@@ -100,7 +101,10 @@ _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> None:
-    """Fill ``record`` from the lines of an event stream, each with its arrival time."""
+    """Fill ``record`` from the lines of an event stream, each with its arrival time.
+
+    The outcome is "ok", or a kind of failure with a message.
+    """
     done = False
     ids = 0
     usage: _Usage | None = None
@@ -139,6 +143,9 @@ def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> 
 
 
 def _count(record: RequestRecord, usage: _Usage | None, ids: int, last: float | None) -> None:
+    """Set the numbers of tokens in ``record``, from the usage, the token ids or the chunks, and the last
+    arrival.
+    """
     if usage is not None and usage.completion_tokens is not None:
         record.output_tokens, record.counted = usage.completion_tokens, "usage"
         record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens

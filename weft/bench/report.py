@@ -55,6 +55,7 @@ def make_report(
 
 
 def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -> dict[str, int]:
+    """Return the counts of sent, successful, failed and unfinished requests."""
     unfinished = sum(record.outcome == "unfinished" for record in records)
     return {
         "sent": len(records),
@@ -65,7 +66,7 @@ def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -
 
 
 def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
-    """Return summaries in ms of TTFT, TPOT, ITL and E2EL."""
+    """Return summaries in ms of TTFT, TPOT, ITL and E2EL; None for a latency without values."""
     values: dict[str, list[float | None]] = {
         "ttft": [r.ttft for r in good],
         "tpot": [r.tpot for r in good],
@@ -76,6 +77,7 @@ def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | Non
 
 
 def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: float) -> dict[str, Any]:
+    """Return the requests within the limits ``levels`` (ms), and their rate per second."""
     kept = 0
     for record in good:
         times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
@@ -84,7 +86,11 @@ def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: f
 
 
 def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
-    """Return rates per engine of the server, over all roles; None if the number of engines is unknown."""
+    """Return requests and goodput per second and engine of the server, over all roles; None for an unknown
+    rate.
+
+    Return None if the number of engines is unknown.
+    """
     heads = sum(report["heads"].values())
     if not heads:
         return None
@@ -94,7 +100,9 @@ def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
 
 
 def _client(run: LoadRun) -> dict[str, Any]:
-    """Return how well the load generator itself kept up."""
+    """Return how well the load generator itself kept up: its CPU share, and the p99 of late sends in ms (None
+    without send times).
+    """
     late = [1e3 * (r.sent - r.planned) for r in run.records if r.planned is not None]
     return {
         "cpu_share": ratio(run.client_cpu, run.seconds),
@@ -103,7 +111,9 @@ def _client(run: LoadRun) -> dict[str, Any]:
 
 
 def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
-    """Return notes that a reader of the numbers must know."""
+    """Return notes that a reader of the numbers must know: missing counts, short answers, a busy client, an
+    interruption.
+    """
     notes = []
     # Each note names a reason to distrust a number of the report.
     unknown = sum(record.counted == "chunks" for record in good)

@@ -94,7 +94,7 @@ def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planne
 
 
 def _traced(entry: Any, speed: float, output_len: int) -> Planned:
-    """Parse one line. Raise ValueError, TypeError or KeyError."""
+    """Return the request of one line. Raise ValueError, TypeError or KeyError for an invalid line."""
     at = float(entry["at"]) / speed
     output = entry.get("output_len", output_len)
     prompt = entry.get("prompt")

@@ -62,7 +62,7 @@ class RunSettings:
         return random_plan(self.input_len, self.output_len, self.rate, self.burstiness, self.repetition)
 
     def facts(self, target: ServerTarget) -> dict[str, Any]:
-        """Return the settings part of the report."""
+        """Return the settings part of the report: name to value, None for unused settings."""
         return {
             "model": target.model,
             "endpoint": self.endpoint,
@@ -87,7 +87,10 @@ def measure(asked: RunSettings) -> dict[str, Any]:
 
 
 async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str, Any]:
-    """Run ``measure`` inside a running event loop."""
+    """Run ``measure`` inside a running event loop: warm up, send the load, and return the report.
+
+    Raise WeftError if the server can't be queried or the warm-up fails.
+    """
     base = base_url(asked.url)
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
     async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:
@@ -146,8 +149,10 @@ def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:
 
 
 async def _warm_up(client: Any, asked: RunSettings, target: ServerTarget) -> None:
-    """Send requests like the measured ones, all at once, and drop the records. Raise WeftError if all
-    fail."""
+    """Send requests like the measured ones, all at once, and drop the records.
+
+    Raise WeftError if all fail, KeyboardInterrupt after Ctrl-C.
+    """
     like = next(asked.plan())
     planned = Planned(None, like.input_len, min(like.output_len, 16))
     count = asked.warmup

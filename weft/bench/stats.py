@@ -38,7 +38,10 @@ METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_levels(words: Sequence[str]) -> dict[str, float]:
-    """Parse ``["ttft:500", "tpot:50"]`` to {metric: milliseconds}. Raise ConfigError."""
+    """Return {metric: milliseconds} for ``["ttft:500", "tpot:50"]``.
+
+    Raise ConfigError for another form, and for a metric given twice.
+    """
     levels: dict[str, float] = {}
     for word in (part for text in words for part in text.replace(",", " ").split()):
         name, _, value = word.partition(":")

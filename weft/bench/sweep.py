@@ -61,7 +61,11 @@ class Sweep:
 
 
 def powers(text: str, flag: str) -> tuple[int, ...]:
-    """Parse ``1..64`` (powers of two times the first number), ``1,4,16``, or ``none``. Raise ConfigError."""
+    """Return the numbers of ``1..64`` (powers of two times the first number), ``1,4,16``, or ``none``
+    (empty).
+
+    Raise ConfigError that names ``flag``.
+    """
     if text == "none":
         return ()
     try:
@@ -81,9 +85,10 @@ def powers(text: str, flag: str) -> tuple[int, ...]:
 def run_sweep(
     sweep: Sweep, base: RunSettings, say: Callable[[str], Any], measure_point: Measure = measure
 ) -> dict[str, Any]:
-    """Run every point and return the results by axis. A failed point gets an error, and the sweep continues.
+    """Run every point by ``measure_point`` and return the results by axis.
 
-    Ctrl-C ends the sweep; the points measured so far are returned.
+    A failed point gets an error, and the sweep continues. ``say`` receives a table line by line. Ctrl-C ends
+    the sweep; the points measured so far are returned.
     """
     points: dict[str, list[dict[str, Any]]] = {"concurrency": [], "context": []}
     say(_row("", "value", "ok", "out tok/s", "TTFT p50 ms", "TPOT p50 ms"))
@@ -107,6 +112,7 @@ def run_sweep(
 
 
 def _point(axis: str, value: int, report: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a point from the report of its run."""
     latency = report["latency_ms"]
     return {
         axis: value,
@@ -121,6 +127,7 @@ def _point(axis: str, value: int, report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(axis: str, value: int, point: dict[str, Any]) -> str:
+    """Return the table's line of a point."""
     if "requests" not in point:
         return _row(axis, value, "-", "-", "-", "-") + f"  {point['error'][:120]}"
     counts = point["requests"]

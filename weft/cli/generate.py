@@ -45,7 +45,7 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
 
 
 def sampling_flags(function: F) -> F:
-    """Add the flags of sampling parameters to a command."""
+    """Add the flags of sampling parameters to a command, and return the command."""
     function = click.option(
         "--stop", multiple=True, help="Stop string, which ends the answer; may be repeated."
     )(function)
@@ -108,9 +108,10 @@ def _read_prompt(model: str | None, asked: bool) -> str:
 
 
 async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams, chat: bool | None) -> int:
-    """Run all prompts at once and print the answers in order. Return the exit status.
+    """Run all prompts at once and print the answers in order.
 
-    The first unfinished answer is printed as it grows.
+    The first unfinished answer is printed as it grows. Return the exit status: 1 if a sequence failed. The
+    engine is ended afterwards.
     """
     from weft import AsyncLLM
 
@@ -145,7 +146,10 @@ def chat_prompt(prompt: str) -> dict[str, Any]:
 
 
 async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: GeneratedAnswer) -> int:
-    """Pass a request's output to ``answer``. Return the status: 1 if a sequence failed, else 0."""
+    """Pass a request's output to ``answer``.
+
+    Return the status: 1 if a sequence failed, else 0. Errors of sequences are printed to standard error.
+    """
     status = 0
     async for output in llm.generate(prompt, params):
         answer.update([one.text for one in output.outputs], output.finished)
@@ -185,7 +189,10 @@ class GeneratedAnswer:
             self._print()
 
     def _print(self) -> None:
-        """Print the whole answer once finished, or the new text of the first choice."""
+        """Print the whole answer once finished, or the new text of the first choice.
+
+        Printed text is not printed again.
+        """
         if self._whole and self._finished:
             click.echo(self._title)
             for text in self._texts:

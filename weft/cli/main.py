@@ -45,6 +45,7 @@ class _Weft(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None for an unknown name."""
         if cmd_name not in _COMMANDS:
             return None
         module, attribute = _COMMANDS[cmd_name].split(":")
@@ -69,8 +70,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command line (by default that of this process) and end the process.
 
-    The status is the command's status, 1 after a failure of the engine, or 2 after a usage or configuration
-    error. Each error is one line on standard error.
+    The status is the command's status, 1 after a failure of the engine, 2 after a usage or configuration
+    error, or 130 after Ctrl-C. Each error is printed as one line on standard error.
     """
     env.spin_briefly()
     try:

@@ -66,7 +66,8 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse Weft's and foreign spellings.
+        """Parse Weft's and foreign spellings, set the parameters on ``ctx``, and return the rest of the
+        arguments.
 
         Raise UsageError for an unknown flag, with Weft's replacement.
         """
@@ -161,7 +162,9 @@ def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords(config: Config) -> dict[str, Any]:
-    """Return the configuration as keywords of ``LLM``: the model and all non-default settings."""
+    """Return the configuration as keywords of ``LLM``: the model and all settings that differ from the
+    default.
+    """
     result = {"model": config.model.model}
     for name, setting in SETTINGS.items():
         value = getattr(getattr(config, setting.section), name)

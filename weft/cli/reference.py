@@ -18,7 +18,8 @@ class Reference:
     def __init__(self, config: Config, path: str | None = None, dtype: str | None = None) -> None:
         """Load ``path`` (default: the configured model) in ``dtype`` (default: the configured dtype).
 
-        Raise ConfigError if ``transformers`` is not installed or the checkpoint has no weights.
+        Sets the number of threads of this process. Raise ConfigError if ``transformers`` is not installed or
+        the checkpoint has no weights.
         """
         transformers = require_transformers()
         import torch
@@ -138,7 +139,10 @@ class Reference:
 
 
 def require_transformers() -> Any:
-    """Return the ``transformers`` module. Raise ConfigError with installation instructions."""
+    """Return the ``transformers`` module.
+
+    Raise ConfigError with installation instructions if the module is missing.
+    """
     try:
         import transformers
     except ImportError as error:

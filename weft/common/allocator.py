@@ -17,8 +17,8 @@ _ARENAS = 2
 def keep_heap_small() -> None:
     """Make glibc map large allocations separately, to return the memory when freed.
 
-    By default glibc raises the mapping threshold, up to 32 MiB, whenever a mapping is freed. Then request
-    bodies lie in the heap and fragment the heap. Call before threads start.
+    Does nothing without glibc. By default glibc raises the mapping threshold, up to 32 MiB, whenever a
+    mapping is freed. Then request bodies lie in the heap and fragment the heap. Call before threads start.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

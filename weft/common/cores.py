@@ -19,10 +19,10 @@ def usable_cores() -> int:
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
-    """Return the smallest CPU quota, in cores, of a process's cgroups and all ancestors. None without a
-    readable quota.
+    """Return the smallest CPU quota, in cores, of a process's cgroups and all ancestors.
 
-    ``membership``: the process's /proc/PID/cgroup. ``mount``: the mount point of cgroups.
+    Return None without a readable quota. ``membership``: the process's /proc/PID/cgroup. ``mount``: the mount
+    point of cgroups.
     """
     try:
         lines = membership.read_text().splitlines()

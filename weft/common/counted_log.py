@@ -76,7 +76,10 @@ class CountedLog:
         self._timer: threading.Timer | None = None
 
     def say(self, kind: str, *arguments: object) -> None:
-        """Log or count ``kind % arguments``. Events with an equal ``kind`` are counted together."""
+        """Log ``kind % arguments`` as a warning, or count the event.
+
+        Events with an equal ``kind`` are counted together. The first count sets a timer for ``flush``.
+        """
         text = kind % arguments
         with self._lock:
             told = self._tally.add(kind, text, time.monotonic())

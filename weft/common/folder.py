@@ -59,8 +59,8 @@ def private_folder() -> Path:
     """Create a folder that only the current user can enter and return the path, short enough for a socket
     inside.
 
-    The caller removes the folder. Abandoned folders of the same user in the same parent folder are removed
-    here.
+    The folder stays locked while this process lives. The caller removes the folder. Abandoned folders of the
+    same user in the same parent folder are removed here. Raises OSError.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder)) > _LONGEST:
@@ -73,6 +73,7 @@ def private_folder() -> Path:
 
 
 def _hold(folder: Path) -> None:
+    """Lock the folder for the life of this process. Raises OSError on a file system without locks."""
     # Release the locks of folders that were removed.
     for path in [path for path in _held if not path.exists()]:
         os.close(_held.pop(path))
@@ -88,6 +89,7 @@ def _hold(folder: Path) -> None:
 
 
 def _sweep(parent: Path) -> None:
+    """Remove the abandoned folders in ``parent``. Errors are ignored."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):

@@ -36,8 +36,10 @@ class Guard:
     """A pool of processes for one program. Thread-safe; the number of callers bounds the processes."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, *, idle: float = IDLE_S) -> None:
-        """``command``: a program that calls ``workers.serve``. ``greeting``: first payload of a process.
-        ``idle``: idle seconds after which the last process ends.
+        """``command``: a program that calls ``workers.serve``.
+
+        ``greeting``: first payload of a process. ``idle``: idle seconds after which the last process ends.
+        Processes start at the first call.
         """
         self._command = tuple(command)
         self._greeting = greeting
@@ -52,12 +54,13 @@ class Guard:
         """True while a spare process starts."""
 
     def call(self, payload: bytes, seconds: float) -> bytes:
-        """Send ``payload`` to an idle or new process and return the answer. Blocks up to ``seconds``, plus a
-        process start.
+        """Send ``payload`` to an idle or new process and return the answer.
 
-        Raises DeadlineExceeded past ``seconds``, the subclass CpuSpent past the CPU time of a payload,
-        WorkerDied when the process died otherwise, and Unavailable after ``close`` or when no process can be
-        started.
+        Blocks up to ``seconds``, plus a process start.
+
+        Any failure ends the process. Raises DeadlineExceeded past ``seconds``, the subclass CpuSpent past the
+        CPU time of a payload, WorkerDied when the process died otherwise, and Unavailable after ``close`` or
+        when no process can be started.
         """
         process = self._take() or self._start()
         try:
@@ -79,7 +82,10 @@ class Guard:
             return len(self._idle) + len(self._busy)
 
     def close(self) -> None:
-        """End every process. Blocked callers get Unavailable."""
+        """End every process, and stop the timer.
+
+        Blocked callers get Unavailable. Later calls raise Unavailable.
+        """
         with self._lock:
             self._closed = True
             if self._reaper is not None:
@@ -91,7 +97,9 @@ class Guard:
             process.end()
 
     def _failure(self, process: _Process, error: BaseException) -> BaseException:
-        """End ``process`` and return the error to raise in place of ``error``."""
+        """End ``process`` and return the error to raise in place of ``error``: ``error`` itself unless the
+        process failed.
+        """
         code = self._drop(process)
         if isinstance(error, TimeoutError):
             return DeadlineExceeded("a task took longer than its time")
@@ -105,7 +113,10 @@ class Guard:
         return WorkerDied(f"a process died of its task (status {code})")
 
     def _prepare_spare(self) -> None:
-        """Start a process in the background if no process is idle: a second long payload often follows."""
+        """Start a process in a thread if no process is idle: a second long payload often follows.
+
+        Errors are ignored.
+        """
 
         def start() -> None:
             with contextlib.suppress(WeftError):  # the next caller starts a process, or reports the error
@@ -119,7 +130,10 @@ class Guard:
             threading.Thread(target=start, daemon=True).start()
 
     def _take(self) -> _Process | None:
-        """Return an idle process, or None. Raises Unavailable after ``close``."""
+        """Return an idle process, now busy, or None.
+
+        Dead processes are dropped. Raises Unavailable after ``close``.
+        """
         while True:
             with self._lock:
                 if self._closed:
@@ -156,6 +170,7 @@ class Guard:
         return process.end()
 
     def _put_back(self, process: _Process) -> None:
+        """Make a process idle and set the timer of idle processes; after ``close``, end the process."""
         with self._lock:
             self._busy.discard(process)
             closed = self._closed
@@ -173,6 +188,7 @@ class Guard:
             self._reaper.start()
 
     def _reap(self) -> None:
+        """End processes that were idle too long, and set the timer again while processes are idle."""
         now = time.monotonic()
         with self._lock:
             self._reaper = None
@@ -192,6 +208,7 @@ class _Process:
     """One process with a socket."""
 
     def __init__(self, command: Sequence[str], greeting: bytes) -> None:
+        """Start a process and send ``greeting``. Raises OSError if the process cannot be started."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -233,6 +250,10 @@ class _Process:
         return self._receive(size, deadline)
 
     def _receive(self, size: int, deadline: float) -> bytes:
+        """Return exactly ``size`` bytes.
+
+        Raises TimeoutError past ``deadline`` (monotonic), EOFError at the end.
+        """
         data = bytearray()
         while len(data) < size:
             left = deadline - time.monotonic()
@@ -250,7 +271,7 @@ class _Process:
         self._process.kill()
 
     def end(self) -> int | None:
-        """End the process, unless already ended, and return the exit status."""
+        """End the process, unless already ended, and return the exit status (negative: the signal). Waits."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             # After a broken exchange the process is about to end by itself, with a status that gives the

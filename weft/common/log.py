@@ -22,6 +22,7 @@ class _Json(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         line = {
             "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -78,9 +78,10 @@ class Measurements(Generic[Row]):
         return tuple(tables)
 
     def save(self, rows: list[Row]) -> None:
-        """Write ``rows`` to the local machine's table, atomically. Rows with other keys stay.
+        """Write ``rows`` to the local machine's table, atomically.
 
-        Raises ConfigError where the table cannot be written.
+        Rows with other keys stay; an unreadable table is replaced. Raises ConfigError where the table cannot
+        be written.
         """
         path = self.user_file()
         new = {self.of(row) for row in rows}

@@ -15,7 +15,10 @@ def most_files() -> int:
 
 
 def allow_files() -> int:
-    """Raise the open-files limit of the process as far as allowed, and return the limit."""
+    """Raise the open-files limit of the process as far as allowed, and return the limit in effect.
+
+    A higher or infinite limit stays; infinite counts as ``FILES``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = most_files()
     if soft == resource.RLIM_INFINITY or soft >= allowed:

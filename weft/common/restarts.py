@@ -15,6 +15,7 @@ class RestartBudget:
     """
 
     def __init__(self, most: int, window: float) -> None:
+        """``window``: seconds."""
         self.most = most
         self.window = window
         self.granted = 0
@@ -22,7 +23,7 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def grant(self, now: float) -> bool:
-        """Record a restart and return True, or return False if the budget is used up.
+        """Record a restart in ``granted`` and return True, or return False if the budget is used up.
 
         ``now``: seconds, never decreasing.
         """

@@ -52,7 +52,7 @@ class SharedBytes:
     """Shared memory on the owner's side. ``close`` releases the descriptor, after which the name is stale."""
 
     def __init__(self, size: int) -> None:
-        """Allocate ``size`` zero bytes. Raises OSError."""
+        """Allocate ``size`` zero bytes of shared memory and set ``name``. Raises OSError."""
         self._fd = new_memory(size + _MARK, _KIND)
         mark = secrets.token_bytes(_MARK)
         try:
@@ -108,7 +108,10 @@ def open_shared(name: SharedName) -> tuple[int, memoryview]:
 
 
 def write_shared(name: SharedName, data: bytes) -> None:
-    """Write all bytes of memory not yet sealed by the owner. Raises PixelsLost."""
+    """Write all bytes of memory not yet sealed by the owner.
+
+    Raises PixelsLost if the memory is gone, sealed or of another size.
+    """
     with _opened(name, os.O_RDWR, FIXED) as fd:
         if len(data) != name.size:
             raise PixelsLost("the pixels of an image are not as many as was said")
@@ -136,6 +139,10 @@ def most_descriptors() -> int:
 
 @contextlib.contextmanager
 def _opened(name: SharedName, flags: int, seals: int) -> Iterator[int]:
+    """Yield a descriptor of the named memory, closed afterwards.
+
+    Raises PixelsLost unless the memory is still the same and has ``seals``.
+    """
     path = f"/proc/{name.pid}/fd/{name.fd}"
     try:
         # A reused number may belong to a pipe or device. Opening a pipe or device can have effects, so check

@@ -10,11 +10,11 @@ _MOST = 2
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:
-    """Return the intended member of ``known`` for a misspelt ``name``, or None. At most two letters may
-    differ, and no digit.
+    """Return the intended member of ``known`` for a misspelt ``name``, or None.
 
-    A digit is a version: "KimiK3" is a different model from "KimiK2", not a misspelling. Names of up to four
-    letters may differ in one letter. Case, dashes and underscores do not count.
+    At most two letters may differ, and no digit. Of several members the nearest wins. A digit is a version:
+    "KimiK3" is a different model from "KimiK2", not a misspelling. Names of up to four letters may differ in
+    one letter. Case, dashes and underscores do not count.
     """
     asked = _folded(name)
     most = _MOST if len(asked) > 4 else 1

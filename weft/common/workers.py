@@ -125,6 +125,7 @@ class WorkerPool:
         return await answer
 
     def _dispatch(self) -> None:
+        """Start work on waiting payloads while places are free. Abandoned payloads are dropped."""
         while len(self._busy) < self._most and (clients := self._clients()):
             item = self._next(clients)
             if item.answer.done():  # the request has ended
@@ -161,6 +162,7 @@ class WorkerPool:
         return item
 
     def _take_idle(self) -> _Worker | None:
+        """Return a living idle process, or None. Dead processes are reaped."""
         while self._idle:
             worker = self._idle.pop()
             if worker.alive:
@@ -169,7 +171,10 @@ class WorkerPool:
         return None
 
     async def _work(self, worker: _Worker | None, item: _Waiting) -> None:
-        """Send one payload to a process and set the answer. A healthy process is reused."""
+        """Send one payload to a process (None: a new process) and set the answer or the error.
+
+        A healthy process is reused, any other is killed. Then the next payload starts.
+        """
         try:
             async with asyncio.timeout(self._seconds):
                 if worker is None:
@@ -202,7 +207,10 @@ class WorkerPool:
         return len(self._idle) + len(self._busy)
 
     async def close(self) -> None:
-        """End every process. Waiting callers get Unavailable."""
+        """End every process, cancel running calls and wait for their end.
+
+        All open callers get Unavailable; later calls raise Unavailable.
+        """
         self._closed = True
         waiting = [item for each in self._waiting.values() for item in each]
         self._waiting = {}
@@ -220,6 +228,7 @@ class WorkerPool:
 
 
 def _failure(error: BaseException) -> WeftError:
+    """Return the error for the caller; an unexpected error is logged as the death of a process."""
     if isinstance(error, CpuSpent):
         return error
     if isinstance(error, TimeoutError):
@@ -286,6 +295,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, command: Sequence[str], greeting: bytes) -> _Worker:
+        """Start a process and send ``greeting``. Raises OSError if the process cannot be started."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -332,6 +342,7 @@ class _Worker:
             raise
 
     async def _exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
+        """Send a payload and return the answer. Raises EOFError or OSError when the process dies."""
         await self._send(*payload)
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size <= PIECE:

@@ -32,7 +32,10 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def about(model_path: str) -> About:
-    """Return the description of the bundled model in folder ``model_path``, or a general description."""
+    """Return the description of the bundled model in folder ``model_path``.
+
+    Other folders, and folders without about.json, get a general description.
+    """
     folder = Path(model_path)
     if folder.parent != BUNDLED:
         return About()

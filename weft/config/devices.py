@@ -16,7 +16,7 @@ _ROOT = Path("/")
 
 
 def gpu_memory() -> int | None:
-    """Return the total memory of the first usable GPU, or None without a GPU."""
+    """Return the total memory of the first usable GPU in bytes, or None without a GPU."""
     driver = _driver()
     device = ctypes.c_int()
     total = ctypes.c_size_t()
@@ -32,7 +32,7 @@ def gpu_memory() -> int | None:
 
 
 def gpus() -> tuple[str, ...]:
-    """Return the usable GPUs as in CUDA_VISIBLE_DEVICES: numbers or UUIDs."""
+    """Return the usable GPUs as in CUDA_VISIBLE_DEVICES: numbers or UUIDs. Empty without a driver or GPU."""
     driver = _driver()
     count = ctypes.c_int()
     if driver is None:
@@ -81,7 +81,7 @@ def available_memory() -> int | None:
 
 
 def _system_available() -> int | None:
-    """Return the available memory of the machine, or None if unknown.
+    """Return the available memory of the machine in bytes, or None if unknown.
 
     Without /proc/meminfo the result is half of the total memory.
     """
@@ -98,7 +98,7 @@ def _system_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Return the memory left under the limit of this container; None without a limit."""
+    """Return the bytes of memory left under the limit of this container; None without a limit."""
     for limit, used in (
         ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
         ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),

@@ -8,7 +8,10 @@ from weft.config.spec import ModelSpec
 
 
 def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
-    """Return ``spec``. Raise ConfigError with the flags at fault and values that would work."""
+    """Return ``spec`` unchanged if the settings of expert parallelism suit the model.
+
+    Raise ConfigError with the flags at fault and values that would work.
+    """
     if not parallel.enable_expert_parallel:
         # Without expert parallelism, settings of expert parallelism are refused instead of ignored.
         for flag, name, default in (

@@ -35,7 +35,8 @@ def read_values(path: str | Path) -> dict[str, Any]:
 def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, Any]:
     """Return field name to parsed value, for the pairs of a YAML mapping; see ``read_values``.
 
-    ``name``: name of the mapping in errors. ``param``: parameter of the errors.
+    ``name``: name of the mapping in errors. ``param``: parameter of the errors. Raise ConfigError for an
+    unknown or duplicate key, and for a wrong value.
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}

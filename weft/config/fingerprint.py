@@ -68,7 +68,10 @@ def tower_fingerprint(config: EngineConfig) -> str:
 
 
 def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
-    """Return a digest over name, layout and samples of each tower tensor, in order of names."""
+    """Return a digest over name, layout and samples of each tower tensor, in order of names.
+
+    Raise ConfigError if a file cannot be read.
+    """
     found: dict[str, bytes] = {}
     try:
         for file in _files(Path(config.model_path), pickles=False):
@@ -84,7 +87,11 @@ def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
 
 
 def _tensors_of(file: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, digest) for each tensor of a safetensors file with a name prefix in ``prefixes``."""
+    """Yield (name, digest) for each tensor of a safetensors file with a name prefix in ``prefixes``.
+
+    Yield nothing for an impossible header length. Raise OSError, and ValueError or KeyError for a damaged
+    header.
+    """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -110,7 +117,10 @@ def _form(cache: CacheSpec, dtype: str) -> list[object]:
 
 
 def _weights(config: EngineConfig) -> bytes:
-    """Return a digest of the weights: the seed for random weights, else headers and samples of all files."""
+    """Return a digest of the weights: the seed for random weights, else headers and samples of all files.
+
+    Raise ConfigError if a file cannot be read.
+    """
     if config.model.load_format == "dummy":
         return f"dummy {config.model.seed or 0}".encode()
     # Headers hold names, places and types of all tensors. Samples tell versions of equal shape apart.

@@ -157,7 +157,8 @@ def most_images(value: Any) -> Any:
     """Return the number of images in vLLM's ``--limit-mm-per-prompt``.
 
     Accepted forms: ``{"image": 4}``, ``{"image": {"count": 4}}`` and ``image=4``. Other values are returned
-    unchanged. Raise ConfigError for limits of other media.
+    unchanged. Raise ConfigError for invalid JSON, without an image limit, and for limits of other media above
+    0.
     """
     flag = "--limit-mm-per-prompt"
     if isinstance(value, str) and "=" in value:

@@ -69,7 +69,10 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
 
 
 def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: str) -> None:
-    """Raise ConfigError with the first differing setting and both values."""
+    """Raise ConfigError with the first differing setting and both values.
+
+    Return None if all are equal. ``us`` and ``them`` name the two sides in the message.
+    """
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         mine = ours.get(name)
         other = theirs.get(name)

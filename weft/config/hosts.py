@@ -10,7 +10,7 @@ from weft.config.sections.all import ParallelSection
 
 
 def check_hosts(parallel: ParallelSection) -> ParallelSection:
-    """Return ``parallel``.
+    """Return ``parallel`` unchanged.
 
     Raise ConfigError with the flags if the hosts cannot work together as configured.
     """

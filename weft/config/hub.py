@@ -91,7 +91,10 @@ def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
 
 
 def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
-    """Download a hub repository and return the local folder. Raise ConfigError."""
+    """Download a hub repository and return the local folder.
+
+    Blocks. Raise ConfigError, for an unsupported model before the weights are downloaded.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -133,7 +133,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     def _within(
         self, height: int, width: int, frames: tuple[int, int], bounds: tuple[int, int]
     ) -> tuple[int, int]:
-        """Return the size rounded to whole tokens, and scaled if the total area is outside of ``bounds``.
+        """Return (height, width) rounded to whole tokens, and scaled if the total area is outside of
+        ``bounds`` (minimum, maximum).
 
         ``frames``: number of frames, as given and rounded to whole groups.
         """

@@ -57,7 +57,9 @@ Each rank has its own thread and its own part of the model in memory.
 
 
 def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> EngineConfig:
-    """Return the configuration of one engine. Raise ConfigError; see the steps.
+    """Return the configuration of one engine.
+
+    Downloads missing model files. Raise ConfigError; see the steps.
 
     In a server of several groups, ``group`` is the group's name and ``host`` describes the other groups on
     the host.

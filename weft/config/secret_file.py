@@ -72,7 +72,7 @@ def read_secret(file: str | None) -> bytes:
 def warn_of_readable_keys(file: str | Path | None) -> None:
     """Log a warning if a configuration or topology file with keys is readable or writable by other users.
 
-    Raise ConfigError if the file cannot be read.
+    None is ignored. Raise OSError for a missing file, and ConfigError for a file that cannot be parsed.
     """
     if file is None or not _opened(Path(file).stat().st_mode):
         return

@@ -122,7 +122,9 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
 
 
 def _local_cache(cache: CacheSpec, ranks: int) -> CacheSpec:
-    """Return the KV cache group of one rank."""
+    """Return the KV cache group of one rank: KV heads and the first dim of state parts are divided; at least
+    one head.
+    """
     # The first dim of every part of a state counts heads.
     parts = tuple(
         msgspec.structs.replace(part, shape=(part.shape[0] // ranks, *part.shape[1:])) for part in cache.parts

@@ -259,7 +259,10 @@ def _role(group: GroupSettings) -> Role:
 
 
 def _over_hosts(topology: Topology) -> Topology:
-    """Give each group a separate rendezvous port, counted from --rdzv. Raise ConfigError."""
+    """Return ``topology`` with a separate rendezvous port for each group, counted from --rdzv.
+
+    Raise ConfigError.
+    """
     groups = []
     for number, group in enumerate(topology.groups):
         parallel = check_hosts(group.config.parallel)
@@ -395,7 +398,9 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
 
 
 def _check_cores(groups: list[EngineConfig]) -> None:
-    """Check CPU cores like ``resolve.check_cores``, over all groups. Raise ConfigError."""
+    """Check CPU cores like ``resolve.check_cores``, over all groups: warn above one rank per core, raise
+    ConfigError above ``RANKS_EACH_CORE``.
+    """
     ranks = groups[0].host.ranks
     cores = usable_cores()
     if ranks <= cores or all(group.device != "cpu" for group in groups):

@@ -7,7 +7,7 @@ from weft.config.sections.all import ParallelSection, TransferSection
 
 
 def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> TransferSection:
-    """Return ``transfer``. Raise ConfigError with the flags at fault and values that would work."""
+    """Return ``transfer`` unchanged. Raise ConfigError with the flags at fault and values that would work."""
     prefill, decode, role = transfer.prefill, transfer.decode, transfer.role
     if bool(prefill) != bool(decode):
         given, missing = ("--prefill", "--decode") if prefill else ("--decode", "--prefill")

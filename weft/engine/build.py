@@ -87,8 +87,11 @@ class LoadedModel:
     poison: bool
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
-        """Allocate all memory for steps, with the pools of ``kv``, and return the runner. May be called
-        once.
+        """Allocate all memory for steps, with the pools of ``kv`` (default: the rank's), and return the
+        runner. May be called once.
+
+        Opens the transfers of the rank. An unconnected rank on a GPU also runs warm-up steps. Raises
+        ConfigError.
         """
         config = self.config
         mesh = self.mesh
@@ -134,7 +137,11 @@ def build_runner(
 def load(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
 ) -> LoadedModel:
-    """Load the weights of the model, or of the share of ``mesh``. Raises the errors of ``build_runner``."""
+    """Load the weights of the model, or of the share of ``mesh``. Raises the errors of ``build_runner``.
+
+    On a GPU, unused memory is freed first, and the pools take the memory left after the weights unless
+    --kv-cache-memory fixes their size.
+    """
     device = device_of(config)
     check_rooms(config)
     if device.type == "cuda":

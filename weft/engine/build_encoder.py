@@ -48,7 +48,9 @@ class LoadedTower:
 
 
 def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None) -> LoadedTower:
-    """Load the vision tower. Every rank has the whole tower. Raises the ConfigError of
+    """Load the vision tower.
+
+    Every rank has the whole tower; with several ranks, log a warning. Raises the ConfigError of
     ``weft.engine.build.load``.
     """
     device = device_of(config)

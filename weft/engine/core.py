@@ -153,10 +153,13 @@ class EngineCore:
         return f"drafts: {accepted} of {verified} accepted; by position {shares}"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
-        """Queue a sequence. Return its events: empty, unless the emitted ids already end the sequence or the
-        grammar is unusable.
+        """Queue a sequence, start its grammar compile and register its transfers.
 
-        Raises InvalidRequest, ContextLength or Overloaded. The engine is unchanged after an error.
+        Return the events, which may belong to other sequences and transfers, too.
+
+        Among the events is the end of the sequence if the emitted ids already end the sequence or the grammar
+        is unusable. Raises InvalidRequest, ContextLength or Overloaded. The engine is unchanged after an
+        error.
         """
         now = self._clock.now()
         if submit.grammar is None:
@@ -191,7 +194,10 @@ class EngineCore:
         return events
 
     def _asked(self) -> list[TokenEvent]:
-        """Let every source carry out the scheduler's requests. Return the events of the sources."""
+        """Let every source carry out the scheduler's requests.
+
+        Return the events of the sources. Does not block.
+        """
         return [event for source in self.sources for event in source.asked(self.scheduler)]
 
     @property
@@ -225,7 +231,10 @@ class EngineCore:
         return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
 
     def sleep(self, seconds: float) -> None:
-        """Block until a socket is readable, at most for ``seconds``."""
+        """Block until a socket of ``sockets`` is readable, at most for ``seconds``.
+
+        Does not read the sockets.
+        """
         if not self.sockets:  # zmq returns at once if no socket is registered
             time.sleep(seconds)
             return
@@ -269,10 +278,12 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step, if there is a plan, and commit the oldest step when the pipeline is full or
-        there is no next step. Return the events.
+        there is no next step. Return the events, of sources as well; empty when nothing happened.
 
-        When ranks are lost, running sequences go back to the queue after the recovery, which later calls
-        drive. Raises EngineDead, or an error of the device, when the group cannot continue.
+        With a wake-up socket the call does not wait for the oldest step: see ``wait_ms``. When ranks are
+        lost, running sequences go back to the queue after the recovery, which is logged. Later calls drive
+        the recovery, and block up to ``RECOVERY_POLL`` seconds each. Raises EngineDead, or an error of the
+        device, when the group cannot continue.
         """
         if self._lost_at is not None:
             if self.runner.recovered(RECOVERY_POLL):
@@ -301,7 +312,10 @@ class EngineCore:
         return self._told(events)
 
     def _lose(self, lost: GroupLost) -> None:
-        """Drop the steps in flight, fail the transfers and start the recovery of the group."""
+        """Drop the steps in flight, fail the transfers and start the recovery of the group.
+
+        Sets ``recovering``. Raises EngineDead if the group has recovered too often.
+        """
         self._in_flight.clear()
         self._launching = self._stalled = False
         self._completed = -math.inf
@@ -312,7 +326,11 @@ class EngineCore:
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
-        """Run one step and append the events to ``events``. An exception then loses no committed event."""
+        """Run one step and append the events to ``events``. An exception then loses no committed event.
+
+        Set ``_stalled`` instead of a commit if the oldest step still runs and a wake-up socket will report
+        the end. Raises GroupLost, and EngineDead after an interrupted step.
+        """
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         self._mask()
@@ -340,12 +358,16 @@ class EngineCore:
 
     def wait_ms(self) -> int:
         """Return the milliseconds for which a loop with work may sleep on ``sockets`` before the next
-        ``step``.
+        ``step``. 0 unless the last ``step`` returned early and the oldest step still runs.
         """
         return STALLED_MS if self._stalled and not self.runner.done(self._in_flight[0][0]) else 0
 
     def _plan(self, now: float) -> StepPlan | None:
-        """Return the frozen plan of the next step, or None when there is nothing to do."""
+        """Return the frozen plan of the next step, or None when there is nothing to do.
+
+        The plan has slots and blocks reserved in the scheduler. Records the admissions in the stage times. In
+        an expert-parallel group, blocks until all replicas have voted. Raises GroupLost.
+        """
         builder = self.scheduler.build(now)
         if builder is not None:
             self.balance.ask(builder)
@@ -360,6 +382,10 @@ class EngineCore:
         return plan
 
     def _launch(self, plan: StepPlan, began: float) -> None:
+        """Launch the plan's forward pass, and its sampling unless masks are due.
+
+        Append the step to the steps in flight, with ``began``, the start of its planning. Raises GroupLost.
+        """
         self.balance.launched(plan)
         handle = self.runner.forward(plan)
         if not plan.constrained:
@@ -389,6 +415,10 @@ class EngineCore:
         self._launching = launching
 
     def _sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        """Launch the sampling of a step.
+
+        Ring ``_bell`` at the end, unless the runner rings the same socket itself.
+        """
         self.runner.sample(handle, masks)
         bell = self._bell
         if bell is not None and bell is not self.runner.bell and handle.sampled is not None:
@@ -397,7 +427,9 @@ class EngineCore:
     def _commit(self, events: list[TokenEvent]) -> None:
         """Block until the oldest step has ended, commit the step and append the events to ``events``.
 
-        The events are in ``events`` before masks are sent, because sending can raise GroupLost.
+        Cost model and overlap policy learn from the step's time. The events are in ``events`` before masks
+        are sent, because sending can raise GroupLost. An error of the read drops the step; an interrupt
+        leaves the step in flight.
         """
         # Not popped yet: an interrupt of the wait must leave the step in flight.
         handle, began = self._in_flight[0]
@@ -438,7 +470,10 @@ class EngineCore:
         )
 
     def welcome(self, incarnation: int) -> Welcome:
-        """Return the ``Welcome`` message, a description of the engine for API servers."""
+        """Return the ``Welcome`` message, a description of the engine for API servers.
+
+        ``incarnation`` is passed on.
+        """
         kv = self.runner.kv
         return Welcome(
             versions=(OLDEST, VERSION),
@@ -464,6 +499,7 @@ class EngineCore:
     def close(self, failed: bool = False) -> None:
         """Wait for the steps in flight, drop the results, and release the ranks, the transfers and the trace.
 
+        Logs the shares of accepted drafts and of overlap. Errors of steps in flight are logged, not raised.
         ``failed``: another engine will take over the supervised ranks, so leave the ranks running.
         """
         if (report := self.describe_speculation()) is not None:

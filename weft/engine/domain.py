@@ -44,10 +44,11 @@ class Domain:
 
         ``builder``: the proposal of the local replica, or None. ``unfinished``: True if the local replica has
         live sequences or steps in flight. The result is ``builder``, or ``idle()`` without a proposal, with
-        the agreed fields set.
+        the fields ``agreed``, ``micro_batches`` and ``rebalance`` set in place. Blocks until all replicas
+        have voted.
 
-        Blocks until all replicas have voted. Raises GroupLost when a replica is gone or late, and EngineDead
-        when the replicas are not at the same step.
+        Raises GroupLost when a replica is gone or late, and EngineDead when the replicas are not at the same
+        step.
         """
         try:
             decision = self._group.agree(vote_of(builder, unfinished))

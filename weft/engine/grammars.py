@@ -114,7 +114,10 @@ class GrammarSource:
         return []
 
     def close(self) -> None:
-        """Drop all running compiles, then close the descriptor and the compiler."""
+        """Drop all running compiles, then close the descriptor and the compiler.
+
+        Blocked sequences get no event.
+        """
         self._pending.clear()
         # Under the lock: `_ring` must not write to a closed descriptor.
         with self._lock:
@@ -125,6 +128,12 @@ class GrammarSource:
             self._compiler.close()
 
     def _settle(self, sequence: int, scheduler: StepScheduler) -> list[TokenEvent]:
+        """Pass the compiled grammar of a sequence to the scheduler and return the events.
+
+        Return no events while the compile runs.
+
+        A failed compile ends the sequence. An unexpected error is logged.
+        """
         compile_ = self._pending[sequence]
         if not compile_.done():
             return []
@@ -161,6 +170,10 @@ class ModelGrammars:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        """Read nothing yet: the tokenizer is read at the first compile.
+
+        Compiles are ended after ``--grammar-compile-timeout`` seconds.
+        """
         self._config = config
         self.end_ids: tuple[int, ...] = ()
         """Sorted end-of-output token ids; empty until the first compile."""

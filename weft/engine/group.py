@@ -73,8 +73,11 @@ class GroupExecutor:
         clock: Clock | None = None,
         carrier: Carrier | None = None,
     ) -> None:
-        """Start the group and block until the first epoch runs. ``load`` is called after all ranks have said
-        hello.
+        """Start the group and block until the first epoch runs.
+
+        ``load`` loads the local share of the model, after all ranks have said hello. ``links``: closed with
+        the group, also after a failed start. ``rank_timeout``: seconds, unit of all deadlines for ranks.
+        ``carrier``: thread for blocking work (default: a new thread).
 
         Raises ConfigError for a rank with another configuration, or unable to load the model. Raises
         GroupLost when a rank does not start.
@@ -118,6 +121,10 @@ class GroupExecutor:
             raise
 
     def _start(self, load: Callable[[], Share]) -> None:
+        """Load the local share and form the first epoch.
+
+        Sets ``_runner``, ``bell``, ``rooms`` and ``embeddings``. Blocks. Raises the errors of ``__init__``.
+        """
         members = self.membership
         self._feed(t.Own("started"))
         self._until(lambda: members.welcomed)
@@ -140,6 +147,7 @@ class GroupExecutor:
         self._until(lambda: members.phase == "running")
 
     def _make_rooms(self, cache: f.Cache) -> GroupRooms | None:
+        """Return the transfers of all ranks for ``cache``, or None if the local runner has none."""
         transfer, reports, own = moves(self._runner, cache)
         if transfer is None or reports is None:
             return None
@@ -198,7 +206,7 @@ class GroupExecutor:
         """Send the step to every rank and launch the local share. Return the handle of the step.
 
         Raises GroupLost. Raises EngineDead for a plan in conflict with the slot table; then no frame was
-        sent.
+        sent. Also handles arrived frames.
         """
         self._check()
         members = self.membership.members
@@ -224,6 +232,7 @@ class GroupExecutor:
         self._guard(lambda: self._runner.sample(handle, masks))
 
     def _tell_all(self, frame: f.StepFrame | f.LateMasks) -> None:
+        """Send ``frame`` to every other rank. Raises GroupLost if a rank has no connection."""
         data = f.encode(frame)
         for rank, member in self.membership.members.items():
             self._send(member.peer, data, rank)
@@ -231,13 +240,11 @@ class GroupExecutor:
 
     def read(self, handle: StepHandle) -> StepResult:
         """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag``
-        steps earlier.
-
-        Return the result.
+        steps earlier. Return the result, once.
 
         A step without rows waits for all ranks where ``bell`` is None: no collective keeps the ranks
-        together, and transfers may then write the freed blocks. Raises GroupLost. After an interrupted wait
-        the call can be repeated.
+        together, and transfers may then write the freed blocks. Raises GroupLost, also when a rank's checksum
+        differs. After an interrupted wait the call can be repeated.
         """
         step = handle.plan.step
         if not self.membership.members:
@@ -279,7 +286,9 @@ class GroupExecutor:
             raise self.membership.failed
 
     def recovered(self, wait: float) -> bool:
-        """Return True if the group runs steps again. Block up to ``wait`` seconds for the new epoch.
+        """Return True if the group runs steps again; the slot digest is then empty.
+
+        Block up to ``wait`` seconds for the new epoch.
 
         Raises EngineDead when the group cannot be formed, at the latest at the deadlines of ``Membership``.
         """
@@ -310,7 +319,7 @@ class GroupExecutor:
         """End all threads, connections and resources, however far the start has come.
 
         ``dismiss``: the ranks end as well, else the ranks wait for another engine process. Block up to
-        ``CLOSE_S`` seconds while an epoch is being formed.
+        ``CLOSE_S`` seconds while an epoch is being formed, then log a warning and go on.
         """
         self._feed(t.Close(dismiss))
         until = self._clock.now() + CLOSE_S
@@ -328,6 +337,7 @@ class GroupExecutor:
     # ---- the stepping thread
 
     def _check(self) -> None:
+        """Raise the error of a failed group, GroupLost after a loss, or EngineDead before the first epoch."""
         members = self.membership
         if (lost := members.failed or members.lost) is not None:
             raise lost
@@ -335,6 +345,7 @@ class GroupExecutor:
             raise EngineDead("a step was planned before the group was formed")
 
     def _until(self, reached: Callable[[], bool]) -> None:
+        """Handle frames until ``reached()`` is True. Blocks. Raises EngineDead once the group has failed."""
         while not reached():
             self._go_on()
             self._turn(_TURN)
@@ -373,7 +384,13 @@ class GroupExecutor:
             raise (members.lost or members.failed or error) from error
 
     def _turn(self, wait: float) -> None:
-        """Send queued frames and handle received frames. Block up to ``wait`` seconds for the first frame."""
+        """Send queued frames and leases, and feed received frames to ``membership``.
+
+        Block up to ``wait`` seconds for the first frame.
+
+        An undecodable frame is fed as ``Garbled``. Reads the leases when due. Raises nothing: losses show in
+        ``membership``.
+        """
         self._flush()
         while True:
             if not self._inbox and (received := self._links.channel.receive(wait)) is not None:
@@ -396,6 +413,7 @@ class GroupExecutor:
         self._flush()
 
     def _flush(self) -> None:
+        """Send all queued frames and write all queued leases."""
         while self._outbox:
             action = self._outbox.popleft()
             if isinstance(action, t.Send):
@@ -404,6 +422,10 @@ class GroupExecutor:
                 self._links.leases.write(action.lease)
 
     def _send(self, peer: bytes | None, data: bytes, rank: int | None) -> None:
+        """Send ``data`` to a peer.
+
+        Without a connection (or with ``peer`` None), feed the loss of ``rank``; ignored if ``rank`` is None.
+        """
         try:
             if peer is None:
                 raise PeerGone("it did not say hello")
@@ -415,6 +437,11 @@ class GroupExecutor:
     # ---- any thread
 
     def _feed(self, event: t.Event) -> None:
+        """Feed ``event`` to ``membership`` and execute the actions. Safe from any thread.
+
+        Aborts run at once. Frames and leases are queued for the stepping thread, reports go to the transfers,
+        and process starts and connections go to the carrier.
+        """
         with self._lock:
             self._actions.extend(self.membership.on(event, self._clock.now()))
             while self._actions:
@@ -441,10 +468,12 @@ class GroupExecutor:
     # ---- the watch's thread
 
     def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
+        """Feed a rank's heartbeat to ``membership`` and return the answer."""
         self._feed(t.Received(b"", heartbeat))
         return self.membership.heartbeat(heartbeat.peer)
 
     def _looked(self) -> None:
+        """Feed the ends of local processes and a check of the heartbeat deadlines to ``membership``."""
         processes = self._links.processes
         with self._lock:  # under the lock: a process replaced by the carrier must not be reported as dead
             for rank, how in processes.dead() if processes is not None else ():
@@ -454,6 +483,12 @@ class GroupExecutor:
     # ---- blocking work, in the carrier's thread
 
     def _carry(self, action: t.Spawn | t.Connect) -> None:
+        """Execute a blocking action and feed the outcome (``Connected``, ``Spawned`` or an error).
+
+        Never raises.
+
+        Before a process is replaced, kill the old process and report the end to the transfers.
+        """
         processes = self._links.processes
         try:
             if isinstance(action, t.Connect):
@@ -470,6 +505,10 @@ class GroupExecutor:
             self._feed(t.Unable(known))
 
     def _connect(self, action: t.Connect) -> None:
+        """Reset the slots of the local runner and connect the communicators for the epoch of ``action``.
+
+        Feed ``Connected``, or the failure of the epoch. Blocks.
+        """
         epoch, store, domain = action.epoch, action.store, self._links.domain
         patience = COLLECTIVE * self._timeout
         try:

@@ -87,8 +87,12 @@ def _load(
     faults: Faults,
     liveness: _Liveness,
 ) -> RankRunner | None:
-    """Load the model and return the rank's runner. Blocks until the engine process reports the pool sizes.
-    Return None after a Shutdown. Errors are reported to the engine process and raised.
+    """Load the model and return the rank's runner.
+
+    Blocks until the engine process reports the pool sizes. Return None after a Shutdown, with ``channel``
+    closed.
+
+    Errors are reported to the engine process and raised, with ``channel`` closed.
     """
     try:
         faults.reach("load")
@@ -108,11 +112,12 @@ def _load(
 def ask(
     channel: RankChannel, rank: int, kv: KVConfig, timeout: float, orphan: Callable[[], bool]
 ) -> KVConfig | None:
-    """Report how many blocks fit on the rank and return the configuration with the engine's sizes. Return
-    None after a Shutdown.
+    """Report how many blocks fit on the rank and return ``kv`` with the engine's pool sizes.
 
-    If the engine process is gone, return ``kv`` unchanged. Raises EngineDead when the engine process refuses
-    the rank or sends no sizes within ``timeout`` seconds.
+    Return None after a Shutdown. If the engine process is gone, return ``kv`` unchanged. Other frames are
+    dropped.
+
+    Raises EngineDead when the engine process refuses the rank or sends no sizes within ``timeout`` seconds.
     """
     channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
     until = time.monotonic() + timeout
@@ -150,7 +155,10 @@ class _Liveness:
         """True after the loss of the engine process."""
 
     def watch(self, link: HeadLink) -> None:
-        """Start to send heartbeats to the engine process of ``link``."""
+        """Start to send heartbeats to the engine process of ``link``, and reset ``orphan``.
+
+        Without a heartbeat channel, only reset.
+        """
         self.orphan = False
         self._stuck_since = None
         self._peer = link.channel.peer
@@ -190,8 +198,11 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """End the process after too long a stay in an ended epoch. The owner of the process then starts a new
-        one, on any host.
+        """Exit the process (status ``STUCK``, logged) after too long a stay in an ended epoch.
+
+        The first call starts the time.
+
+        The owner of the process then starts a new one, on any host.
         """
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()

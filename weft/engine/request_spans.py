@@ -46,6 +46,7 @@ class RequestSpans:
     """The request spans of one engine process. Used from the stepping thread."""
 
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
+        """``writer``: closed by ``close``. ``now``: the engine's clock."""
         self._writer = writer
         self._now = now
         self._live: dict[int, _Traced] = {}
@@ -59,7 +60,9 @@ class RequestSpans:
             tally.ended = self.room_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
-        """Open the spans of a sequence, starting at ``arrived``. Untraced sequences are ignored."""
+        """Open the spans of a sequence, starting at ``arrived``: one for its first stage and one per
+        transfer. Untraced sequences are ignored.
+        """
         parent = parse_traceparent(submit.trace)
         if parent is None:
             return
@@ -84,7 +87,7 @@ class RequestSpans:
     def _open(
         self, ticket: RoomTicket, name: str, parent: SpanContext, arrived: float, submit: Submit
     ) -> None:
-        """Open the span of a transfer."""
+        """Open the span of a transfer. Above ``MOST_ROOMS`` open transfers, drop the oldest span."""
         if len(self._rooms) >= MOST_ROOMS:
             del self._rooms[next(iter(self._rooms))]
         room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
@@ -92,7 +95,9 @@ class RequestSpans:
         self._rooms[ticket.key] = room
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """Record the slots given to ``sequences`` by a planned step. A second admission is only a mark."""
+        """Move the spans of ``sequences``, which have slots at ``now``, from "queue" to "encode", "prefill"
+        or "decode". A second admission is only a mark. Untraced sequences are ignored.
+        """
         for sequence in sequences:
             traced = self._live.get(sequence)
             if traced is None:
@@ -114,6 +119,10 @@ class RequestSpans:
                 self._told(traced, event, now)
 
     def _told(self, traced: _Traced, event: TokenEvent, now: float) -> None:
+        """Advance the span of one sequence: blocked -> queue -> prefill -> decode.
+
+        At a finish, write and forget the span.
+        """
         if event.token_ids:
             first = not traced.tokens
             traced.tokens += len(event.token_ids)
@@ -145,7 +154,10 @@ class RequestSpans:
         return child_of(parent, name, start, sequence=f"{sequence:x}", attempt=attempt)
 
     def room_ended(self, key: RoomKey, notes: RoomNotes, now: float, error: ErrorInfo | None) -> None:
-        """Close the span of a transfer. Idempotent."""
+        """Write the span of a transfer with its marks and bytes, and forget it.
+
+        Idempotent. A cancellation by the client side is not an error.
+        """
         if error is None:
             self._image_landed(key, now)
         span = self._rooms.pop(key, None)

@@ -59,7 +59,8 @@ def _made(
     """Open the channel of an engine process and return the transfers.
 
     On one host the channel's socket lies in the group's socket folder (``EngineConfig.domain``). Without the
-    folder the socket lies in a private folder, removed with the channel.
+    folder the socket lies in a private folder, removed with the channel. Raises EngineDead if the ranks have
+    no transfers.
     """
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} have no KV transfers")

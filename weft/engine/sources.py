@@ -67,6 +67,7 @@ class EmbeddingSource:
 
 
 def _part(scheduler: MediaScheduler) -> RoomScheduler:
+    """Return the embedding transfers of a scheduler. Raises EngineDead if the scheduler has none."""
     if scheduler.embeddings is None:
         raise EngineDead("the group transfers embeddings, but its scheduler does not")
     return scheduler.embeddings

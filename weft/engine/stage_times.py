@@ -44,7 +44,9 @@ class StageTimes:
             self._spans.submitted(submit, arrived)
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """Record the slots given to ``sequences`` by a planned step."""
+        """Record the slots given to ``sequences`` by a planned step: end their queue time and begin their
+        prefill time.
+        """
         if self._spans is not None:
             sequences = list(sequences)
             self._spans.admitted(sequences, now)
@@ -55,8 +57,8 @@ class StageTimes:
                 self._prefilling[sequence] = now
 
     def told(self, events: list[TokenEvent]) -> None:
-        """Record ``events``, which leave the engine: first tokens end the prefill time, finishes end
-        everything.
+        """Record ``events``, which leave the engine: first tokens add to ``prefill``, finishes drop the open
+        times.
         """
         if self._spans is not None:
             self._spans.told(events)

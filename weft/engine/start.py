@@ -205,8 +205,11 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """Return the expert-parallel group of the replica, with meeting and leases. All None without other
-    replicas. Raises ConfigError.
+    """Open the wake-up socket and the leases of an expert-parallel group.
+
+    Return (group of the replica, meeting, leases). All None without other replicas.
+
+    Raises ConfigError if the replicas were not started together.
     """
     replica = config.replica
     if layout.domain == layout.tensor:

@@ -85,6 +85,7 @@ def problems(split: Split, seed: int) -> Iterator[Problem]:
 
 @cache
 def _test_problems(n: int) -> tuple[Problem, ...]:
+    """Return the first ``n`` distinct problems of the fixed test set."""
     seen: dict[str, Problem] = {}
     for problem in problems("test", TEST_SEED):
         seen.setdefault(problem.question, problem)

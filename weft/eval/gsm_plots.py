@@ -13,7 +13,11 @@ _TIMES_VERB = {2: "[double|doubles|doubled]", 3: "[triple|triples|tripled]"}
 
 
 def _open_running(s: Story) -> None:
-    """Open with a first amount: given, a product of groups, or a sum."""
+    """Open with a first amount: given, a product of groups, or a sum.
+
+    Every function of this module adds sentences and steps to the story, and raises Impossible if the draws do
+    not fit.
+    """
     roll = s.rng.below(100)
     if roll < (70 if s.max_steps == 1 else 60):
         s.value = s.amount()
@@ -29,6 +33,7 @@ def _open_running(s: Story) -> None:
 
 
 def _gain(s: Story) -> None:
+    """Add an amount to the running value. May raise Impossible."""
     b = s.more()
     last = (
         len(s.steps) + 1 == s.max_steps
@@ -38,6 +43,7 @@ def _gain(s: Story) -> None:
 
 
 def _loss(s: Story) -> None:
+    """Take an amount from the running value. May raise Impossible."""
     b = s.less()
     food = s.slots["item"] in words.FOODS
     s.say(t.GIVE if s.rng.chance(0.3) else t.EAT if food and s.rng.chance(0.6) else t.LOSS, b=b)
@@ -59,6 +65,7 @@ def _loss_each(s: Story) -> None:
 
 
 def _scale(s: Story) -> None:
+    """Halve, double or triple the running value. May raise Impossible."""
     if s.rng.chance(0.5) and s.value % 2 == 0:
         s.say(t.HALF)
         s.step("/", s.value, 2)
@@ -72,7 +79,10 @@ def _scale(s: Story) -> None:
 
 
 def _finish_running(s: Story) -> bool:
-    """End with a last step of another kind. Return False if no such step fits this story."""
+    """End with a last step of another kind.
+
+    Return False if no such step fits this story. May raise Impossible.
+    """
     roll = s.rng.below(100)
     if roll < 45:
         divisors = [d for d in range(2, 13) if s.value % d == 0 and 2 <= s.value // d <= 50]
@@ -93,7 +103,7 @@ def _finish_running(s: Story) -> bool:
 
 
 def _running(s: Story) -> None:
-    """Write a story of one person with one thing: gains, losses and a question."""
+    """Write a story of one person with one thing: gains, losses and a question. May raise Impossible."""
     _open_running(s)
     while len(s.steps) < s.max_steps:
         room, roll = s.max_steps - len(s.steps), s.rng.below(100)
@@ -115,7 +125,10 @@ def _running(s: Story) -> None:
 
 
 def _relate(s: Story) -> None:
-    """Relate the other person's amount to the first amount."""
+    """Relate the other person's amount to the first amount; the other amount becomes the running value.
+
+    May raise Impossible.
+    """
     a, roll = s.value, s.rng.below(100)
     if roll < 35:
         b = s.more()
@@ -135,7 +148,10 @@ def _relate(s: Story) -> None:
 
 
 def _compare(s: Story) -> None:
-    """Write a comparison of two persons' amounts."""
+    """Write a comparison of two persons' amounts.
+
+    Raises Impossible for equal amounts, or groups of persons with a question of the difference.
+    """
     a = s.value = s.amount()
     s.say(t.COMPARE_FIRST, a=a)
     if s.max_steps == 1 and s.rng.chance(0.5):
@@ -163,7 +179,7 @@ def _compare(s: Story) -> None:
 
 
 def _age(s: Story) -> None:
-    """Write a comparison of two ages, always with one step."""
+    """Write a comparison of two ages, always with one step. Raises Impossible for a story of more steps."""
     if s.plural or s.max_steps > 1:
         raise Impossible
     s.past = False
@@ -179,7 +195,7 @@ def _age(s: Story) -> None:
 
 
 def _money(s: Story) -> None:
-    """Write a story of money gained and spent."""
+    """Write a story of money gained and spent. May raise Impossible."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.MONEY_WAGE, a=a, b=b)
@@ -205,7 +221,10 @@ def _money(s: Story) -> None:
 
 
 def _cost(s: Story) -> None:
-    """Write a story of a purchase, with the change as an optional second step."""
+    """Write a story of a purchase, with the change as an optional second step.
+
+    Raises Impossible for a story of more steps.
+    """
     if s.max_steps > 2:
         raise Impossible
     a, b = s.factors(150)
@@ -225,7 +244,7 @@ def _cost(s: Story) -> None:
 
 
 def _place(s: Story) -> None:
-    """Write a story of things brought to a place and taken away."""
+    """Write a story of things brought to a place and taken away. May raise Impossible."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.PLACE_ROWS, a=a, b=b)
@@ -244,7 +263,10 @@ def _place(s: Story) -> None:
 
 
 def _parts(s: Story) -> None:
-    """Write a story of a whole with two parts, always with one step."""
+    """Write a story of a whole with two parts, always with one step.
+
+    Raises Impossible for a story of more steps.
+    """
     if s.max_steps > 1:
         raise Impossible
     place, x, y, whole = s.rng.pick(words.PARTS)

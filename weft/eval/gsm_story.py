@@ -108,6 +108,10 @@ class Story:
     largest: int = MAX_VALUE
 
     def __post_init__(self) -> None:
+        """Draw tense, persons and things of the story.
+
+        Raises Impossible if both persons have the same name.
+        """
         rng = self.rng
         self.past = rng.chance(0.4)
         name, subj = rng.pick(words.PEOPLE)
@@ -130,7 +134,11 @@ class Story:
         }  # fmt: skip
 
     def say(self, group: t.TemplateGroup, **slots: int | str) -> None:
-        """Append a sentence of ``group`` from this story's side (training or held out)."""
+        """Append a sentence of ``group`` to ``text``, from this story's side (training or held out), and note
+        the template's id.
+
+        ``slots`` override the story's own slots.
+        """
         template = self.rng.pick(group.test if self.held_out else group.train)
         text = template.text
         for key, value in (self.slots | {k: str(v) for k, v in slots.items()}).items():
@@ -145,7 +153,10 @@ class Story:
         return str(plural if self.plural else singular)
 
     def step(self, op: Op, a: int, b: int) -> int:
-        """Record a step and return its result. Raises Impossible for a result out of range."""
+        """Record a step, make its result the running value, and return the result.
+
+        Raises Impossible for a result out of range.
+        """
         step = Step(op, a, b)
         if not 0 < step.result <= self.largest:
             raise Impossible

@@ -86,7 +86,10 @@ def _font(size: int) -> "ImageFont.FreeTypeFont":
 
 
 def draw(line: Line) -> "Image.Image":
-    """Return the line as an image of ``WIDTH`` x ``HEIGHT`` in grey levels (mode L)."""
+    """Return the line as an image of ``WIDTH`` x ``HEIGHT`` in grey levels (mode L).
+
+    Raises ConfigError without Pillow.
+    """
     size = SIZE
     while True:
         font = _font(size)

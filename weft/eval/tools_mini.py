@@ -117,6 +117,7 @@ class _Draft:
 
 
 def _draw_step(rng: Rng) -> Step:
+    """Return a step with a random operation and random numbers."""
     op: Op = ("+", "+", "-", "-", "x", "x", "/")[rng.below(7)]
     if op == "/":
         b = draw_number(rng, 1, 3)
@@ -128,6 +129,7 @@ def _draw_step(rng: Rng) -> Step:
 
 
 def _write(rng: Rng, held_out: bool, asks: TemplateGroup, **slots: int | str) -> tuple[str, str]:
+    """Return (question, id of the template) from the given side of ``asks``."""
     template = rng.pick(asks.test if held_out else asks.train)
     text = template.text
     for key, value in slots.items():
@@ -200,7 +202,10 @@ def _solve(draft: _Draft, tools: tuple[Tool, ...], form: str) -> ToolProblem:
 
 
 def _draw(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem:
-    """Draw a problem of any kind, with the ``given`` tools or with drawn tools. Raises Impossible."""
+    """Draw a problem of any kind, with the ``given`` tools or with drawn tools.
+
+    Raises Impossible if the draws do not fit.
+    """
     # Shares: 44 bare, 10 with three numbers, 18 large stories, 20 stories, 8 stories without a useful tool.
     roll = rng.below(92 if given else 100)
     if roll < 44:
@@ -226,7 +231,10 @@ def tool_problems(split: Split, seed: int) -> Iterator[ToolProblem]:
 
 
 def _attempt(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem | None:
-    """Return a drawn problem of the right side, or None."""
+    """Return a drawn problem of the right side.
+
+    Return None if the draws do not fit, or belong to the other side.
+    """
     try:
         problem = _draw(rng, held_out, given)
     except Impossible:
@@ -243,6 +251,7 @@ def another(rng: Rng, tools: tuple[Tool, ...]) -> ToolProblem | None:
 
 @cache
 def _test_problems(n: int) -> tuple[ToolProblem, ...]:
+    """Return the first ``n`` distinct problems of the fixed test set."""
     seen: dict[str, ToolProblem] = {}
     for problem in tool_problems("test", TEST_SEED):
         seen.setdefault(problem.question, problem)

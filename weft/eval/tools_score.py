@@ -28,7 +28,11 @@ else.
 
 
 def read_calls(text: str) -> list[Made]:
-    """Return the calls in an answer of the form ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+    """Return (name, arguments) of each call in an answer with calls in ``<tool_call>`` tags: JSON objects of
+    name and arguments.
+
+    An unreadable call has the name ``MALFORMED`` and its text.
+    """
     made: list[Made] = []
     for body in _CALL.findall(text):
         try:
@@ -54,6 +58,7 @@ def tree(expression: str) -> Any:
 
 
 def _tree(node: ast.expr) -> Any:
+    """Return a node as nested (operator, left, right). Raises ValueError for anything else."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         op, sides = _OPERATORS[type(node.op)], [_tree(node.left), _tree(node.right)]
         return (op, *(sorted(sides, key=repr) if op in "+*" else sides))
@@ -134,8 +139,10 @@ class Dialogue:
         return [tool.declaration() for tool in self.problem.tools]
 
     def take(self, text: str, calls: Sequence[Made]) -> None:
-        """Add an answer of the model with its calls. An answer without calls, or after ``MAX_ROUNDS``, is the
-        last.
+        """Add an answer of the model with its calls, and count the round.
+
+        An answer without calls, or after ``MAX_ROUNDS``, sets ``text`` and ends the dialogue. Otherwise the
+        calls run, and calls and results become messages.
         """
         self.rounds += 1
         self.made += calls
@@ -167,7 +174,7 @@ class Dialogue:
 
 
 def totals(dialogues: Iterable[Dialogue]) -> dict[str, int]:
-    """Return the counts of right calls, right answers, both, and all dialogues."""
+    """Return the counts of right ``calls``, right ``answers``, ``both``, and all dialogues (``total``)."""
     pairs = [(one.calls_right, one.answer_right) for one in dialogues]
     return {
         "calls": sum(calls for calls, _ in pairs),

@@ -37,6 +37,7 @@ class ModelFacts:
     """Typed access to the architecture's metadata. Raises ConfigError that names the wrong key."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
+        """``metadata``: of the file. Raises ConfigError for an unsupported architecture."""
         self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture", ""))
         if self.architecture not in ARCHITECTURES:
@@ -47,7 +48,7 @@ class ModelFacts:
             )
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, at least 0."""
+        """Return a whole number, at least 0. Equal numbers per layer count as one. Raises ConfigError."""
         value = self._value(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]  # one number per layer, all equal
@@ -56,7 +57,10 @@ class ModelFacts:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0, rounded to the 7 digits of a stored 32-bit number."""
+        """Return a finite number above 0, rounded to the 7 digits of a stored 32-bit number.
+
+        Raises ConfigError.
+        """
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._fail(key, f"must be a number above 0, not {value!r}")
@@ -91,10 +95,11 @@ class ModelFacts:
         return self.architecture
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the value of ``key`` as a bool."""
+        """Return the value of ``key`` as True or False; ``default`` for a missing key."""
         return bool(self._value(key, default))
 
     def _value(self, key: str, default: Any) -> Any:
+        """Return a value of the architecture. Raises ConfigError for a missing value without default."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self._fail(key, "is missing")
@@ -169,6 +174,7 @@ def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
 
 
 def _head_size(facts: ModelFacts, hidden: int) -> int:
+    """Return the size of a head. Raises ConfigError for values of another size, and for partial rotation."""
     size = facts.integer("attention.key_length", hidden // max(facts.heads, 1))
     if facts.integer("attention.value_length", size) != size:
         raise ConfigError("GGUF: keys and values of different sizes are not supported here", param="--model")
@@ -178,7 +184,10 @@ def _head_size(facts: ModelFacts, hidden: int) -> int:
 
 
 def _latent(facts: ModelFacts) -> dict[str, Any]:
-    """Return the sizes of latent attention. Older files have key and value sizes under the plain names."""
+    """Return the sizes of latent attention.
+
+    Older files have key and value sizes under the plain names. Raises ConfigError for a missing size.
+    """
     rotated = facts.integer("rope.dimension_count")
     keys = facts.integer("attention.key_length_mla", facts.integer("attention.key_length"))
     return {
@@ -193,7 +202,7 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _experts(facts: ModelFacts) -> dict[str, Any]:
-    """Return the routing facts of the layers."""
+    """Return the routing facts of the layers. Raises ConfigError for a missing fact."""
     made: dict[str, Any] = {"num_experts_per_tok": facts.integer("expert_used_count")}
     match facts.family:
         case "mixtral" | "gpt-oss":
@@ -224,6 +233,7 @@ def _expert_size(facts: ModelFacts) -> int:
 
 
 def _vocabulary(tensors: Sequence[StoredTensor]) -> int:
+    """Return the number of token ids. Raises ConfigError for a file without token embeddings."""
     for tensor in tensors:
         if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
             return tensor.shape[0]
@@ -244,6 +254,11 @@ def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_scaling(
     facts: ModelFacts, factors: Sequence[float] | None, size: int, theta: float
 ) -> dict[str, Any]:
+    """Return the field ``rope_scaling``, or {} without scaling. Raises ConfigError for unsupported scaling.
+
+    ``factors``: divisors of the frequencies, or None. ``size``: dims of a head. ``theta``: base of the
+    rotation.
+    """
     kind = facts.metadata.get(f"{facts.architecture}.rope.scaling.type", "none")
     if factors is not None:
         if kind not in ("none", "linear", "llama3") or not _is_llama3(factors, size, theta):

@@ -86,13 +86,14 @@ def shards(path: Path) -> list[Path]:
 
 
 class Container:
-    """One mapped file.
+    """One file with a checked header.
 
     Raises ConfigError for a damaged or foreign file, for a tensor of an unsupported type, and without the
     ``gguf`` package.
     """
 
     def __init__(self, path: Path) -> None:
+        """Read and check the header of the file ``path``. Raises ConfigError."""
         self.path = path
         refuse_pointer(path, "--model")
         self._package = _package()
@@ -178,6 +179,7 @@ def dequantized(kind: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _package() -> Any:
+    """Return the package ``gguf``. Raises ConfigError if the package is not installed."""
     try:
         import gguf
     except ImportError as error:

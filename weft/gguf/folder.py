@@ -123,6 +123,11 @@ def _key(parts: list[Path]) -> str:
 
 
 def _write(folder: Path, parts: list[Path]) -> None:
+    """Write the files of the checkpoint folder: layout, tokenizer, links to the weights, and config.json
+    last. Raises ConfigError for an unsupported model.
+
+    An unusable tokenizer is noted in a file instead: see ``check_tokenizer``.
+    """
     containers = [Container(part) for part in parts]
     metadata = containers[0].metadata
     tensors = [tensor for container in containers for tensor in container.tensors()]

@@ -75,6 +75,7 @@ class _Walk:
     """A read position in the file. Never moves beyond the end of the file."""
 
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
+        """``mapped``: the file, with a checked magic. ``size``: bytes of the file."""
         self._mapped = mapped
         self._size = size
         self._at = len(_MAGIC)
@@ -111,6 +112,7 @@ class _Walk:
         return Header(metadata, found, data, self._size)
 
     def _pair(self) -> tuple[str, Any]:
+        """Read one (key, value) and note the alignment. Raises Damaged."""
         key = self._text("a key", _MOST_KEY)
         (kind,) = self._numbers("<I", "a value's type")
         # The alignment is needed to find the tensors, so its type and value are checked here.
@@ -129,6 +131,7 @@ class _Walk:
         return key, self._numbers(f"<{self._form(kind, key)}", "a value")[0]
 
     def _array(self, key: str) -> list[Any]:
+        """Read a list of numbers or texts. Raises Damaged, also for a list of lists."""
         kind, count = self._numbers("<IQ", "a list's length")
         if kind == _ARRAY:
             raise Damaged(f"{_shown(key)} is a list of lists, which no key may be")
@@ -141,6 +144,7 @@ class _Walk:
         return list(self._numbers(f"<{count}{form}", "a list"))
 
     def _few_entries(self, key: str, count: int) -> None:
+        """Count ``count`` further list entries. Raises Damaged above the limit for the file."""
         self._entries += count
         if self._entries > _MOST_ENTRIES:
             raise Damaged(
@@ -149,6 +153,7 @@ class _Walk:
             )
 
     def _tensor(self) -> HeaderTensor:
+        """Read the description of one tensor. Raises Damaged."""
         name = self._text("a tensor's name", _MOST_KEY)
         (count,) = self._numbers("<I", "a tensor's number of dims")
         if not 1 <= count <= _MOST_DIMS:
@@ -163,11 +168,13 @@ class _Walk:
         return HeaderTensor(name, dims, kind, offset)
 
     def _form(self, kind: int, key: str) -> str:
+        """Return the struct format of the value type ``kind``. Raises Damaged for an unknown type."""
         if kind not in _FORMS:
             raise Damaged(f"{_shown(key)} has a value of the unknown type {kind}")
         return _FORMS[kind]
 
     def _text(self, what: str, most: int | None = None) -> str:
+        """Read a text of at most ``most`` bytes. Raises Damaged. ``what`` names the text in the error."""
         (length,) = self._numbers("<Q", f"the length of {what}")
         if most is not None and length > most:
             raise Damaged(f"{what} has {length} bytes")
@@ -184,6 +191,7 @@ class _Walk:
         return struct.unpack_from(form, self._mapped, begin)
 
     def _skip(self, count: int, what: str) -> None:
+        """Move ``count`` bytes forward. Raises Damaged beyond the end of the file."""
         left = self._size - self._at
         if count > left:
             raise Damaged(

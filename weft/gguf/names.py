@@ -145,6 +145,12 @@ def published(layout: Layout) -> list[Published]:
 
 
 def _of_layer(stored: StoredTensor, layer: str, what: str, end: str, layout: Layout) -> Iterator[Published]:
+    """Yield the published weights of one tensor of a layer: one per expert for a stack, else one.
+
+    Raises ConfigError for an unknown tensor.
+
+    ``layer``: published prefix. ``what``, ``end``: the parts of the tensor's name.
+    """
     permuted = layout.family in ("llama", "mixtral")
     theirs = _OTHERWISE.get(layout.family, {}).get(what) or _LAYER.get(what)
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
@@ -172,6 +178,10 @@ def _latent(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
 
 
 def _experts_in_turn(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
+    """Yield the expert weights of a gpt-oss layer.
+
+    ``stack``: tensors by name within the layer. Raises KeyError with the name of a missing tensor.
+    """
     matrices = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
     for matrix, stored in matrices.items():
         parts = tuple(stack[f"{one}.weight"] for one in stored)

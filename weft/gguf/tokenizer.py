@@ -58,6 +58,7 @@ class Vocabulary:
     """Token facts in the metadata. Raises ConfigError for missing or inconsistent facts."""
 
     def __init__(self, metadata: Mapping[str, Any], prefixed: bool = False) -> None:
+        """``prefixed``: see ``tokenizer_files``. Raises ConfigError."""
         self.metadata = metadata
         self.prefixed = prefixed
         self.tokens = self._texts("tokens")
@@ -80,7 +81,10 @@ class Vocabulary:
 
     @property
     def merges(self) -> list[tuple[str, str]]:
-        """Merges in order of precedence. The halves have no spaces: bytes are written as letters."""
+        """Merges in order of precedence.
+
+        The halves have no spaces: bytes are written as letters. Raises ConfigError.
+        """
         pairs = [tuple(merge.split(" ")) for merge in self._texts("merges")]
         if any(len(pair) != 2 for pair in pairs):
             raise _fail("merges", "must be pairs of tokens")
@@ -88,13 +92,14 @@ class Vocabulary:
 
     @property
     def scores(self) -> list[float]:
-        """Score of each token."""
+        """Score of each token. Raises ConfigError."""
         scores = self.metadata.get("tokenizer.ggml.scores")
         if not isinstance(scores, list) or len(scores) != len(self.tokens):
             raise _fail("scores", "must have an entry for each token")
         return scores
 
     def _texts(self, key: str) -> list[str]:
+        """Return a list of texts, not empty. Raises ConfigError."""
         found = self.metadata.get(f"tokenizer.ggml.{key}")
         if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
             raise _fail(key, "must be a list of texts")
@@ -126,6 +131,10 @@ def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> d
 
 
 def _byte_level(vocabulary: Vocabulary) -> str:
+    """Return tokenizer.json for a vocabulary of bytes with merges.
+
+    Raises ConfigError for an unknown rule for words.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     rule = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
@@ -143,6 +152,7 @@ def _byte_level(vocabulary: Vocabulary) -> str:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> str:
+    """Return tokenizer.json for a SentencePiece vocabulary. Raises ConfigError."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     model = models.BPE(
@@ -183,7 +193,7 @@ def merges_by_score(
 
 
 def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool, normalized: bool = False) -> str:
-    """Return ``tokenizer`` as JSON, with special tokens and the tokens around a text.
+    """Return ``tokenizer`` as JSON, after special tokens and the tokens around a text were added in place.
 
     ``begins``: True if a text begins with the bos token unless the file decides. ``normalized``: search
     user-defined tokens in normalized text.

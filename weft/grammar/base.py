@@ -49,7 +49,7 @@ class Matcher(Protocol):
 
 
 def fill_one_by_one(matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
-    """Implement ``Matcher.fill_each`` by one ``fill`` per matcher."""
+    """Fill row i of ``words`` by ``fill`` of matcher i. Return the indices of matchers that raised."""
     failed = []
     for number, matcher in enumerate(matchers):
         try:

@@ -31,7 +31,8 @@ def json_schema(schema: Any, *, compact: bool = False, param: str = "response_fo
     """Return the grammar of a JSON value valid under ``schema``: parsed JSON (an object or a boolean), or
     JSON text.
 
-    See ``JsonSchema`` for ``compact``: models differ in the spacing of JSON.
+    See ``JsonSchema`` for ``compact``: models differ in the spacing of JSON. Raises InvalidRequest with
+    ``param`` for invalid JSON, for false, for another type, and for infinite numbers.
     """
     if isinstance(schema, str):
         try:
@@ -65,7 +66,10 @@ def context_free(source: str, *, param: str = "guided_grammar") -> Grammar:
 
 
 def choice(texts: Items[str], *, param: str = "guided_choice") -> Grammar:
-    """Return the grammar of exactly one of ``texts``."""
+    """Return the grammar of exactly one of ``texts``.
+
+    Raises InvalidRequest for an empty list or an empty text.
+    """
     if not isinstance(texts, list | tuple) or not texts:
         _refuse(f"{param} must be a non-empty list of strings", param)
     if not all(isinstance(text, str) and text for text in texts):

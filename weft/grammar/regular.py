@@ -45,7 +45,8 @@ _SPECIAL = frozenset("\\^$.|?*+()[]{}/-")
 def regular_pattern(source: str) -> str | None:
     """Return the pattern of the whole texts accepted by a grammar in Lark's notation.
 
-    Return None if a rule leads to itself, and for unsupported notation (``%ignore``, templates, flags).
+    Return None if a rule leads to itself, for unsupported notation (``%ignore``, templates, flags), and for a
+    pattern longer than ``MAX_PATTERN``.
     """
     rules = _rules(source)
     if rules is None or "start" not in rules:
@@ -120,7 +121,8 @@ class _Writer:
     def _either(self, items: list[tuple[str, str]]) -> str:
         """Read alternatives up to a closing bracket and return their pattern.
 
-        ``items`` is in reverse order; read items are removed.
+        ``items`` is in reverse order; read items are removed. Raises _NotRegularError, also for a pattern
+        longer than ``MAX_PATTERN``.
         """
         options, total = [""], 0
         while items and items[-1] not in (("mark", ")"), ("mark", "]")):
@@ -139,7 +141,11 @@ class _Writer:
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def _item(self, kind: str, text: str, items: list[tuple[str, str]]) -> str:
-        """Return the pattern of one item. Raise _NotRegularError for an item without a pattern."""
+        """Return the pattern of one item.
+
+        A bracket also removes its content from ``items``. Raise _NotRegularError for an item without a
+        pattern.
+        """
         if kind == "text":
             try:
                 return "".join(f"\\{char}" if char in _SPECIAL else char for char in json.loads(text))

@@ -27,6 +27,10 @@ def read_structural_tag(value: Any, param: str) -> g.Grammar:
 
 class _Reader:
     def __init__(self, param: str) -> None:
+        """``param``: name of the request's parameter for errors.
+
+        All methods raise InvalidRequest with ``param``.
+        """
         self._param = param
         self._left = MAX_FORMATS
         self._forms: dict[str, Callable[[dict[str, Any], str, int], g.Grammar]] = {
@@ -63,7 +67,7 @@ class _Reader:
         }
 
     def structures(self, value: dict[str, Any]) -> g.Grammar:
-        """Read the older form: tags with schemas, started by triggers in free text."""
+        """Read the older form: tags with schemas, started by triggers in free text. Raises InvalidRequest."""
         tags = value["structures"]
         if not isinstance(tags, list) or not tags:
             self.refuse("structures must be a list of at least one tag")
@@ -77,7 +81,7 @@ class _Reader:
         return self._triggered(parts, self._texts(value, "triggers", ""), (), least=0, most=None, only=False)
 
     def format(self, value: Any, at: str, depth: int) -> g.Grammar:
-        """Read one format of the newer form. ``at`` is the path for errors."""
+        """Read one format of the newer form. ``at`` is the path for errors. Raises InvalidRequest."""
         self._left -= 1
         if depth > g.MAX_DEPTH or self._left < 0:
             self.refuse(f"a structural tag has more than {MAX_FORMATS} formats, or {g.MAX_DEPTH} levels")
@@ -103,7 +107,7 @@ class _Reader:
         return g.Sequence((g.Text(begin), *self._content(content, ends)))
 
     def _read_tag(self, value: Any, at: str, depth: int) -> tuple[str, g.Grammar, tuple[str, ...]]:
-        """Return begin, content and possible ends of a tag."""
+        """Return begin, content and possible ends of a tag. Raises InvalidRequest."""
         if not isinstance(value, dict) or value.get("type", "tag") != "tag":
             self.refuse(f"{at} must be a format of type tag")
         end = value.get("end")
@@ -119,6 +123,10 @@ class _Reader:
         return (content, closing[0] if len(closing) == 1 else g.OneOf(tuple(closing)))
 
     def _triggered_tags(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read free text with tags at triggers.
+
+        ``stop_after_first``: the output ends behind the first tag. Raises InvalidRequest.
+        """
         parts = [
             self._read_tag(tag, f"{at}.tags[{number}]", depth + 1)
             for number, tag in enumerate(self._list(value, "tags", at))
@@ -144,7 +152,10 @@ class _Reader:
         most: int | None,
         only: bool,
     ) -> g.Grammar:
-        """Return free text with tags inside. ``only``: no text follows the first tag."""
+        """Return free text with tags inside.
+
+        ``only``: no text follows the first tag. Raises InvalidRequest.
+        """
         by_trigger: dict[str, list[g.Grammar]] = {trigger: [] for trigger in triggers}
         for begin, content, ends in tags:
             # Two matching triggers would make the tag ambiguous.
@@ -171,6 +182,7 @@ class _Reader:
         return g.Sequence((g.Repeated(part=once, least=least, most=most), text))
 
     def _tags_with_separator(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read tags with a separator between two tags, and no other text. Raises InvalidRequest."""
         tags = []
         for number, tag in enumerate(self._list(value, "tags", at)):
             begin, content, ends = self._read_tag(tag, f"{at}.tags[{number}]", depth + 1)
@@ -187,6 +199,7 @@ class _Reader:
         return g.Repeated(part=inner, least=least, most=most)
 
     def _repeat_counted(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
+        """Read a repetition with ``min`` and ``max``; max -1 means any number. Raises InvalidRequest."""
         least, most = value.get("min"), value.get("max")
         if not all(isinstance(one, int) and not isinstance(one, bool) for one in (least, most)):
             self.refuse(f"{at}: min and max must be whole numbers")
@@ -203,6 +216,10 @@ class _Reader:
         )
 
     def _schema(self, schema: Any, at: str) -> g.Grammar:
+        """Return the grammar of a JSON schema; the schema itself is checked at the compile.
+
+        Raises InvalidRequest.
+        """
         if schema is not True and not isinstance(schema, dict):
             self.refuse(f"{at}: a JSON schema must be an object")
         try:

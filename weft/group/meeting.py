@@ -50,7 +50,12 @@ class Meeting:
         self._epoch, self._proposed = epoch, False
 
     def look(self, leases: Sequence[Lease | None]) -> Lease | Connect | None:
-        """Return the lease to write, ``Connect`` if all proposals agree, or None while proposals differ."""
+        """Return the lease to write, ``Connect`` if all proposals agree, or None while proposals differ.
+
+        Stores the proposed epoch.
+
+        ``leases``: one entry per replica; None for a replica without a lease so far.
+        """
         others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
         # A proposal must be visible to all before the process counts the others' proposals.
@@ -71,7 +76,10 @@ class Meeting:
         )
 
     def _meet(self, leases: Sequence[Lease | None]) -> Connect:
-        """Return the ``Connect`` action. ``leases``: all leases; the entry of this process is replaced."""
+        """Return the ``Connect`` action, and store the incarnations that meet.
+
+        ``leases``: all leases; the entry of this process is replaced.
+        """
         mine = self._lease(self._epoch, begun=False)
         present = [mine if n == self.replica else lease for n, lease in enumerate(leases)]
         known = [lease for lease in present if lease is not None]

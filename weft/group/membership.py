@@ -98,7 +98,7 @@ class Membership:
         """Apply ``event`` at time ``now`` and return the actions to carry out, in order.
 
         ``now`` is in seconds and never decreases. After the end of the group every event except ``Close`` is
-        ignored.
+        ignored. Raises nothing: read ``lost`` and ``failed`` afterwards.
         """
         self._now = now
         if self.phase != "ended" or isinstance(event, t.Close):
@@ -167,6 +167,7 @@ class Membership:
     # ---- events
 
     def _take(self, event: t.Event) -> None:
+        """Apply one event, without moving to the next phase. Actions collect in the roster."""
         # ``Read`` has two cases, for frames and for heartbeats. The narrower pattern must come first.
         match event:
             case t.Received(peer, frame):
@@ -220,6 +221,10 @@ class Membership:
                 self._end(self.failed or EngineDead("the engine is closed"))
 
     def _frame(self, peer: bytes, frame: f.ToHead) -> None:
+        """Apply a frame of a rank.
+
+        Frames of replaced processes and of other epochs are dropped, except reports about transfers.
+        """
         if isinstance(frame, f.RankHello):
             self._hello(peer, frame)
             return
@@ -255,6 +260,10 @@ class Membership:
                     self._lose(GroupLost(rank, error.message))
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
+        """Apply a hello.
+
+        A new process of a rank ends a formed epoch. Before the first epoch, different settings end the group.
+        """
         rank = hello.rank
         try:
             if not self._roster.hello(peer, hello, self._now):
@@ -279,6 +288,10 @@ class Membership:
             self._end(error)
 
     def _gone(self, rank: int, how: str) -> None:
+        """Note the end of a rank's process.
+
+        The epoch is lost, unless a rank taken over from an earlier engine process ends before the epoch.
+        """
         member = self.members[rank]
         if member.starting or member.gone:
             return
@@ -307,6 +320,10 @@ class Membership:
             self._lose(GroupLost(None, message))
 
     def _leases(self, leases: Sequence[t.Lease | None]) -> None:
+        """Apply the leases of all replicas: the epoch is lost if another replica has moved on.
+
+        While meeting, propose an epoch or connect.
+        """
         assert self._meeting is not None
         self._meeting.looked = self._now
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
@@ -319,6 +336,10 @@ class Membership:
                 self._connect(answer)
 
     def _advance_own(self, own: t.Own) -> None:
+        """Note the load stage of the own rank.
+
+        "started" starts all local ranks. A delayed new attempt begins as soon as the own rank is free.
+        """
         self._own = own
         if own.stage == "started":
             self._gather()
@@ -340,7 +361,12 @@ class Membership:
         return self._stepping or stage == "loading" or (stage == "loaded" and self.pools is not None)
 
     def _lose(self, lost: GroupLost) -> None:
-        """End the epoch, or the attempt to form an epoch. Does nothing in phases ``lost`` and ``ended``."""
+        """End the epoch, or the attempt to form an epoch, and log the loss.
+
+        Sets ``lost``. Does nothing in phases ``lost`` and ``ended``.
+
+        The next attempt begins at once unless the engine still has steps or the own rank is busy.
+        """
         if self.phase in ("lost", "ended"):
             return
         log.error("%s", lost.message)
@@ -350,6 +376,10 @@ class Membership:
             self._again()
 
     def _resume(self, lost: GroupLost) -> None:
+        """Begin to form the group again, because the engine has dropped its steps.
+
+        A repeated call is ignored.
+        """
         if not self._stepping:  # a repeated ``Resume``
             return
         self._lose(lost)
@@ -358,7 +388,10 @@ class Membership:
         self._again()
 
     def _again(self) -> None:
-        """Replace the ranks at fault and begin another attempt, or end the group."""
+        """Use up one attempt: replace the ranks at fault and enter phase ``gathering``.
+
+        Without an attempt left, or without other ranks, end the group.
+        """
         lost = self.lost
         assert lost is not None
         # Before the first epoch a refused configuration is an error of the user, not a loss.
@@ -372,6 +405,7 @@ class Membership:
         self._gather()
 
     def _gather(self) -> None:
+        """Enter phase ``gathering``: reset the epoch state of all ranks and their deadlines."""
         self.phase = "gathering"
         for member in self.members.values():
             member.since = self._now
@@ -396,7 +430,10 @@ class Membership:
     # ---- forming
 
     def _advance(self) -> None:
-        """Move to the next phase when all ranks are ready for the next phase."""
+        """Move to the next phase when all ranks are ready for the next phase.
+
+        Ignored while the own rank connects.
+        """
         members = self.members.values()
         if self._connecting is not None:
             return
@@ -418,6 +455,7 @@ class Membership:
             self._run()
 
     def _connect(self, connect: t.Connect) -> None:
+        """Enter phase ``forming``: send ``Form`` to all ranks and connect the own rank."""
         self.phase, self.epoch = "forming", connect.epoch
         self.tries.fresh = self.tries.fresh and connect.epoch <= 0
         self._connecting = connect.epoch
@@ -430,6 +468,7 @@ class Membership:
         self._roster.actions.append(connect)
 
     def _run(self) -> None:
+        """Enter phase ``running``. In an expert-parallel group, renew the lease."""
         self.phase, self.lost = "running", None
         self.tries.run()
         self._stepping = True

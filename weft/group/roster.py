@@ -80,10 +80,13 @@ class Roster:
         return peer in self._given_up
 
     def hello(self, peer: bytes, hello: f.RankHello, now: float) -> bool:
-        """Handle a hello. Return True if ``peer`` is a new and accepted process.
+        """Handle a hello.
 
-        Return False for a known, refused or ignored process. Raises ConfigError if the settings differ.
-        Repeated hellos of a known process get the welcome again.
+        Return True if ``peer`` is a new and accepted process. Return False for a known, refused or ignored
+        process.
+
+        A refused process gets the reason. A new process replaces the rank's former process. Repeated hellos
+        of a known process get the welcome again. Raises ConfigError if the settings differ, after a refusal.
         """
         rank, member = hello.rank, self.members.get(hello.rank)
         if member is None:
@@ -136,7 +139,10 @@ class Roster:
         self.actions.append(t.Spawn(rank, anew))
 
     def replace(self, rank: int, why: str) -> None:
-        """Give up the rank's process. If the rank is local, request a new process."""
+        """Give up the rank's process, which is notified.
+
+        If the rank is local, request a new process. Logged for local ranks.
+        """
         # The refusal must come first: ``forget`` drops the address of the process.
         self.tell(
             rank, f.Refused(error=EngineDead("the engine has replaced this process of the rank").info())
@@ -151,7 +157,10 @@ class Roster:
             self.spawn(rank, anew=True)
 
     def forget(self, rank: int) -> None:
-        """Forget the rank's present process. Further frames of the process are ignored."""
+        """Forget the rank's present process: address, endpoints, load state and memory.
+
+        Further frames of the process are ignored.
+        """
         member = self.members[rank]
         if member.peer is not None:
             self._given_up.add(member.peer)

@@ -26,8 +26,8 @@ class Steps:
     def take(self, rank: int, step: int, checksum: int, now: float) -> tuple[int, int] | None:
         """Record the end of ``step`` on ``rank``, and settle complete steps in order.
 
-        Return (rank, step) of the first checksum that differs from the checksum of the engine's rank. Return
-        None without a difference.
+        Return (rank, step) of the first checksum that differs from the checksum of the engine's rank; that
+        step stays unsettled. Return None without a difference.
         """
         self._checksums.setdefault(step, {})[rank] = checksum
         if rank == self._rank:

@@ -17,6 +17,7 @@ class Tries:
     """Attempts already used, and the budget for losses."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
+        """``budget``: losses allowed within a time (default: ``MOST`` within ``WINDOW`` seconds)."""
         self.budget = budget or RestartBudget(MOST, WINDOW)
         self.ran = False
         """True after the first epoch of this engine process. Before, different settings are fatal."""

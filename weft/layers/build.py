@@ -128,7 +128,8 @@ class Build:
     def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
         """Return ``weight`` for a matrix, or a stack of matrices, possibly loaded as codes.
 
-        The layer must take the matrix with ``Packs._give`` or a function of ``layers.held``.
+        The layer must take the matrix with ``Packs._give`` or a function of ``layers.held``. If ``staged``,
+        the memory is on the CPU.
         """
         if wide:
             return self.weight(*shape, shard=shard, wide=wide)
@@ -188,7 +189,10 @@ class Packs(Layer, ABC):
         """Make the layouts for ``forward``."""
 
     def _give(self, weight: str, op: Implementation) -> object:
-        """Return the input of ``op`` for the parameter ``weight``. A packed parameter is dropped."""
+        """Return the input of ``op`` for the parameter ``weight``.
+
+        A packed parameter becomes None; otherwise the attribute is the parameter in its final memory.
+        """
         plain = getattr(self, weight)
         codes = take_mixed(plain, op.pack_codes is not None, mixes=op.mixes)
         if codes is not None and op.pack_codes is not None:

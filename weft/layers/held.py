@@ -106,7 +106,11 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
 
 
 def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
-    """Return like ``take_codes``; with ``mixes`` the rows of a matrix may have different formats."""
+    """Return like ``take_codes`` (None for a complete parameter); with ``mixes`` the rows of a matrix may
+    have different formats.
+
+    The codes leave the parameter.
+    """
     held = held_on(parameter)
     codes = _taken(parameter, allowed, mixes)
     if isinstance(codes, Unstacked):
@@ -122,9 +126,10 @@ def take_apart(parameter: nn.Parameter) -> Unstacked | None:
 
 
 def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | Unstacked | None:
-    """Take the waiting codes off ``parameter``, or dequantize the codes into its memory and return None.
+    """Take the waiting codes off ``parameter`` and return the codes.
 
-    The result has the only references to the codes, so use releases memory.
+    Return None without codes, or after dequantizing the codes into the parameter's memory. The result has the
+    only references to the codes, so use releases memory.
     """
     waiting = held_on(parameter)
     if waiting is None or not waiting.pieces:
@@ -165,6 +170,9 @@ def _whole(pieces: Sequence[_Piece], rows: int) -> bool:
 
 @torch.no_grad()
 def _write(parameter: nn.Parameter, held: Held) -> None:
+    """Dequantize all waiting codes into the memory of ``parameter``, drop the codes, and count the bytes in
+    ``held``.
+    """
     for matrix, pieces in held.pieces.items():
         target = parameter.data[matrix] if parameter.dim() == 3 else parameter.data
         for row, codes in pieces:

@@ -99,6 +99,10 @@ class Embedding(Packs):
         return self._matrix is not None or self._coded
 
     def pack(self) -> None:
+        """Make ``table`` from the weight: codes, the layout shared with the head, or the plain weight.
+
+        A packed weight becomes None.
+        """
         if self._rounds:
             _round(self.weight)
         codes = take_codes(self.weight, self._codes_of is not None)
@@ -112,6 +116,7 @@ class Embedding(Packs):
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids``, [T, hidden], with zeros for rows of other ranks."""
         if self.shard.whole:
             result: Tensor = self._rows(ids, self.table)
             return result
@@ -164,7 +169,7 @@ class LMHead(Packs):
         return logits
 
     def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
-        """Return the logits of all ranks, [L, vocab] in the model's dtype."""
+        """Return the logits of all ranks, [L, vocab] in the model's dtype. Yields once with several ranks."""
         mine = self.forward(x)
         if self._comm.size == 1:
             return mine

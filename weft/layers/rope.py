@@ -47,7 +47,7 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Interpolate by parts. Source: Peng et al. 2023, arXiv 2309.00071, section 3.2."""
+    """Return frequencies interpolated by parts. Source: Peng et al. 2023, arXiv 2309.00071, section 3.2."""
 
     def pair_with(turns: float) -> float:
         """Return the (fractional) pair that makes ``turns`` turns within the original context."""

@@ -52,7 +52,7 @@ class Block(nn.Module):
         stream.
 
         May overwrite x. Writes the caches of the layer. Returns stream and delta of the rows
-        ``logits_indices`` (int64 [L]; None: all).
+        ``logits_indices`` (int64 [L]; None: all). Yields at each pending reduction.
         """
         x, normed = self.attention_norm.add(x, delta)
         partial = self.attention(normed, shared, caches, logits_indices)
@@ -107,6 +107,7 @@ class Decoder(Model):
     def __init__(
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
     ) -> None:
+        """``make_block`` makes the block of a layer; layers from ``spec.layers`` on are MTP modules."""
         super().__init__(spec, build)
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
@@ -126,6 +127,11 @@ class Decoder(Model):
         logits_indices: Tensor | None = None,
         done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
+        """Return the final hidden states of rows ``logits_indices`` (int64 [L]; None: all).
+
+        Writes the caches ``kv``. Yields at each pending communication. ``done(layer)`` is called after each
+        layer.
+        """
         shared = self.share(step, kv, backends)
         embedded = yield from self._embed(step)
         x = self.enter(embedded)
@@ -162,6 +168,10 @@ class Decoder(Model):
         backends: Backends,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
+        """Return the hidden states of the MTP module for ``hidden`` [T, hidden].
+
+        Writes the cache of the module. Yields at each pending communication.
+        """
         # The rotation uses the position of the hidden state. Only differences of positions count, so the
         # shift is harmless.
         embedded = yield from self._embed(step)
@@ -185,9 +195,9 @@ class Decoder(Model):
 def _with_level(
     delta: Tensor | None, media: MediaRows | None, layer: int, wanted: Tensor | None
 ) -> Tensor | None:
-    """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack).
-
-    delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64 [L]).
+    """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack); ``delta`` itself
+    (perhaps None) without a level. delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64
+    [L]).
     """
     if delta is None or media is None or media.levels is None or layer >= len(media.levels):
         return delta

@@ -26,6 +26,7 @@ class WeightFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """The file is opened by ``__enter__``. The suffix decides the format."""
         self._path = path
         self._safe: Any = None
         self._loaded: Mapping[str, torch.Tensor | GGUFTensor] = {}
@@ -33,6 +34,7 @@ class WeightFile:
         self._looked = False
 
     def __enter__(self) -> WeightFile:
+        """Open the file. Raises ConfigError if the file is damaged or not a weight file."""
         try:
             if self._path.suffix == ".safetensors":
                 self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
@@ -51,6 +53,7 @@ class WeightFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the file. Tensors that are mapped memory stay valid."""
         if self._safe is not None:
             self._safe.__exit__(None, None, None)
         self._safe = None
@@ -89,7 +92,10 @@ class WeightFile:
         return found if isinstance(found, GGUFTensor) else None
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
-        """Return ``tensor(name)[place]``, reading only this part where the format allows."""
+        """Return ``tensor(name)[place]``, reading only this part where the format allows.
+
+        () returns the whole tensor.
+        """
         if not place:
             return self.tensor(name)
         result: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[

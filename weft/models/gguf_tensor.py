@@ -32,7 +32,10 @@ class Maps:
         self._found: dict[str, Tensor] = {}
 
     def bytes_of(self, stored: StoredTensor) -> Tensor:
-        """Return uint8 [.., bytes of a row] of a tensor in blocks. Read only."""
+        """Return uint8 [.., bytes of a row] of a tensor in blocks: mapped memory, made at the first call.
+
+        Writes do not reach the file.
+        """
         if stored.name not in self._found:
             # Private mapping: torch warns about memory that cannot be written.
             mapped: Any = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.dims)
@@ -138,7 +141,10 @@ class GGUFTensor:
 
 
 def _rows(stored: StoredTensor, place: Place = (), number: int | None = None) -> Tensor:
-    """Return ``place`` of a stored tensor, or of matrix ``number`` of the tensor."""
+    """Return ``place`` of a stored tensor, or of matrix ``number`` of the tensor, as a copy.
+
+    Quantized blocks become float32.
+    """
     data = stored.data if number is None else stored.data[number]
     data = data[place[:1]] if place else data
     if stored.kind == "BF16":

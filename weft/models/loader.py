@@ -103,6 +103,7 @@ def load_model(
     plain parameters, for inspection. ``packed``: keep quantized matrices in codes if ``keeps_codes`` and no
     further rounding is required; False: dequantize.
 
+    Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
@@ -221,7 +222,7 @@ def fill(
 
 
 def _names_of(files: Sequence[Path]) -> dict[Path, list[str]]:
-    """Return the tensor names of each file. Raises ConfigError for a damaged file."""
+    """Return path -> tensor names. Opens every file. Raises ConfigError for a damaged file."""
     found = {}
     for path in files:
         with WeightFile(path) as file:
@@ -272,6 +273,9 @@ def _check_names(
 
 
 def _without_effect(name: str, weights: WeightMap, cut_layers: range, quantized: bool) -> bool:
+    """Return True for a tensor to ignore: of a removed layer, a repeated or an ignored name, or a
+    quantization tensor without effect.
+    """
     if quantized and without_effect(name):
         return True
     layer = _LAYER.search(name)
@@ -281,6 +285,10 @@ def _without_effect(name: str, weights: WeightMap, cut_layers: range, quantized:
 
 
 def _missing(weights: WeightMap, present: Iterable[str]) -> list[str]:
+    """Return the names without a source.
+
+    Of alternative forms, only the form with the most names present counts.
+    """
     have = set(present)
     optional = {name for forms in weights.choices for form in forms for name in form}
     missing = [name for name in weights.placements if name not in have and name not in optional]
@@ -298,6 +306,9 @@ def _of_saved_layers(missing: Iterable[str], present: Iterable[str]) -> list[str
 
 
 def _both_forms(weights: WeightMap, present: Iterable[str]) -> list[str]:
+    """Return the present names of further forms, where a checkpoint has several alternative forms of a
+    weight.
+    """
     have = set(present)
     doubled: list[str] = []
     for forms in weights.choices:
@@ -313,8 +324,10 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) -> None:
-    """Check repeated weights: a saved head must equal its tied embedding. Raises ConfigError for other
-    values."""
+    """Raise ConfigError if a repeated weight has other values: a saved head must equal its tied embedding.
+
+    Reads the repeated weights.
+    """
     parameters = dict(model.named_parameters())
     for path in files:
         with WeightFile(path) as file:
@@ -346,13 +359,12 @@ def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Pl
 
 @torch.no_grad()
 def fill_randomly(model: Loadable, seed: int) -> None:
-    """Fill the model with random weights: a function of ``seed``, parameter name, global shape and device
-    type.
+    """Fill the model, in place, with random weights: a function of ``seed``, parameter name, global shape and
+    device type.
 
-    Every rank generates each whole parameter, one by one, and keeps its part.
-
-    Matrices preserve the scale of their inputs, norms are 1, biases small, so outputs are finite in every
-    dtype.
+    Every rank generates each whole parameter, one by one, and keeps its part. Matrices preserve the scale of
+    their inputs, norms are 1, biases small, so outputs are finite in every dtype. Tables of ids do not
+    change.
     """
     for name, parameter in model.named_parameters():
         # The CPU generator reads only the low 32 bits of its seed.

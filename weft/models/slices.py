@@ -62,7 +62,8 @@ def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
 def whole_groups(
     taken: list[Window], groups: int, parts: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[int, int], list[Window]] | None:
-    """Return the range of groups behind the windows ``taken``, and the same windows relative to these groups.
+    """Return ((first, last) of the groups behind the windows ``taken``, the same windows relative to these
+    groups).
 
     Published rows are ``groups`` of ``parts``; the parameter stores part after part (see ``Placement``). None
     if the windows do not cover the same whole groups in every part.

@@ -51,7 +51,8 @@ def load_tower(
 ) -> TowerAlone:
     """Return the tower of ``folder`` with its weights, ready to compute.
 
-    With equal arguments, the weights have the same bits as those of ``weft.models.loader.load_model``.
+    With equal arguments, the weights have the same bits as those of ``weft.models.loader.load_model``. Raises
+    ConfigError for a model without a tower, and for weights that do not fit.
     """
     model = TowerAlone(spec, Build(dtype=dtype, device=device, invariant=invariant))
     if load_format == "dummy":

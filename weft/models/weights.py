@@ -157,7 +157,7 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head
 
 
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
-    """Map the norms and the attention of one layer."""
+    """Add the norms and the attention of one layer to ``made``."""
     made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
     made.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
     if spec.mla is not None:
@@ -167,6 +167,7 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Add the tensors of grouped-query attention to ``made``, as far as ``spec`` has such tensors."""
     q = spec.heads * spec.head_dim
     kv = spec.kv_heads * spec.head_dim
     begin = 2 * q if spec.output_gate else q
@@ -183,8 +184,10 @@ def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> 
 
 
 def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map queries with output gates. Published per head, query before gate; stored as all gates, then all
-    queries."""
+    """Add queries with output gates to ``made``.
+
+    Published per head, query before gate; stored as all gates, then all queries.
+    """
     q = spec.heads * spec.head_dim
     dim = spec.head_dim
     parts = ((dim, 2 * dim), (0, dim))
@@ -193,6 +196,7 @@ def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str)
 
 
 def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Add the tensors of latent attention to ``made``, as far as ``spec`` has such tensors."""
     mla = spec.mla
     assert mla is not None
     if mla.q_lora is None:
@@ -231,7 +235,8 @@ def add_experts(
     shared: str = "shared_experts",
     hashed: bool = False,
 ) -> None:
-    """Map a router ``gate``, experts in either published form, and the further parts of ``spec.moe``.
+    """Add to ``made`` a router ``gate``, experts in either published form, and the further parts of
+    ``spec.moe``.
 
     names: the family's names of an expert's gate, up and down matrices. The fused form is
     ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n]; the other

@@ -28,6 +28,10 @@ class ExpertLayers:
     """The routed layers of one model on one rank, in order."""
 
     def __init__(self, layers: Sequence[DividedExperts]) -> None:
+        """``layers``: the divided layers, in order.
+
+        ``agree`` runs from now on whenever the mesh is formed anew.
+        """
         self._layers = layers
         self._ep = layers[0].mesh.ep
         self._launcher = layers[0].mesh.launcher
@@ -51,7 +55,11 @@ class ExpertLayers:
         return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
 
     def rebalance(self) -> Generator[Pending, None, None]:
-        """Move experts by the rows that chose each expert since the last call. Yields once per collective."""
+        """Move experts by the rows that chose each expert since the last call, on all ranks together.
+
+        Yields once per collective. Counts ``moved`` and ``rebalanced``, resets the loads, and rank 0 logs an
+        improvement. If an exception ends the generator, the experts count as lost until ``agree``.
+        """
         counts = [layer.loads for layer in self._layers]
         # Stays True if an exception ends the generator: experts may then be lost on the way.
         self._torn = True
@@ -82,6 +90,10 @@ class ExpertLayers:
         self._torn = False
 
     def _move(self, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
+        """Move the experts of one layer with the launcher marked as moving.
+
+        Return the number of experts received.
+        """
         self._launcher.moving = True
         try:
             return (yield from _move(self._ep, layer, new))
@@ -89,10 +101,12 @@ class ExpertLayers:
             self._launcher.moving = False
 
     def agree(self) -> None:
-        """Make all ranks use rank 0's choice of forms, and the placement of the rank with the most passes.
+        """Make all ranks use rank 0's choice of forms, and the placement and ``rebalanced`` of the rank with
+        the most passes.
 
         A rank with another placement reads its experts again. If experts were lost on any rank, all ranks
-        return to the order of the checkpoint. Raises ConfigError if the ranks' answers would differ in dtype.
+        return to the order of the checkpoint. Blocks; all ranks must call. Raises ConfigError if the ranks'
+        answers would differ in dtype.
         """
         votes = torch.tensor([[layer.chooser.element, *layer.chooser.votes()] for layer in self._layers])
         all_votes = self._ep.all_gather(votes).result()
@@ -118,6 +132,7 @@ class ExpertLayers:
         self.rebalanced = most
 
     def _unflat(self, flat: list[int]) -> list[Placement]:
+        """Return the placements of all layers from one list of experts."""
         rest = iter(flat)
         result = []
         for placement in self.placements:
@@ -125,7 +140,11 @@ class ExpertLayers:
         return result
 
     def _take(self, target: list[Placement] | None) -> None:
-        """Read the experts of ``target`` from the checkpoint. None: the placement of a new rank."""
+        """Read the experts of ``target`` from the checkpoint into the layers, in place, and set maps and
+        loads anew.
+
+        None: the placement of a new rank. The experts are whole afterwards.
+        """
         if target is None:
             target = [
                 in_order(len(one.map), self._ep.size, sum(map(len, one.map.placement)) - len(one.map))
@@ -144,7 +163,10 @@ class ExpertLayers:
 
 
 def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
-    """Move every expert to its new place. Return the number of experts received by the rank."""
+    """Move every expert to its new place, in place, and set the layer's map.
+
+    Return the number of experts received by the rank. Yields once per tensor.
+    """
     steps = moves(layer.map.placement, new)
     # Both ends sort by (peer, number of the move), so rows arrive in the order of ``into``.
     out = sorted(

@@ -37,6 +37,7 @@ class Router(nn.Module):
     """Parameters of the router. All wide, except the int64 table of experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
+        """``vocab``: size of the table of experts by token id; 0 for a router without a table."""
         super().__init__()
         self.weight = build.weight(spec.experts, hidden, wide=True)
         self.bias = build.weight(spec.experts, wide=True) if spec.bias else None
@@ -54,6 +55,7 @@ class Experts(nn.Module):
     """
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Shard | None) -> None:
+        """``mine``: the experts of this rank; None divides every expert over the ranks."""
         super().__init__()
         inner = build.part(spec.intermediate) if mine is None else whole(spec.intermediate)
         count = spec.experts if mine is None else mine.count
@@ -131,6 +133,10 @@ class RoutedMLP(FeedForward, Packs):
             mark(parameter, mine)
 
     def pack(self) -> None:
+        """Pack the weights for the op, and with divided experts make ``divided``.
+
+        Plain matrices are dropped if the op has its own layout.
+        """
         router = self.router
         experts = self.experts
         shared = self.shared
@@ -169,7 +175,10 @@ class RoutedMLP(FeedForward, Packs):
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
     def _matrices(self, holder: Experts | Shared, name: str) -> Any:
-        """Return the matrices ``name``: codes if loaded as codes and accepted by the op, otherwise plain."""
+        """Return the matrices ``name``: codes if loaded as codes and accepted by the op, otherwise plain.
+
+        Codes leave the parameter; a plain parameter is put in its final memory.
+        """
         weight = getattr(holder, name)
         apart = self._op.apart and weight.dim() == 3
         codes = take_apart(weight) if apart else take_codes(weight, self._op.pack_codes is not None)
@@ -179,6 +188,7 @@ class RoutedMLP(FeedForward, Packs):
         return getattr(holder, name).data
 
     def _divide(self, weights: Any) -> DividedExperts:
+        """Return this rank's experts for ``weights`` packed by the op."""
         build = self._build
         pieces = self._run()
         size = rank_experts(pieces).answers(build.dtype, build.invariant).itemsize

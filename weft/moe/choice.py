@@ -29,7 +29,11 @@ class Chooser:
         return self._shape.element
 
     def form(self, tokens: int) -> str:
-        """Return the form for a step in which no replica has more than ``tokens`` tokens."""
+        """Return the form for a step in which no replica has more than ``tokens`` tokens.
+
+        The setting wins, except "low-latency" for too many tokens. The choice of ``auto`` is cached by
+        doublings of ``tokens``.
+        """
         if self._setting == "low-latency" and tokens > MOST_PADDED:
             return "throughput"
         if self._setting != "auto":
@@ -50,6 +54,7 @@ class Chooser:
         self._known = {doubling: FORMS[vote] for doubling, vote in enumerate(votes)}
 
     def _fastest(self, tokens: int) -> str:
+        """Return the form with the lowest estimated seconds for ``tokens`` tokens."""
         forms = ["throughput", "gather"]
         if tokens <= MOST_PADDED:
             forms.append("low-latency")

@@ -144,7 +144,12 @@ def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 def reduce(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Sum the answers of all ranks. All ranks have the same rows, and each gets the whole sum."""
+    """Sum the answers of all ranks.
+
+    All ranks have the same rows, and each gets the whole sum. Like all forms: yields once per collective,
+    returns the answers of the own rows and the result of ``work.under``, which runs during a collective.
+    ``most``: maximum rows per home rank.
+    """
     places = torch.where(rows.ranks == ep.rank, rows.places, -1)
     answer = work.answer(rows.x, places, _sent(rows, work))
     pending = ep.all_reduce(answer)
@@ -156,7 +161,11 @@ def reduce(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Send all rows to every rank; each home rank receives the sum of its rows."""
+    """Send all rows to every rank; each home rank receives the sum of its rows.
+
+    Without ``most``, the ranks first exchange their numbers of rows. Raises EngineDead for more than ``most``
+    rows.
+    """
     if most is None:
         count = torch.tensor([len(rows.x)], device=rows.x.device)
         pending = ep.all_gather(count)
@@ -179,7 +188,10 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Send every row to every rank, into space for the maximum, so the host reads nothing."""
+    """Send every row to every rank, into space for ``most`` rows, so the host reads nothing.
+
+    Raises EngineDead for more than ``most`` rows.
+    """
     assert most is not None
     shape = _shape(rows, work)
     size = ep.size
@@ -205,7 +217,10 @@ def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Send each row once to each rank with one of its experts. Only nonzero answers return."""
+    """Send each row once to each rank with one of its experts.
+
+    Only nonzero answers return. The host waits for the sizes of the exchange.
+    """
     shape, size, (n, k) = _shape(rows, work), ep.size, rows.ranks.shape
     numbers = torch.arange(size, device=rows.x.device).view(size, 1, 1)
     mine = rows.ranks == numbers  # [size, n, k]

@@ -89,7 +89,7 @@ def seconds(
 def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> list[tuple[str, float]]:
     """Return (kind, bytes) of the collectives of a form for one layer, for randomly chosen experts.
 
-    For the forms see ``dispatch``.
+    The kind "copy" stands for local copies. For the forms see ``dispatch``.
     """
     ranks = layout.domain
     tensor = layout.tensor
@@ -124,7 +124,9 @@ def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> l
 
 
 def _at(times: dict[int, float], size: float) -> float:
-    """Interpolate linearly between measured sizes, and extrapolate beyond the last."""
+    """Return microseconds for ``size`` bytes: interpolated linearly between measured sizes, extrapolated
+    beyond the last.
+    """
     sizes = sorted(times)
     if size <= sizes[0] or len(sizes) == 1:
         return times[sizes[0]]

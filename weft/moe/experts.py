@@ -55,6 +55,10 @@ class ByPieces(NamedTuple):
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Routed, exact: bool
     ) -> Tensor:
+        """Return the answers of this rank: [n, k, hidden] if ``exact``, else the weighted sum [n, 1, hidden].
+
+        Places of -1 add 0.
+        """
         result = self._pairs(x, places, weights)
         if exact:
             return result
@@ -74,6 +78,7 @@ class ByPieces(NamedTuple):
         return (made if shared is None else made + shared).to(dtype)
 
     def tensors(self, weights: Routed) -> Iterable[Tensor]:
+        """Yield every tensor of the experts, first dim expert. Codes come as bytes."""
         for one in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
             if isinstance(one, Codes):
                 yield from map(as_bytes, one.tensors())  # indexing needs bytes
@@ -84,6 +89,7 @@ class ByPieces(NamedTuple):
                 yield one
 
     def _pairs(self, x: Tensor, places: Tensor, weights: Routed) -> Tensor:
+        """Return the output of each row and place, [n, k, hidden], with zeros for places of -1."""
         if x.device.type != "cpu":  # no sync, and no shape that depends on the number of pairs
             none = places < 0
             result = self.pieces.experts(x, torch.where(none, count_of(weights), places), weights)

@@ -34,6 +34,10 @@ class Map:
     """A placement as tensors: rank and place of each copy of an expert. Changed in place."""
 
     def __init__(self, placement: Placement, experts: int, device: torch.device) -> None:
+        """``placement``: the first placement; later placements have as many places.
+
+        Raises ValueError if ``placement`` lacks an expert.
+        """
         most = max(1, min(len(placement), 1 + sum(map(len, placement)) - experts))
         self._columns = torch.zeros(3, experts, most, dtype=torch.int64, device=device)
         self._single = most == 1
@@ -57,7 +61,10 @@ class Map:
         self.placement = placement
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        """Return rank and place, int64 [n, k] each, of experts ``chosen`` [n, k]. Copies alternate by row."""
+        """Return (rank, place), int64 [n, k] each, of experts ``chosen`` [n, k].
+
+        Copies alternate by row; ``turn`` shifts the alternation.
+        """
         ranks = self._columns[0]
         places = self._columns[1]
         count = self._columns[2]
@@ -114,7 +121,11 @@ class DividedExperts:
         """Rows that chose each expert, among the rows of this home rank, int64 [experts], or None."""
 
     def steps(self, x: Tensor, ids: Tensor | None, exchange: Exchange) -> Generator[Pending, None, Tensor]:
-        """Compute the whole block for x [T, hidden], equal on all ranks of a replica, and ids int64 [T]."""
+        """Return the output of the whole block for x [T, hidden], equal on all ranks of a replica, and ids
+        int64 [T].
+
+        Yields once per collective. Counts ``loads``.
+        """
         form, most = self.chooser.choose(len(x), exchange)
         if form == "reduce":
             return (yield from self._reduced(x, ids, exchange.rows or len(x)))
@@ -146,7 +157,7 @@ class DividedExperts:
     def _at_home(
         self, form: str, x: Tensor, ids: Tensor | None, mine: Slice, most: int | None
     ) -> Generator[Pending, None, Tensor]:
-        """Compute the block for this rank's slice."""
+        """Return the output of the block for this rank's slice of x, [rows of the slice, hidden]."""
         x = x[mine.begin : mine.end]
         ids = None if ids is None else ids[mine.begin : mine.end]
         rows, share, chosen = self._route(x, ids, self.mesh.ep.rank)
@@ -193,6 +204,7 @@ class DividedExperts:
         return self._mine.finish(total, scales, shared, dtype, self._exact)
 
     def _all_slices(self, made: Tensor, mine: Slice, rows: int) -> Generator[Pending, None, Tensor]:
+        """Return the slices of all ranks of the replica as one tensor, [rows, hidden]."""
         tp = self.mesh.tp
         missing = mine.each - len(made)
         if missing:

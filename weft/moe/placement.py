@@ -84,6 +84,7 @@ def plan(loads: Sequence[float] | np.ndarray, old: Placement) -> Placement:
 
 
 def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) -> list[int]:
+    """Return the number of copies of each expert, at most ``ranks``, ``total`` together."""
     wanted = [1] * len(loads)
     for _ in range(total - len(loads)):
         open_ = [e for e in range(len(loads)) if wanted[e] < ranks]
@@ -93,7 +94,7 @@ def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) 
 
 
 def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[int]]:
-    """Return the experts of each rank, in no particular order."""
+    """Return the experts of each rank, in no particular order, with the loads spread evenly."""
     ranks = len(room)
     left = list(room)
     wanted = _copies_wanted(loads, sum(size > 0 for size in room), sum(room))
@@ -118,7 +119,10 @@ def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[i
 
 
 def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None:
-    """Swap experts of the busiest rank with lighter experts elsewhere, the best swap first, in place."""
+    """Swap experts of the busiest rank with lighter experts elsewhere, the best swap first, in place.
+
+    Ends without a useful swap, or after ``_SWAPS``.
+    """
     sizes = [len(one) for one in mine]
     owner = np.repeat(np.arange(len(mine)), sizes)
     number = np.concatenate([np.arange(size) for size in sizes])

@@ -101,7 +101,7 @@ class Codes:
                 self.mapped.drop(tensor)
 
     def to(self, device: torch.device) -> Codes:
-        """Return the same codes in the memory of ``device``; ``self`` if the codes are there.
+        """Return the same codes in the memory of ``device``; ``self`` if the device type is the same.
 
         After a copy the pages of a mapped file are released.
         """
@@ -127,7 +127,10 @@ class Codes:
         return len(self.values)
 
     def __getitem__(self, place: int | slice | Tensor) -> Codes:
-        """Return one matrix of a stack, or some rows of a matrix."""
+        """Return one matrix of a stack, or some rows of a matrix.
+
+        An int or a slice shares memory, a tensor copies.
+        """
         return replace(
             self,
             values=self.values[place],
@@ -170,6 +173,7 @@ class Codes:
         )
 
     def _blocks(self, begin: int, end: int, block: ggml.Block) -> Codes | None:
+        """Return inputs ``begin`` to ``end`` of GGML blocks; None for a cut inside a block."""
         if begin % block.numbers or end % block.numbers:
             return None
         first = begin // block.numbers * block.bytes
@@ -278,7 +282,7 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
 
 
 def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
-    """Return the rows of all ``parts``, with neighbours of the same format joined.
+    """Return the rows of all ``parts``, with neighbours of the same format joined (copied).
 
     Return None if any part has an ``order``.
     """
@@ -292,7 +296,11 @@ def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
 
 
 def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [N, K], or the stack, in the wide dtype ``dtype``."""
+    """Return the matrix [N, K], or the stack, in the wide dtype ``dtype``, with inputs in their natural
+    order.
+
+    The result is a new tensor.
+    """
     if isinstance(codes, MixedCodes):
         return torch.cat([dequantize(part, dtype) for part in codes.parts])
     values = codes.values

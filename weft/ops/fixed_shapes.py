@@ -78,7 +78,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def row_tiles(weight: Tensor, bias: Tensor | None = None) -> tuple[int, ...]:
     """Return the allowed row counts for ``linear`` with the aligned ``weight`` [N, K], descending.
 
-    The first call for a shape runs the trial, with this weight.
+    The first call for a shape and number of threads runs the trial, with this weight, which takes time. A
+    trial with mostly zero products is not cached.
     """
     key = (weight.shape, weight.dtype, weight.device, bias is None, torch.get_num_threads())
     known = _row_tiles.get(key)
@@ -142,6 +143,7 @@ def product_shapes(
 def _try_products(
     inputs: int, outputs: int, rows: tuple[int, ...], dtype: torch.dtype, transposed: bool
 ) -> ProductShapes:
+    """Return the largest allowed shapes for which each row has the same bits at every place."""
     left = _noise(8, inputs, dtype=dtype)
     right = _noise(outputs, inputs, dtype=dtype) if transposed else _noise(inputs, outputs, dtype=dtype)
 

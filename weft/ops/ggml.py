@@ -57,6 +57,7 @@ def _q4_0(of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _q4_k(of: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of Q4_K blocks: uint8 [.., bytes of a block] -> [.., 256] in ``dtype``."""
     # 8 scales and 8 minimums of 6 bits in 12 bytes: the low 6 bits of bytes 0-3 and 4-7, then the low and
     # high halves of bytes 8-11, with their upper 2 bits from the top of bytes 0-7.
     packed = of[..., 4:16]
@@ -74,6 +75,7 @@ def _q4_k(of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _q6_k(of: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of Q6_K blocks: uint8 [.., bytes of a block] -> [.., 256] in ``dtype``."""
     low = of[..., :128].unflatten(-1, (2, 1, 64))
     low = torch.cat((low & 15, low >> 4), dim=-2).flatten(-2)  # [.., 2, 128]
     high = of[..., 128:192].unflatten(-1, (2, 1, 32))

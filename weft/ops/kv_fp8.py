@@ -19,7 +19,10 @@ VALUES = torch.float8_e4m3fn
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (values E4M3 [..., n], scales float32 [...]) of entries x [..., n]; halves round to even."""
+    """Return (values E4M3 [..., n], scales float32 [...]) of entries x [..., n]; halves round to even.
+
+    Scales are powers of two; the scale of an entry with infinity or NaN is NaN.
+    """
     exact = x.to(wide(x.dtype))
     top = exact.abs().amax(dim=-1)
     mantissa, exponent = torch.frexp(top)  # mantissa in [0.5, 1), and 448 is 0.875 * 2^9

@@ -84,7 +84,10 @@ def _parts(
     sin: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's queries' part and latent, both normalized, and rotated key."""
+    """Return (queries' part, latent, rotated key) of each token; queries and latent are normalized.
+
+    Without ``q_weight``, the queries' part stays as given.
+    """
     lora = weight.shape[0]
     rope = 2 * cos.shape[1]
     # [T, first | kv_lora | rope]

@@ -189,9 +189,11 @@ def by_expert(
     matrix: Multiply = torch_ops.linear,
     gated: Gated = torch_ops.gated,
 ) -> Tensor:
-    """Compute the experts one after another, each with all of its tokens.
+    """Compute the experts one after another, each with all of its tokens: [T, k, hidden] for x [T, hidden]
+    and ids [T, k].
 
-    The group sizes are read by the host: one synchronisation per call on a GPU.
+    Results of ids without an expert here are arbitrary. The group sizes are read by the host: one
+    synchronisation per call on a GPU.
     """
     tokens, top_k = ids.shape
     flat = ids.reshape(-1)
@@ -221,6 +223,7 @@ def count_of(weights: Routed) -> int:
 
 
 def _at(weight: Any, expert: int) -> Any:
+    """Return the matrix of ``expert`` from a stack; None for None."""
     if weight is None:
         return None
     if isinstance(weight, Int8Weight):
@@ -229,7 +232,10 @@ def _at(weight: Any, expert: int) -> Any:
 
 
 def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """Copy each token's matrices side by side, then run two batched products. Fast for few tokens."""
+    """Copy each token's matrices side by side, then run two batched products: [T, k, hidden].
+
+    Fast for few tokens.
+    """
     tokens, top_k = ids.shape
     # Pairs without an expert use the last expert; their result is arbitrary anyway.
     flat = ids.reshape(-1).clamp(max=count_of(weights) - 1)
@@ -245,7 +251,9 @@ def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
 
 
 def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """Compute all experts with one ``torch._grouped_mm`` per matrix: bfloat16 only, no synchronisation."""
+    """Compute all experts with one ``torch._grouped_mm`` per matrix: [T, k, hidden]. bfloat16 only, no
+    synchronisation.
+    """
     tokens, top_k = ids.shape
     order = torch.argsort(ids.reshape(-1), stable=True)
     flat = ids.reshape(-1)[order]

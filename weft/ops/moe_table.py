@@ -51,6 +51,10 @@ class Measured(NamedTuple):
 
 
 def _parse(row: dict[str, Any]) -> Measured:
+    """Return a row of a table file as ``Measured``.
+
+    Raises KeyError, TypeError or ValueError for an invalid row.
+    """
     times = {int(n): {form: float(us) for form, us in by.items()} for n, by in row["times"].items()}
     if not times or not all(times.values()):
         raise ValueError("a row without times")
@@ -59,6 +63,7 @@ def _parse(row: dict[str, Any]) -> Measured:
 
 
 def _form(m: Measured) -> dict[str, Any]:
+    """Return a row as JSON values, the inverse of ``_parse``."""
     return {
         "device": m.device,
         "machine": m.machine,
@@ -81,7 +86,12 @@ def tables() -> tuple[tuple[Measured, ...], ...]:
 
 @functools.cache
 def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, ...]) -> str:
-    """Return the best form of ``usable``, which must contain ``loop`` or ``triton``."""
+    """Return the fastest form of ``usable``, which must contain ``loop`` or ``triton``, for ``tokens``
+    tokens.
+
+    Uses the nearest measured size and token count; without measurements, the first usable form of ``FORMS``.
+    Cached.
+    """
     for table in tables():
         fitting = [m for m in table if m.device == device and m.dtype == dtype]
         if not fitting:

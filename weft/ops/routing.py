@@ -67,7 +67,11 @@ def route(
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
-    """Return the scores [T, E]. The functions used here compute every element of a tensor alike."""
+    """Return the scores [T, E].
+
+    The functions used here compute every element of a tensor alike. Raises ValueError for an unknown
+    ``scoring``.
+    """
     if scoring == "softmax":
         return torch.softmax(logits, dim=-1)
     if scoring == "sigmoid":
@@ -78,6 +82,10 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _chosen(choice: Tensor, rule: Rule) -> Tensor:
+    """Return the ids of the best experts, int64 [T, top_k], after the choice of groups.
+
+    Ties go to the lowest id.
+    """
     if rule.groups > 1:
         # [T, groups, experts of a group]
         grouped = choice.unflatten(-1, (rule.groups, choice.shape[1] // rule.groups))

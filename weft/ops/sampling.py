@@ -101,10 +101,10 @@ class Penalties:
 
 
 def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tensor, position: Tensor) -> None:
-    """Apply step 3 to x in place. ``num_prompt`` and ``position`` are int64 [R].
+    """Apply the penalties (step 3 of the sampling rule) to x [R, V], in place.
 
-    ``history`` [R, max_len] is arbitrary from ``position`` on. The output is history[num_prompt : position].
-    Ids outside the vocabulary (placeholders) are ignored.
+    ``num_prompt`` and ``position`` are int64 [R]. ``history`` [R, max_len] is arbitrary from ``position`` on.
+    The output is history[num_prompt : position]. Ids outside the vocabulary (placeholders) are ignored.
     """
     vocab = x.shape[1]
     repetition, frequency, presence = (
@@ -236,7 +236,9 @@ def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
-    """Apply steps 6 and 7 without top_k and top_p: [R, V], min_p float64 [R] -> int64 [R]."""
+    """Return the tokens of steps 6 and 7 of the sampling rule without top_k and top_p: x [R, V], min_p
+    float64 [R] -> int64 [R].
+    """
     top = x.amax(dim=-1, keepdim=True)
     if x.device.type != "cpu":
         if min_p is not None:
@@ -278,6 +280,7 @@ class Filters:
     """True if the host knows that top_k is below V in every row. Then no mass of a whole row is needed."""
 
     def at(self, rows: Tensor | slice) -> Filters:
+        """Return the filters of ``rows``."""
         return Filters(
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
@@ -377,7 +380,7 @@ def only_kept(x: Tensor, filters: Filters, whole: Tensor | None = None) -> Tenso
 def sample_filtered(
     x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
 ) -> Tensor:
-    """Apply steps 6 and 7: [R, V] -> int64 [R].
+    """Return the tokens of steps 6 and 7 of the sampling rule: x [R, V] -> int64 [R].
 
     ``widths`` (ascending) are tried in turn for the rows that are not settled, then the whole row is sorted.
     On devices other than the CPU the caller gives a single width that settles every row, or none.

@@ -28,7 +28,10 @@ class Unstacked:
         return len(self._matrices)
 
     def take(self, place: int) -> Codes:
-        """Return matrix ``place`` in the common format of the stack. Only once: its pieces are released."""
+        """Return matrix ``place`` in the common format of the stack.
+
+        Call once per matrix: its pieces are released.
+        """
         rows = self._matrices[place]
         self._matrices[place] = []
         parts = [self._like_all(part) for part in rows]
@@ -37,7 +40,10 @@ class Unstacked:
         return made
 
     def whole(self) -> Codes:
-        """Return the whole stack as ``Codes``, [E, ...]. No matrix can be taken afterwards."""
+        """Return the whole stack as ``Codes``, [E, ...], a copy.
+
+        Takes every matrix: none can be taken before or afterwards.
+        """
         first = self.take(0)
         count = len(self)
         made = replace(

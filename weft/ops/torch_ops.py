@@ -157,7 +157,10 @@ def linear(
     bias: Tensor | None = None,
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` for x [T, K]: [T, N] in x's dtype. Each call dequantizes codes."""
+    """Return ``x @ weight.T + bias`` for x [T, K]: [T, N] in x's dtype.
+
+    Each call dequantizes codes. ``product`` multiplies plain matrices.
+    """
     if isinstance(weight, Codes) and weight.rounds_rows:
         # Rows of x become codes * steps, so the product is one of plain rows in a wide dtype.
         codes, steps = rounded_rows(x, weight.group)

@@ -26,12 +26,13 @@ def interleave(
     second: Generator[Pending, None, R],
     turn: Callable[[int], None] | None = None,
 ) -> tuple[R, R]:
-    """Run both generators to the end and return both return values. Both must yield equally often.
+    """Run both generators to the end, in turn, and return both return values. Both must yield equally often.
 
     ``turn(micro_batch)`` is called before each stretch of micro-batch 0 or 1. An exception in one micro-batch
     closes the other and passes through. Collectives in flight are left to the communicator: the caller must
-    abort the communicator, because other ranks wait in the collectives. Raises EngineDead when only one
-    generator ends.
+    abort the communicator, because other ranks wait in the collectives.
+
+    Raises EngineDead when only one generator ends.
     """
     micro_batches = (first, second)
     made: list[R] = []

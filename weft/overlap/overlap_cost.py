@@ -44,7 +44,7 @@ class LinkFit:
             self._fitted = None
 
     def predict(self, tokens: int) -> float:
-        """Return the predicted seconds; 0 before the first observation."""
+        """Return the predicted seconds; 0 before the first observation. Fits again after new observations."""
         if self._fitted is None:
             x, y = np.array(self._seen).T
             # [n, 2], features (1, tokens) divided by the measured seconds

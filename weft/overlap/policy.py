@@ -68,6 +68,7 @@ class OverlapPolicy:
     """Decides for one engine process and counts the effects."""
 
     def __init__(self, mode: str = "off") -> None:
+        """``mode``: a result of ``mode_of``."""
         self.mode = mode
         self.steps = 0
         """Number of steps computed in micro-batches."""
@@ -81,8 +82,12 @@ class OverlapPolicy:
         builder.micro_batches = 1 + self.wants(builder)
 
     def wants(self, plan: PlannedRows) -> bool:
-        """Return True if the plan should be computed in micro-batches. An idle replica agrees with the
-        others."""
+        """Return True if the plan should be computed in micro-batches.
+
+        An idle replica agrees with the others.
+
+        In mode ``auto`` the call counts toward the statistics of the plan's class, so call once per plan.
+        """
         if self.mode == "off":
             return False
         # An empty plan has two empty micro-batches, so agreeing costs nothing.
@@ -95,7 +100,9 @@ class OverlapPolicy:
         return splits(plan) and self._pays(plan)
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
-        """Record a completed step. ``times`` is None on a single rank."""
+        """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
+        step. ``times`` is None on a single rank: nothing is recorded.
+        """
         if times is None:
             return
         self.steps += times.micro_batches > 1
@@ -105,7 +112,9 @@ class OverlapPolicy:
             self._learn(plan, times)
 
     def _learn(self, plan: StepPlan, times: StepTimes) -> None:
-        """Learn from a step. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps."""
+        """Learn from a step: add its time to the statistics of its class, and fit the cost model to whole
+        steps. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps.
+        """
         kind = self._kind(plan)
         overlapped = times.micro_batches > 1
         ratios = kind.overlapped if overlapped else kind.whole
@@ -152,6 +161,8 @@ class OverlapPolicy:
     def _pays(self, plan: PlannedRows) -> bool:
         """Return True if class statistics favor micro-batches for ``plan`` (mode ``auto``).
 
+        Updates the trial state of the class.
+
         A prediction takes part of a millisecond, so a known class is evaluated only now and then.
         """
         kind = self._kind(plan)
@@ -172,6 +183,10 @@ class OverlapPolicy:
         return kind.steps % WHOLE_EVERY != 0
 
     def _may_enter(self, kind: _Kind, plan: PlannedRows) -> bool:
+        """Return True if a trial of micro-batches begins for the class ``kind``.
+
+        A new trial forgets the old measurements.
+        """
         if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
             return False
         if kind.overlapped.seen and kind.steps >= kind.retry:  # a new trial: forget the old measurements

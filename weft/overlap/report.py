@@ -27,8 +27,9 @@ class Sum:
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Return the sums of a trace's events by class (prompts or decode; whole or in micro-batches), and
-    ``all``."""
+    """Return the sums of a trace's events, in seconds, by class (prompts or decode; whole or in
+    micro-batches), and ``all``. Events without communication times are skipped.
+    """
     result: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})
@@ -61,7 +62,10 @@ def table(found: Mapping[str, Sum]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return the exit code."""
+    """Run the command: print the table of a trace file to stdout.
+
+    Return the exit code: 0, or 2 for wrong arguments. Raises OSError or ValueError for an unusable file.
+    """
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m weft.overlap.report TRACE\n")
         return 2

@@ -90,6 +90,9 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> MicroBatches:
+    """Return the plan in two: ``decodes`` decode rows, ``rows`` prefill rows and ``cut`` tokens of the next
+    row go into the first part.
+    """
     prefill = plan.prefill
     decode = plan.decode
     first = _rows(prefill, 0, rows + int(cut > 0))

@@ -20,7 +20,7 @@ _AGAIN = 0.1
 def own_address(host: str, port: int) -> str:
     """Return the numeric address of this host on the route to ``host``, which may be this host.
 
-    Nothing is sent. Raise ConfigError if there is no route.
+    Nothing is sent, but a name is resolved, which may block. Raise ConfigError if there is no route.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -37,10 +37,10 @@ def tcp(host: str, port: int | str) -> str:
 
 
 def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
-    """Bind ``socket`` to ``address``, the address of ``--rdzv``.
+    """Bind ``socket`` to ``address``, the address of ``--rdzv``. Raise ConfigError.
 
-    Wait up to ``patience`` seconds for a port in use: a killed process keeps its ports until its end, and its
-    successor may start earlier. Raise ConfigError.
+    Block up to ``patience`` seconds, with a warning, for a port in use: a killed process keeps its ports
+    until its end, and its successor may start earlier.
     """
     until = time.monotonic() + patience
     waits = False
@@ -57,7 +57,7 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
 
 
 def _bind(socket: zmq.Socket[Any], address: str) -> int:
-    """Bind the socket. Return 0, or the number of the error."""
+    """Bind the socket. Return 0, or the errno of the failure. Raise zmq.ZMQError only without an errno."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

@@ -70,7 +70,8 @@ class AgreementGroup:
         """Wake the expert-parallel group if asleep, wait for the votes of all replicas, and return the
         decision.
 
-        Fill in the epoch, step and wave of ``vote``. Raise CommLost if a replica is gone or late, and
+        Sends ``vote`` with this replica's epoch, step and wave. A decision to launch counts as a launched
+        step; a decision to sleep puts this replica to sleep. Raise CommLost if a replica is gone or late, and
         EngineDead if replicas are at different steps.
         """
         called = self._waves.begin()
@@ -93,6 +94,11 @@ class AgreementGroup:
         self._wakeups.close()
 
     def _listen(self) -> None:
+        """Read all received wake-ups.
+
+        A wake-up of the present epoch begins its wave, a later epoch's is kept, an earlier epoch's is
+        dropped.
+        """
         early = self._early
         self._early = []
         for epoch, wave in [*early, *self._wakeups.received()]:

@@ -37,7 +37,10 @@ class Board:
     """The table, and a thread that serves clients. ``post`` and ``get`` may be called from any thread."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
-        """Listen at ``address``, and start the thread. Raise ConfigError if the address is taken."""
+        """Listen at ``address``, and start the thread.
+
+        Peers without ``keys`` are refused. Raise ConfigError if the address is taken.
+        """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -99,6 +102,7 @@ class Board:
             self._version += 1
 
     def _run(self) -> None:
+        """Serve clients until ``close``. Refused connections are logged and stored in ``refused``."""
         poller = zmq.Poller()
         # the monitor gives addresses only of live connections
         for one in (self._socket, self._handshakes.monitor):
@@ -114,6 +118,9 @@ class Board:
             self._end()
 
     def _serve(self, frames: list[bytes]) -> None:
+        """Post the entries of one request and answer with the table, or without entries if the client has the
+        present version. An invalid request is logged and dropped.
+        """
         try:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
@@ -145,6 +152,7 @@ class BoardClient:
     """A client of the rendezvous store. Used from one thread at a time."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
+        """Connect to the store at ``address`` in the background."""
         self._address = address
         self._keys = keys
         self._context = zmq.Context()
@@ -165,10 +173,12 @@ class BoardClient:
         self._posted[key] = value
 
     def look(self, wait: float) -> bool:
-        """Send the posted entries and receive answers. Return True if the query of this call was answered.
+        """Send the posted entries and receive answers, into ``entries``.
+
+        Return True if the query of this call was answered.
 
         Wait up to ``wait`` seconds for the answer. With 0, only read answers that have come, and send a query
-        unless an earlier query is outstanding.
+        unless an earlier query is outstanding. After a long silence, reconnect.
         """
         self._take(0)
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
@@ -215,6 +225,7 @@ class BoardClient:
         self._socket.close(linger)
 
     def _connect(self) -> None:
+        """Open a socket and connect in the background."""
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
         self._keys.guard_rank(self._socket)
@@ -223,7 +234,10 @@ class BoardClient:
         self._connected = time.monotonic()
 
     def _take(self, wait: float) -> None:
-        """Store all received answers; wait up to ``wait`` seconds for the first."""
+        """Store all received answers; wait up to ``wait`` seconds for the first.
+
+        Invalid and older answers change no entry.
+        """
         while self._socket.poll(max(int(wait * 1000), 0)):
             wait = 0
             try:
@@ -252,6 +266,7 @@ def open_board(parallel: ParallelSection) -> Board:
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:
+    """Set limits of queues and messages, and pings that detect a dead connection."""
     socket.setsockopt(zmq.SNDHWM, _QUEUE)
     socket.setsockopt(zmq.RCVHWM, _QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)

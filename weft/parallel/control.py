@@ -142,6 +142,10 @@ class ZmqHead(HeadChannel):
         return (self._socket,)
 
     def send(self, peer: bytes, data: bytes) -> None:
+        """Queue a frame without blocking.
+
+        Raise PeerGone if the rank is not connected or its queue is full.
+        """
         try:
             self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
             self._socket.send(data, zmq.NOBLOCK)
@@ -149,6 +153,10 @@ class ZmqHead(HeadChannel):
             raise PeerGone(f"a rank is gone or does not read ({error.strerror})") from error
 
     def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """Return (peer, frame), or None after ``timeout`` seconds.
+
+        A message of another form gives an empty frame.
+        """
         parts = self._inbox.take(timeout)
         if parts is None:
             return None
@@ -166,6 +174,10 @@ class ZmqRank(RankChannel):
     """A rank's end: a zmq DEALER that connects in the background, and reconnects after a loss."""
 
     def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
+        """Connect to the engine at ``address`` in the background.
+
+        ``keys``: as for ``ZmqHead``. ``peer`` is a new random name that starts with ``rank``.
+        """
         self._context = zmq.Context()
         socket = _configured(self._context.socket(zmq.DEALER))
         self.peer = b"%d." % rank + secrets.token_hex(8).encode()
@@ -176,6 +188,7 @@ class ZmqRank(RankChannel):
         self._socket, self._inbox = socket, _Inbox(socket)
 
     def send(self, data: bytes) -> None:
+        """Queue a frame without blocking. Raise PeerGone if the queue is full."""
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -193,6 +206,7 @@ class ZmqRank(RankChannel):
 
 
 def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Return ``socket`` with limits of queues and messages, and pings that detect a dead connection."""
     socket.setsockopt(zmq.SNDHWM, QUEUE)
     socket.setsockopt(zmq.RCVHWM, QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -210,8 +224,9 @@ class _Inbox:
         self._patience = -1
 
     def take(self, timeout: float, wake: Sequence[int] = ()) -> list[bytes] | None:
-        """Return the next message; None after ``timeout`` seconds, or early when one of ``wake`` is
-        readable."""
+        """Return the parts of the next message; None after ``timeout`` seconds, or early when one of the
+        descriptors ``wake`` is readable.
+        """
         # RCVTIMEO cannot watch other descriptors, so poll all and then read without waiting.
         if wake and timeout > 0:
             polled: list[tuple[Any, int]] = [(one, zmq.POLLIN) for one in (self._socket, *wake)]

@@ -133,6 +133,7 @@ class GroupComm(Comm):
             pause = min(2 * pause, LOOK_S)
 
     def _make(self, store: Any, timeout: timedelta) -> Any:
+        """Return a gloo group of all ranks that meet at ``store``. Blocks. Raises the errors of torch."""
         gloo: Any = dist.ProcessGroupGloo  # stubs lack the options
         options = gloo._Options()
         options._timeout = timeout
@@ -143,8 +144,11 @@ class GroupComm(Comm):
         return shared.meet(dist.PrefixStore("shared", store), self.rank, self.size, timeout)
 
     def abort(self) -> None:
-        """End the group. Collectives in flight raise CommLost at this rank and, for lack of a peer,
-        elsewhere."""
+        """End the group.
+
+        Collectives in flight raise CommLost at this rank and, for lack of a peer, elsewhere. Safe from any
+        thread; does not wait. Idempotent.
+        """
         # Take the references under the lock, then abort outside: an abort may block.
         with self._lock:
             group = self._group
@@ -195,6 +199,7 @@ class GroupComm(Comm):
         return self._nccl if self._gpu is not None and x.device.type == self._gpu.type else None
 
     def _gather(self, x: Tensor) -> Tensor:
+        """Return the inputs of all ranks, [ranks, *shape of x], over the fastest link. Raise CommLost."""
         ring = self._ring(x)
         if ring is not None:
             return self._guard(lambda: ring.gather(x))
@@ -209,6 +214,9 @@ class GroupComm(Comm):
         return result
 
     def _exchange(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Send ``sends[r]`` rows of ``x`` to each rank r and return the received rows, [sum(receives), *row
+        shape], in order of ranks. Raise CommLost.
+        """
         ring = self._ring(x)
         if ring is not None:
             return self._guard(lambda: ring.exchange(x, sends, receives))
@@ -224,6 +232,10 @@ class GroupComm(Comm):
         return result
 
     def _scatter(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks of this rank's row: input [ranks, *shape], result [*shape].
+
+        Raise CommLost.
+        """
         if not x.numel():
             return x[0].clone()
         # One row per rank: the exchange leaves [size, *shape] here, to be summed in order of ranks.
@@ -231,6 +243,10 @@ class GroupComm(Comm):
         return _ordered_sum(self._exchange(x, each, each))
 
     def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over all ranks, as a new tensor of equal shape. Raise CommLost.
+
+        The sum is in order of ranks, except over NCCL without ``ordered``.
+        """
         ring = self._ring(x)
         if ring is not None and x.dtype in shared.SUMS:
             return self._guard(lambda: ring.sum(x))
@@ -249,6 +265,7 @@ class GroupComm(Comm):
         return self._gather(mine).view(-1)[: x.numel()].view(x.shape)
 
     def _wait(self, start: Callable[[Any], Any]) -> None:
+        """Start a gloo operation and block until the end. Raise CommLost, also after an abort."""
         group = self._group
         if group is None:
             raise CommLost(f"the {self.name} group was aborted")
@@ -258,6 +275,7 @@ class GroupComm(Comm):
         return self._shared if x.device.type == "cpu" else None
 
     def _guard(self, work: Callable[[], R]) -> R:
+        """Return ``work()``. Raise CommLost in place of a RuntimeError."""
         try:
             return work()
         except CommLost:

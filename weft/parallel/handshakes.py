@@ -42,7 +42,10 @@ class Handshakes:
         """Addresses of the connections with an unfinished handshake, the oldest first."""
 
     def look(self) -> list[str]:
-        """Process all events so far. Return the addresses with a failed handshake. Does not wait."""
+        """Process all events so far and set ``why``.
+
+        Return the addresses with a failed handshake. Does not wait.
+        """
         refused = []
         with contextlib.suppress(zmq.Again):
             while True:

@@ -55,6 +55,7 @@ class HostStage:
         return host.pin_memory().to(device, non_blocking=True)
 
     def _wait(self, event: torch.cuda.Event) -> None:
+        """Block until ``event`` has happened. Raise CommLost after the time-out."""
         deadline = time.monotonic() + self._timeout
         while not event.query():
             if time.monotonic() > deadline:

@@ -51,6 +51,7 @@ class Launcher:
     """Runs the collectives of one rank in launch order. This class runs each at once."""
 
     def __init__(self) -> None:
+        """Every attribute starts unset: no recording, no abort, no planted fault."""
         self.micro_batch = 0
         """The micro-batch that launches now; recorded in ``flights``."""
         self.recording = False
@@ -68,7 +69,10 @@ class Launcher:
         """Called before each launch; set by planted faults."""
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
-        """Start ``work``, a blocking collective, and return a handle."""
+        """Run ``work``, a blocking collective, and return the finished handle.
+
+        Raises the errors of ``work``. Subclasses return before the end; their handle then raises the errors.
+        """
         flight = self._flight()
         flight.began = flight.launched
         made = work()
@@ -110,6 +114,10 @@ class Launcher:
             raise CommLost("the group was aborted in the middle of a step")
 
     def _flight(self) -> Flight:
+        """Return the times of a collective launched now.
+
+        Call ``before``; with ``recording``, append to ``flights``.
+        """
         if self.before is not None:
             self.before()
         flight = Flight(self.micro_batch, time.monotonic())
@@ -122,6 +130,10 @@ class _Flying(Pending):
     """A collective on the thread of a ``ThreadLauncher``."""
 
     def __init__(self, work: Callable[[], Tensor], flight: Flight, timeout: float) -> None:
+        """``work``: the collective.
+
+        ``flight``: filled with the times. ``timeout``: seconds that ``result`` waits.
+        """
         self.work: Callable[[], Tensor] | None = work
         self.inference = torch.is_inference_mode_enabled()
         self._flight = flight
@@ -131,7 +143,10 @@ class _Flying(Pending):
         self._error: BaseException | None = None
 
     def run(self, delay: float) -> None:
-        """Run the collective on the launcher's thread. ``delay``: seconds to add to the end time."""
+        """Run the collective on the launcher's thread and store result or error.
+
+        ``delay``: seconds to add to the end time.
+        """
         assert self.work is not None
         self._flight.began = time.monotonic()
         try:
@@ -150,6 +165,10 @@ class _Flying(Pending):
         self._ended.set()
 
     def result(self) -> Tensor:
+        """Block until the end, including the delay, and return the tensor.
+
+        Raise CommLost after the time-out, and the error of the collective.
+        """
         began = time.monotonic()
         if not self._ended.wait(self._timeout):
             raise CommLost("a collective did not end in time")
@@ -196,6 +215,10 @@ class ThreadLauncher(Launcher):
         return not self._delay
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
+        """Queue ``work`` for the thread and return a handle.
+
+        Run ``work`` at once unless a thread is wanted or a delay is set.
+        """
         if not (self._wanted or self._delay):
             return super().launch(work)
         flying = _Flying(work, self._flight(), self._timeout)
@@ -219,6 +242,7 @@ class ThreadLauncher(Launcher):
             self._idle.notify_all()
 
     def cancel(self) -> None:
+        """Drop all queued collectives, and ``flights``. The running collective goes on."""
         while True:
             try:
                 flying = self._queue.get_nowait()
@@ -232,11 +256,13 @@ class ThreadLauncher(Launcher):
         self.flights = []
 
     def settle(self, timeout: float) -> None:
+        """Block until no collective is queued or running. Raise CommLost after ``timeout`` seconds."""
         with self._idle:
             if not self._idle.wait_for(lambda: self._unfinished == 0, timeout):
                 raise CommLost("collectives of an epoch that has ended are still running")
 
     def close(self) -> None:
+        """End the thread, after the queued collectives. Wait at most 10 seconds."""
         if self._thread is not None:
             self._queue.put(None)
             # a daemon thread: a hanging collective does not block the exit
@@ -272,6 +298,10 @@ class StreamLauncher(Launcher):
         self._beside = wanted
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
+        """Queue ``work`` on the separate stream and return a handle.
+
+        Outside of micro-batches, queue on the compute stream.
+        """
         if not self._beside:
             return super().launch(work)
         if self._stream is None:
@@ -286,6 +316,7 @@ class StreamLauncher(Launcher):
         return _Streaming(self._device, work, made, joined)
 
     def settle(self, timeout: float) -> None:
+        """Block until the separate stream is idle. Raise CommLost after ``timeout`` seconds."""
         if self._stream is None:
             return
         ended = self._stream.record_event()
@@ -322,6 +353,7 @@ class _Streaming(Pending):
         self._joined = joined
 
     def result(self) -> Tensor:
+        """Return the tensor. The compute stream waits for the collective; the host does not."""
         here = torch.cuda.current_stream(self._device)
         here.wait_event(self._joined)
         self._made.record_stream(here)

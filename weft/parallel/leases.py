@@ -36,6 +36,10 @@ class FolderLeases:
         self._mine = self._paths[replica]
 
     def read(self) -> list[Lease | None]:
+        """Return the lease of each replica, None for a replica without a file.
+
+        Raises the errors of msgspec for a broken file.
+        """
         leases: list[Lease | None] = []
         for path in self._paths:
             try:

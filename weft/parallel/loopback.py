@@ -52,6 +52,10 @@ class _Link:
     faults: list[LinkFault] = field(default_factory=list)
 
     def put(self, data: bytes) -> None:
+        """Queue ``data`` after the faults of the link have changed, dropped or delayed it.
+
+        Count faults hit.
+        """
         number = self.sent
         made = [data]
         due = self.clock.now()
@@ -64,6 +68,7 @@ class _Link:
         self.frames.extend((due, frame) for frame in made)
 
     def take(self) -> bytes | None:
+        """Remove and return the first frame due by now, or None."""
         now = self.clock.now()
         # A delayed frame is overtaken by later frames.
         for number, (due, data) in enumerate(self.frames):
@@ -80,6 +85,7 @@ class Loopback:
     """The control channel of one group within one process, with all links."""
 
     def __init__(self, clock: VirtualClock, faults: Sequence[LinkFault] = ()) -> None:
+        """``clock``: decides when a delayed frame arrives. ``faults``: of all links."""
         self.clock = clock
         self._faults = list(faults)
         self._links: dict[tuple[bytes, bool], _Link] = {}
@@ -122,6 +128,7 @@ class Loopback:
     # ---- used by the ends
 
     def _link(self, peer: bytes, to_rank: bool) -> _Link:
+        """Return the link of one direction, created with its faults at first use."""
         link = self._links.get((peer, to_rank))
         if link is None:
             link = self._links[peer, to_rank] = _Link(self.clock)
@@ -135,8 +142,9 @@ class Loopback:
         self._link(peer, to_rank).put(data)
 
     def take_for_head(self) -> tuple[bytes, bytes] | None:
-        """Return (peer, next frame) for the engine, round robin over the peers; None if nothing has
-        arrived."""
+        """Remove and return (peer, next frame) for the engine, round robin over the peers; None if nothing
+        has arrived.
+        """
         peers = [peer for peer, to_rank in self._links if not to_rank]
         # Begin after the last served peer, so no peer starves.
         later = [peer for peer in peers if peer > self._last]
@@ -173,6 +181,7 @@ class LoopbackHead(HeadChannel):
         self._net.put(peer, True, data)
 
     def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """Let the ranks work and return (peer, frame); None after ``timeout`` seconds of virtual time."""
         until = self._net.clock.now() + timeout
         while True:
             busy = self._net.turn()

@@ -76,7 +76,12 @@ class Mesh:
         return all(comm.shares for comm in self._groups())
 
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
-        """Form every group of more than one rank for ``epoch``. All ranks must call. Raise CommLost."""
+        """Form every group of more than one rank for ``epoch``, and call all of ``formed``.
+
+        All ranks must call. Blocks. Raise CommLost.
+
+        ``timeout``: seconds for each wait, and for each later collective.
+        """
         self.launcher.settle(timeout)
         for comm in self._groups():
             comm.settle(timeout)
@@ -96,7 +101,10 @@ class Mesh:
         self.launcher.cancel()
 
     def close(self) -> None:
-        """Wait up to ``CLOSE_S`` seconds per aborted group: exiting earlier may crash the process."""
+        """Wait up to ``CLOSE_S`` seconds per aborted group: exiting earlier may crash the process.
+
+        A late group is logged, not raised.
+        """
         try:
             for comm in self._groups():
                 comm.settle(CLOSE_S)

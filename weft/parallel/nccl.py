@@ -87,6 +87,7 @@ class NcclGroup:
             raise CommLost("the NCCL communicator of an ended epoch does not stop")
 
     def _alive(self) -> Any:
+        """Return the group. Raise CommLost after ``abort``."""
         group = self._group
         if group is None:
             raise CommLost("its NCCL communicator was aborted")
@@ -105,6 +106,7 @@ def _queue(collective: Any, *given: Any) -> None:
 
 
 def _end(group: Any, ended: threading.Event) -> None:
+    """Abort ``group`` and set ``ended``. Errors are logged."""
     try:
         group.abort()
     except Exception as error:
@@ -157,6 +159,10 @@ def connect(store: Any, rank: int, size: int, device: torch.device, timeout: flo
 
 
 def _form(store: Any, rank: int, size: int, device: torch.device) -> Any:
+    """Return a connected NCCL group of all ranks that meet at ``store``.
+
+    May block forever. Raises the errors of torch.
+    """
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = _NEVER

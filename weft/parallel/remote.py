@@ -38,7 +38,7 @@ class RemoteHeads:
     """The rendezvous store of a server, and the wanted and present engine processes of other hosts."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Listen at ``--rdzv``. Raise ConfigError."""
+        """Open the rendezvous store at ``--rdzv``. No engine is wanted yet. Raise ConfigError."""
         parallel = config.parallel
         self._settings = host_settings(config)
         _, self.keys = board_place(parallel)
@@ -71,7 +71,9 @@ class RemoteHeads:
         return RemoteHead(self._board, replica, self._incarnations[replica], self._lacks, self._end(replica))
 
     def close(self, seconds: float, status: int = 0) -> None:
-        """Announce the end of the server to all hosts, and wait up to ``seconds`` until all have read it."""
+        """Announce the end of the server to all hosts, wait up to ``seconds`` until all have read it, and
+        close the store. Silent hosts are logged.
+        """
         self._check()
         self._board.post(b.OVER, msgspec.msgpack.encode(status))
         until = time.monotonic() + seconds
@@ -85,6 +87,11 @@ class RemoteHeads:
         self._board.post(b.wanted_key(replica), msgspec.msgpack.encode(incarnation))
 
     def _end(self, replica: int) -> Callable[[int], None]:
+        """Return a function that requests the end of an incarnation of ``replica``.
+
+        Requests for other incarnations are ignored.
+        """
+
         def end(incarnation: int) -> None:
             if self._incarnations[replica] == incarnation:
                 self._want(replica, 0)
@@ -127,6 +134,9 @@ class RemoteHeads:
         return time.monotonic() - self._waiting.setdefault(key, time.monotonic()) > 2 * AWAY_S
 
     def _meet(self, host: int, key: str) -> None:
+        """Accept the host process with settings entry ``key``, or refuse it for other settings or another
+        version. Post the answer. An accepted process replaces the host's former process.
+        """
         data = self._board.get(key)
         try:
             theirs = msgspec.msgpack.decode(data or b"", type=dict[str, str])
@@ -156,6 +166,7 @@ class RemoteHeads:
         self._board.post(b.answer_key(host, _mark(key)), why.encode())
 
     def _remind_of(self, host: int) -> None:
+        """Log that the server waits for ``host``, every ``REMIND_S`` seconds over all hosts."""
         if time.monotonic() > self._remind:
             self._remind = time.monotonic() + REMIND_S
             refused = self._board.refused
@@ -191,7 +202,9 @@ class RemoteHead:
         return self._address
 
     def poll(self) -> int | None:
-        """Return the exit status once the engine has ended; None while running or still to be started."""
+        """Return the exit status once the engine has ended: ``REFUSED`` if its host was refused, 1 after a
+        restart of its host. None while running or still to be started.
+        """
         if self._refused():
             return REFUSED
         data = self._board.get(b.ended_key(self._replica))
@@ -210,7 +223,10 @@ class RemoteHead:
         self._end(self.incarnation)
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit status of the engine. Raise subprocess.TimeoutExpired."""
+        """Block until the engine has ended and return the exit status.
+
+        Raise subprocess.TimeoutExpired after ``timeout`` seconds.
+        """
         until = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > until:
@@ -219,6 +235,7 @@ class RemoteHead:
         return status
 
     def _listens(self) -> str | None:
+        """Return the published address of this incarnation, or None."""
         data = self._board.get(b.head_key(self._replica))
         if data is None:
             return None

@@ -56,7 +56,12 @@ class SharedRing:
     def __init__(
         self, fd: int, rank: int, places: Sequence[_Place], timeout: float, slot: int = SLOT
     ) -> None:
-        """Map the segment. Raise RuntimeError."""
+        """Map the segment of descriptor ``fd``, which the caller closes. Raise RuntimeError.
+
+        ``places``: of all ranks in order; the ranks spin if there are enough cores for all. ``timeout``:
+        seconds for each wait. ``slot``: bytes that a rank publishes at a time. The mapping ends with the
+        object.
+        """
         pids = [place.pid for place in places]
         spin = SPIN if min(place.cores for place in places) >= len(places) else 0.0
         ops = torch.ops.weft_cpu
@@ -121,7 +126,11 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
 def _map(
     opened: Callable[[], int], rank: int, places: Sequence[_Place], timeout: float, slot: int
 ) -> tuple[int, SharedRing | None]:
-    """Open and map the segment. Return (descriptor, ring); -1 and None for the part that failed."""
+    """Open and map the segment.
+
+    Return (descriptor, ring); -1 and None for the part that failed, which is logged. The caller closes the
+    descriptor.
+    """
     fd = -1
     try:
         fd = opened()
@@ -138,6 +147,7 @@ def _all_say(store: Any, what: str, rank: int, size: int, mine: Any, timeout: fl
 
 
 def _told(store: Any, key: str, timeout: float) -> bytes:
+    """Block until ``key`` is in the store and return the value. Raise CommLost after ``timeout`` seconds."""
     try:
         store.wait([key], timedelta(seconds=timeout))
         return bytes(store.get(key))

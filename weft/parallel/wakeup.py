@@ -64,6 +64,7 @@ class LocalWakeups:
                 box.append((epoch, wave))
 
     def received(self) -> list[tuple[int, int]]:
+        """Remove and return all received (epoch, wave). Does not block."""
         box = self._boxes[self._mine]
         received: list[tuple[int, int]] = []
         while box:
@@ -91,6 +92,10 @@ class WakeupSocket:
         self._others: dict[str, Any] = {}
 
     def reach(self, addresses: Sequence[str]) -> None:
+        """Connect to the given engines, by replica, and close the connections to all others.
+
+        The own address is skipped.
+        """
         wanted = [address for number, address in enumerate(addresses) if number != self._replica]
         for address in [address for address in self._others if address not in wanted]:
             self._others.pop(address).close()
@@ -99,6 +104,7 @@ class WakeupSocket:
                 self._others[address] = self._connected(address)
 
     def _connected(self, address: str) -> Any:
+        """Return a socket that connects to ``address`` in the background."""
         other = self._context.socket(zmq.PUSH)
         other.setsockopt(zmq.SNDHWM, MOST_WAKEUPS)
         other.setsockopt(zmq.LINGER, 0)
@@ -112,6 +118,7 @@ class WakeupSocket:
         return (self._mine,)
 
     def wake(self, epoch: int, wave: int) -> None:
+        """Send (epoch, wave) to all connected engines. Does not block; a full queue drops the message."""
         frame = msgspec.msgpack.encode((epoch, wave))
         for other in self._others.values():
             try:
@@ -120,6 +127,10 @@ class WakeupSocket:
                 continue
 
     def received(self) -> list[tuple[int, int]]:
+        """Return all (epoch, wave) received since the last call.
+
+        Invalid messages are dropped. Does not block.
+        """
         received = []
         while True:
             try:
@@ -130,6 +141,7 @@ class WakeupSocket:
                 continue
 
     def close(self) -> None:
+        """Close all sockets and end the context."""
         for socket in (self._mine, *self._others.values()):
             socket.close()
         if self._doorman is not None:

@@ -97,6 +97,10 @@ class AgentSimulation(Simulation):
         seed: int = 0,
         noise: float = 0.0,
     ) -> None:
+        """``kv``, ``section``, ``cost``: settings of the engine and times of its steps.
+
+        ``agents``: the traffic. ``seed`` determines the run. ``noise``: see ``FakeDevice``.
+        """
         super().__init__(kv, section, cost, _first_arrivals(agents, seed), seed=seed, noise=noise)
         self.scheduler = Scheduler(kv, section, VOCABULARY, retention=retention)
         self._agents = agents
@@ -129,6 +133,10 @@ class AgentSimulation(Simulation):
         )
 
     def _submit_of(self, number: int, arrival: Arrival) -> Submit:
+        """Return the Submit of sequence ``number``.
+
+        A session's prompt grows by its last output and by random tokens, which are used up.
+        """
         assert isinstance(arrival, Turn)
         if arrival.session < 0:
             return super()._submit_of(number, arrival)
@@ -148,6 +156,7 @@ class AgentSimulation(Simulation):
         )
 
     def _hear(self, events: list[TokenEvent]) -> None:
+        """Record cache hits and outputs of sessions, then the times of tokens."""
         for event in events:
             turn = self.streams[event.sequence].arrival
             self._cached.setdefault(event.sequence, event.num_cached)
@@ -156,6 +165,7 @@ class AgentSimulation(Simulation):
         super()._hear(events)
 
     def _end(self, arrival: Arrival) -> None:
+        """Count the end of a request and, for a session, schedule the next turn after a random pause."""
         super()._end(arrival)
         assert isinstance(arrival, Turn)
         agents = self._agents
@@ -170,6 +180,7 @@ class AgentSimulation(Simulation):
 
 
 def _first_arrivals(agents: Agents, seed: int) -> list[Arrival]:
+    """Return the first turns of all sessions and all unrelated requests, in order of time."""
     rng = random.Random(seed)
     made: list[Arrival] = [
         Turn(rng.random() * 4 * agents.pause, agents.first, agents.output, session=session)

@@ -63,6 +63,7 @@ class Groups(NamedTuple):
         return [(f"{role}{number}", role) for count, role in self._roles() for number in range(count)]
 
     def _roles(self) -> tuple[tuple[int, m.Role], ...]:
+        """Return (number of groups, role) for each role, in the order of names."""
         return (
             (self.encode, "encode"),
             (self.unified, "unified"),
@@ -112,6 +113,11 @@ class Group:
         seed: int,
         images: ImageCosts | None = None,
     ) -> None:
+        """``name``: the instance.
+
+        ``kv``, ``section``: settings. ``cost``, ``noise``, ``seed``: see ``FakeDevice``. ``images``: costs of
+        images; None without images.
+        """
         self.name = name
         self.role = role
         patch_seconds = 0.0 if images is None else images.patch_seconds
@@ -135,6 +141,10 @@ class Group:
     # ---- the engine of the protocol
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
+        """Queue a sequence, open its transfers and return its events.
+
+        Raises the errors of ``Scheduler.add``.
+        """
         events = self.scheduler.add(submit, self._deployment.now)
         if submit.room is not None:
             self._deployment.rooms.open(submit.room, self)
@@ -162,6 +172,7 @@ class Group:
         return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
+        """Return the description of the group for the fleet."""
         return m.Welcome(
             versions=(m.OLDEST, m.VERSION),
             vocab_size=VOCABULARY,
@@ -191,7 +202,10 @@ class Group:
         self.turn()
 
     def turn(self) -> None:
-        """Launch steps as far as the number of steps in flight allows."""
+        """End expired sequences, then launch steps as far as the number of steps in flight allows.
+
+        Each step's commit is scheduled.
+        """
         deployment = self._deployment
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
@@ -209,6 +223,7 @@ class Group:
             deployment.serve(self)
 
     def _commit(self) -> None:
+        """Commit the oldest step, send its exports and its events, and launch further steps."""
         plan, began, _ = self._in_flight.popleft()
         deployment = self._deployment
         now = deployment.now
@@ -295,7 +310,10 @@ class Deployment:
         return self.timeline.now
 
     def run(self, limits: tuple[float, float] = (math.inf, math.inf)) -> Outcome:
-        """Run until all requests have ended. ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``."""
+        """Run until all requests have ended, and return the results.
+
+        ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``. Raises the error of a failed fleet.
+        """
         for number, name in enumerate(self.groups, 1):
             self._feed(e.Expected(name, number))
             self._feed(e.Located(name, number))
@@ -320,6 +338,7 @@ class Deployment:
     # ---- the API server
 
     def _open(self, number: int, arrival: Arrival) -> None:
+        """Make the prompt and images of request ``number`` and pass the request to the fleet."""
         self.streams[number] = Stream(arrival)
         media: tuple[MediaItem, ...] = ()
         if self._images is not None:
@@ -336,6 +355,10 @@ class Deployment:
         self._feed(e.Opened((submit,)))
 
     def _feed(self, event: e.Event) -> None:
+        """Pass an event to the fleet, execute the actions and schedule the fleet's next deadline.
+
+        Raises the error of a failed fleet.
+        """
         for action in self.fleet.on(event, self.now):
             if isinstance(action, e.Send):
                 self.timeline.at(self.now, None, self.groups[action.instance].hear, action.message)
@@ -352,6 +375,10 @@ class Deployment:
             self._feed(e.Tick())
 
     def _deliver(self, events: Sequence[m.TokenEvent]) -> None:
+        """Record the times of tokens and the ends.
+
+        A request with an error counts as refused, and its stream is removed.
+        """
         for event in events:
             stream = self.streams[event.sequence]
             stream.times += [self.now] * len(event.token_ids)
@@ -376,6 +403,7 @@ class Deployment:
     # ---- results
 
     def _outcome(self, limits: tuple[float, float]) -> Outcome:
+        """Return the results of the ended run. ``limits``: (TTFT, TPOT) in seconds of a good request."""
         streams = list(self.streams.values())
         started = [stream for stream in streams if stream.times]
         waits = [stream.times[0] - stream.arrival.at for stream in started]

@@ -41,7 +41,10 @@ class FakeDevice:
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
-        """Launch ``plan`` behind all earlier steps. Return the completion time."""
+        """Launch ``plan`` behind all earlier steps.
+
+        Return the completion time, in seconds of the caller's clock. Adds to ``busy``.
+        """
         seconds = patches_in(plan) * self._patch_seconds
         if plan.rows or not self._patch_seconds:
             seconds += self._cost.predict(shape_of(plan))
@@ -52,7 +55,10 @@ class FakeDevice:
         return self._free_at
 
     def result(self, plan: StepPlan) -> StepResult:
-        """Return the sampled ids of the step, which depend only on the step's number and the row."""
+        """Return the sampled ids of the step, which depend only on the step's number and the row.
+
+        Draws the accepted drafts at random, so call once per plan.
+        """
         both = (plan.prefill, plan.decode)
         logits = np.concatenate([segment.logits for segment in both])
         sample = np.concatenate([segment.sample for segment in both])

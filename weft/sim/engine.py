@@ -87,11 +87,12 @@ class Simulation:
         speculation: SpeculationSection | None = None,
         acceptance: float = 1.0,
     ) -> None:
-        """Build the run. ``host`` is the number of seconds for planning and committing one step.
+        """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
-        A device with one step in flight idles during ``host``. ``shared`` is the number of leading prompt
-        tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
-        drafts were.
+        ``host`` is the number of seconds for planning and committing one step. A device with one step in
+        flight idles during ``host``. ``shared`` is the number of leading prompt tokens common to all
+        requests. ``acceptance`` is the chance of a draft to be right if all earlier drafts were. For
+        ``noise`` and ``seed`` see ``FakeDevice``.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
@@ -147,8 +148,10 @@ class Simulation:
         return bool(self._arrivals or self._again or self._in_flight or self.scheduler.has_work())
 
     def turn(self) -> None:
-        """Run one turn of the engine's loop: submit arrivals, launch a step, commit the oldest step if
-        due."""
+        """Run one turn of the engine's loop: submit arrivals, launch a step, commit the oldest step if due.
+
+        Moves the clock to the end of the committed step, or to the next arrival when idle.
+        """
         now = self.clock.now()
         self._take_arrivals(now)
         plan = self._plan(now) if len(self._in_flight) < self._depth else None
@@ -169,11 +172,13 @@ class Simulation:
         return None if builder is None else self.scheduler.seal(builder)
 
     def _launch(self, plan: StepPlan, began: float) -> None:
+        """Launch ``plan`` after the host's time, which moves the clock."""
         self.clock.advance_to(began + self._host)
         complete = self.device.launch(plan, self.clock.now())
         self._in_flight.append(_Launched(plan, began, complete))
 
     def _commit(self) -> None:
+        """Move the clock to the end of the oldest step, commit the step and record its events."""
         step = self._in_flight.popleft()
         self.clock.advance_to(step.complete)
         now = self.clock.now()
@@ -213,6 +218,7 @@ class Simulation:
         )
 
     def _take_arrivals(self, now: float) -> None:
+        """Submit the refused background sequences again, and all requests due by ``now``."""
         again, self._again = self._again, []
         for arrival in again:
             self._submit(arrival)
@@ -220,6 +226,10 @@ class Simulation:
             self._submit(self._arrivals.popleft())
 
     def _submit(self, arrival: Arrival) -> None:
+        """Submit a request.
+
+        With a full queue, count the request as refused, or retry a background sequence later.
+        """
         submit = self._submit_of(len(self.streams), arrival)
         try:
             events = self.scheduler.add(submit, self.clock.now())
@@ -245,6 +255,7 @@ class Simulation:
         )
 
     def _hear(self, events: list[TokenEvent]) -> None:
+        """Record the times of tokens and the ends of sequences."""
         now = self.clock.now()
         for event in events:
             stream = self.streams[event.sequence]
@@ -275,7 +286,7 @@ def simulate(
     speculation: SpeculationSection | None = None,
     acceptance: float = 1.0,
 ) -> Report:
-    """Run a workload to the end and return the report; see ``Simulation``."""
+    """Run a workload to the end and return the report; see ``Simulation``. Raise ConfigError."""
     simulation = Simulation(
         kv,
         section,

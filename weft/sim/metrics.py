@@ -36,6 +36,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, times: Sequence[float] | np.ndarray) -> Latency:
+        """Return the distribution of ``times``, in seconds."""
         if not len(times):
             return cls()
         values = np.asarray(times, np.float64)
@@ -88,7 +89,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gaps(streams: Sequence[Stream], begin: float = 0.0, end: float = float("inf")) -> np.ndarray:
-    """Return times between consecutive tokens, float64 seconds, of all gaps that overlap ``begin .. end``."""
+    """Return times between consecutive tokens of each stream, float64 seconds [gaps], of all gaps that
+    overlap ``begin .. end`` (seconds). Empty without gaps.
+    """
     found = []
     for stream in streams:
         times = np.asarray(stream.times)

@@ -82,7 +82,11 @@ class Timeline:
         self.at(self.now + least + (most - least) * self.rng.random(), process, what, *arguments)
 
     def advance(self) -> None:
-        """Run the earliest event. Postpone the event if the process stands still."""
+        """Move to the earliest event and run it.
+
+        Drop the event of a dead process. Postpone the event if the process stands still. Raises IndexError
+        without events.
+        """
         time, _, process, what, arguments = heapq.heappop(self._heap)
         if time > self.now:
             self.now = time

@@ -93,7 +93,10 @@ class TransferRooms:
         self._open: dict[r.RoomKey, _Room] = {}
 
     def open(self, ticket: r.RoomTicket, group: Receives) -> None:
-        """Record ``group`` as the sender or the receiver in ``ticket``."""
+        """Record ``group`` as the sender or the receiver in ``ticket``.
+
+        A receiver gets the offer if the sender has offered already.
+        """
         if ticket.sends:
             self._room(ticket.key, group)
         else:
@@ -115,6 +118,9 @@ class TransferRooms:
                 self._serve(group, room, request)
 
     def _serve(self, group: Receives, room: _Room, request: r.RoomRequest) -> None:
+        """Carry out one request of the scheduler of ``group`` for a transfer, and record its state in
+        ``room``.
+        """
         match request:
             case r.OfferRoom(key, num_prompt):
                 room.length, room.offered = num_prompt, True
@@ -141,7 +147,10 @@ class TransferRooms:
             self._said(room.receiver, r.RoomWanted(key, offer))
 
     def send(self, key: r.RoomKey, start: int, end: int) -> None:
-        """Send positions ``start`` .. end - 1, which are computed now."""
+        """Send positions ``start`` .. end - 1, which are computed now.
+
+        Until the receiver has blocks, the positions wait. Ended transfers are ignored.
+        """
         room = self._open.get(key)
         if room is None:
             return
@@ -151,6 +160,10 @@ class TransferRooms:
             room.waiting.append((start, end))
 
     def _leave(self, room: _Room, start: int, end: int) -> None:
+        """Queue positions on the sender's link and set the time of arrival.
+
+        Positions before ``room.start`` are already at the receiver.
+        """
         # Positions before `room.start` are already in the receiver's prefix cache.
         positions = max(end - max(start, room.start), 0)
         begins = max(self._timeline.now, room.sender.link_free_at)
@@ -165,6 +178,7 @@ class TransferRooms:
             )
 
     def _land(self, room: _Room, key: r.RoomKey) -> None:
+        """End a transfer as received at both ends, and record its exposed seconds. Ignored after an end."""
         if self._open.pop(key, None) is None or room.receiver is None:
             return
         self.exposed.append(self._timeline.now - room.computed)

@@ -52,7 +52,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, label: str) -> Lengths:
-        """Parse ``512`` or ``100-2000``. Raise ConfigError with the name ``label``."""
+        """Return the range of ``512`` or ``100-2000``. Raise ConfigError with the name ``label``."""
         parts = text.split("-")
         if len(parts) <= 2 and all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             low, high = int(parts[0]), int(parts[-1])
@@ -98,9 +98,11 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_trace(path: str | Path) -> list[Arrival]:
-    """Read arrivals from a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens": 40}``.
+    """Return the arrivals of a JSONL file with lines ``{"at": 0.5, "prompt_tokens": 300, "output_tokens":
+    40}``, in order of time.
 
-    Lines need not be in order of time. Raise ConfigError with the number of the wrong line.
+    Lines need not be in order of time. Raise ConfigError with the number of the wrong line, and for an
+    unreadable or empty file.
     """
     name = Path(path).name
     try:
@@ -115,6 +117,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
 
 
 def _parse(line: str, number: int, name: str) -> Arrival:
+    """Return the arrival of one line. Raise ConfigError with the line's number."""
     try:
         one = msgspec.json.decode(line, type=_Line)
     except msgspec.DecodeError as error:

@@ -60,7 +60,10 @@ class RoleOrder:
         return self._fact("users", (("user", "user"),))
 
     def _shown_as(self, role: Role, name: str, orders: Sequence[Sequence[Role]]) -> Role | None:
-        """Return the first role, of ``role`` and the system roles, which is shown in all ``orders``."""
+        """Return the first role, of ``role`` and the system roles, that the template shows in all ``orders``.
+
+        Return None without such a role. ``name`` is the prefix of the cached facts.
+        """
         for one in dict.fromkeys((role, *SYSTEM)):
             # The probe conversations name the role "system"; try each system role in that place.
             named: list[list[Role]] = [
@@ -76,7 +79,11 @@ class RoleOrder:
         return self._known[name]
 
     def _shows(self, order: Sequence[Role]) -> bool:
-        """Return True if every message is shown. A later message may replace an earlier message."""
+        """Return True if the template shows every message.
+
+        A later message may replace an earlier message. Return False if the template refuses the order. Raises
+        InvalidRequest only if the template is too expensive.
+        """
         texts = [f"{PROBE}{at}e" for at in range(len(order))]
         messages = [
             Message(role=role, content=(TextPart(text),)) for role, text in zip(order, texts, strict=True)
@@ -118,6 +125,7 @@ def _users_apart(messages: Sequence[Message]) -> bool:
 
 
 def _users_joined(messages: Sequence[Message]) -> list[Message]:
+    """Return ``messages`` with each run of user messages joined into one message."""
     made: list[Message] = []
     for message in messages:
         if made and made[-1].role == "user" == message.role:

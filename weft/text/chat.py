@@ -112,12 +112,14 @@ class ChatFormat:
         in_thought: Callable[[str, str], bool] | None = None,
         images: ImageRules | None = None,
     ) -> None:
-        """``template`` overrides the checkpoint's template. A template with a compile error is reported at
-        first use.
+        """``template`` overrides the checkpoint's template.
+
+        A template with a compile error is reported at first use.
 
         ``default_kwargs`` are template variables for requests without the same variable. ``in_thought(prompt,
         continued)`` returns True if the output starts inside reasoning. ``continued`` is the message
-        continued by the output, or "". ``images`` is None for a model without images.
+        continued by the output, or "". ``images`` is None for a model without images. Raises InvalidRequest
+        for invalid ``default_kwargs``.
         """
         self._images = images
         self._tokenizer = tokenizer
@@ -224,7 +226,10 @@ class ChatFormat:
         return RoleOrder(lambda messages: self._plain(messages, template, self._form_of(template)))
 
     def _plain(self, messages: Sequence[Message], template: ChatTemplate, form: TemplateForm) -> str:
-        """Return the rendered text of messages without any special token."""
+        """Return the rendered text of messages without any special token.
+
+        Raises InvalidRequest if the template fails.
+        """
         conversation = conversation_of(messages, template, form, self._marks, secret_digits())
         variables = {
             **self._named(),
@@ -278,7 +283,9 @@ class ChatFormat:
         return "".join(made)
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
-        """Raise InvalidRequest unless ``ids`` show each image and each frame group exactly once, in order."""
+        """Raise InvalidRequest unless ``ids`` contain the placeholder of each image and frame group once, in
+        order.
+        """
         rules = self._images
         if not shown:
             return
@@ -296,7 +303,11 @@ class ChatFormat:
             raise _not_shown(shown[0])
 
     def _form_of(self, template: ChatTemplate) -> TemplateForm:
-        """Return the message forms of ``template``. The forms of the checkpoint's own template are cached."""
+        """Return the message forms of ``template``.
+
+        The forms of the checkpoint's own template are cached. Raises InvalidRequest if probes of the template
+        are too expensive.
+        """
         if template is not self._template:
             return find_form(template, self._named(), MAX_SECONDS)  # a template from a request gets less time
         if self._form is None:
@@ -307,7 +318,9 @@ class ChatFormat:
         """Return the ids of the added tokens that the template writes behind a complete turn of the
         assistant.
 
-        If a template marks only the start of messages, the token of the next role ends a turn.
+        The set is empty without a usable template. If a template marks only the start of messages, the token
+        of the next role ends a turn. A template with too expensive probes is disabled: later requests receive
+        the template's error.
         """
         if not isinstance(self._template, ChatTemplate):
             return set()
@@ -322,7 +335,9 @@ class ChatFormat:
         return {added[text] for text in found}
 
     def _choose(self, requested: str | None) -> ChatTemplate:
-        """Return the template of the request or the model. Raises InvalidRequest if there is no usable
+        """Return the template of the request, or else of the model.
+
+        Raises InvalidRequest for a forbidden or invalid request template, and if the model has no usable
         template.
         """
         if requested is not None:
@@ -354,9 +369,9 @@ class ChatFormat:
 def expanded(
     ids: Sequence[int], placeholders: Collection[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return ``ids`` with each placeholder repeated, and the start of each repeated run.
+    """Return (``ids`` with each placeholder repeated, start index of each repeated run).
 
-    The n-th placeholder is repeated ``counts[n]`` times.
+    The n-th placeholder is repeated ``counts[n]`` times. Missing counts raise IndexError.
     """
     made: list[int] = []
     starts: list[int] = []
@@ -370,6 +385,7 @@ def expanded(
 
 
 def _not_shown(part: ShownPart) -> InvalidRequest:
+    """Return the error for an image or video that the template does not show."""
     kind = "videos" if isinstance(part, VideoPart) else "images"
     return InvalidRequest(
         f"{part.where}: the model's chat template does not show the {kind} of this conversation",
@@ -379,9 +395,10 @@ def _not_shown(part: ShownPart) -> InvalidRequest:
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:
-    """Return the template variables of a request as plain JSON values.
+    """Return a copy of the template variables of a request as plain JSON values.
 
-    Raises InvalidRequest for reserved names of Weft or Jinja, and for values outside JSON.
+    None becomes {}. Raises InvalidRequest for invalid or reserved names (of Weft or Jinja), and for values
+    outside JSON.
     """
     name = "chat_template_kwargs"
     if kwargs is None:

@@ -68,9 +68,11 @@ class Choice:
         scope: ContentScope | None = None,
     ) -> None:
         """``continues``: the output continues the prompt's text (completions, not chat); see Detokenizer.
-        ``stops``: automata for ``params.stop``, shared by all choices. ``visible``: special tokens shown
-        for a parser even if special tokens are skipped. ``scope``: restricts the search for stop strings
-        to content; None searches all text.
+
+        ``stops``: automata for ``params.stop``, shared by all choices. ``visible``: special tokens shown for
+        a parser even if special tokens are skipped. ``scope``: restricts the search for stop strings to
+        content; None searches all text. ``emitted_ids`` are replayed at once and count in ``token_ids`` and
+        ``text``.
         """
         self.sequence = sequence
         self.index = index
@@ -114,7 +116,10 @@ class Choice:
         self._replay(emitted_ids)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
-        """Add tokens the client already has. No stop string matches during the replay."""
+        """Add tokens the client already has to ``token_ids`` and ``text``.
+
+        No stop string matches during the replay.
+        """
         self._replays = True
         fresh = _Fresh()
         for token in token_ids:
@@ -129,7 +134,12 @@ class Choice:
         return self.finish_reason is not None
 
     def on_event(self, event: TokenEvent) -> TextDelta | None:
-        """Apply the engine's next event of this sequence. Return None if the client sees no change."""
+        """Apply the engine's next event of this sequence to the public attributes, and return the change for
+        the client.
+
+        Return None if the client sees no change, or if the choice has already ended. A completed stop string
+        ends the choice; ``send_finish`` of the delta is then True if the engine still runs the sequence.
+        """
         if self.finished:
             return None
         self.num_cached = max(self.num_cached, event.num_cached)
@@ -167,8 +177,8 @@ class Choice:
     def abort(self, error: ErrorInfo | None = None) -> TextDelta | None:
         """End the choice from this side: the client left, or (with ``error``) the engine is lost.
 
-        Return None if the choice has already ended. With an error, ``send_finish`` stays False, because no
-        engine remains.
+        Return the last delta with all held-back text. Return None if the choice has already ended. The
+        delta's ``send_finish`` is True only without an error, because a lost engine receives nothing.
         """
         if self.finished:
             return None
@@ -179,7 +189,9 @@ class Choice:
         return self._end(fresh, "error", error=error)
 
     def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
-        """Add an event's tokens, up to the token that completes a stop string."""
+        """Add an event's tokens and their text to ``token_ids`` and ``fresh``, up to the token that completes
+        a stop string.
+        """
         last = len(event.token_ids) - 1
         for at, token in enumerate(event.token_ids):
             self.token_ids.append(token)
@@ -194,7 +206,7 @@ class Choice:
                 return
 
     def _take_text(self, text: str, fresh: _Fresh) -> None:
-        """Search newly certain text for stop strings and pass the text on.
+        """Search newly certain text for stop strings and append the text to ``fresh``, except text held back.
 
         Text made before ``min_tokens`` completes no stop string, even if the text was held back until later.
         """
@@ -207,8 +219,9 @@ class Choice:
             self._search_stretches(self._scope.push(text), fresh)
 
     def _search_stretches(self, stretches: Iterable[tuple[bool, str]], fresh: _Fresh) -> None:
-        """Search the content stretches and pass all other text. A stop string lies within one content
-        stretch.
+        """Search the content stretches and append all other text to ``fresh`` unsearched.
+
+        A stop string lies within one content stretch.
         """
         for content, text in stretches:
             if fresh.match is not None:
@@ -221,7 +234,10 @@ class Choice:
                 self._searched += len(text)
 
     def _search(self, text: str, fresh: _Fresh) -> None:
-        """Search ``text``, with the exempt part first. Set ``fresh.match`` at a completed stop string."""
+        """Search ``text``, with the exempt part first, and append certain text to ``fresh``.
+
+        Set ``fresh.match`` at a completed stop string.
+        """
         # Split ``text`` at the end of the exempt part. The automata must see both parts.
         exempt = min(max(self._exempt - self._searched, 0), len(text))
         self._searched += len(text)
@@ -237,7 +253,7 @@ class Choice:
             fresh.text += kept
 
     def _look_ahead(self, fresh: _Fresh) -> None:
-        """End the text if complete held-back characters already complete a stop string.
+        """End the text if complete held-back characters already complete a stop string: set ``fresh.match``.
 
         No later token can then change the held characters. With a scope, the characters wait until their
         stretch is certain.
@@ -254,7 +270,7 @@ class Choice:
             self._take_text(self._detokenizer.finish(), fresh)
 
     def _take_rest(self, fresh: _Fresh) -> None:
-        """Release all held-back text at an end without a stop string."""
+        """Append all held-back text to ``fresh`` at an end of the sequence. A stop string may still match."""
         self._take_text(self._detokenizer.finish(), fresh)
         if self._scope is not None and fresh.match is None:
             self._search_stretches(self._scope.finish(), fresh)
@@ -262,6 +278,7 @@ class Choice:
             fresh.text += self._stops.finish()
 
     def _delta(self, fresh: _Fresh) -> TextDelta:
+        """Append the changes of ``fresh`` to ``text`` and ``logprobs``, and return the changes as a delta."""
         self.text += fresh.text
         logprobs = None
         if self.logprobs is not None:
@@ -290,6 +307,7 @@ class Choice:
         error: ErrorInfo | None = None,
         send_finish: bool = False,
     ) -> TextDelta:
+        """Set ``finish_reason``, ``stop_reason`` and ``error``, and return the last delta."""
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.error = error

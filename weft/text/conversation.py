@@ -35,7 +35,11 @@ def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, An
 def conversation_of(
     messages: Sequence[Message], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> list[dict[str, Any]]:
-    """Return messages in the template's form, with marks in all strings."""
+    """Return messages in the template's form, with marks in all strings.
+
+    Messages may be split so that each has one call. A result gets the name of its function if the template
+    needs the name.
+    """
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in _one_call_each(messages) if form.one_call else messages:
@@ -73,7 +77,10 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 def _for_template(
     message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
-    """Return one message in the template's form."""
+    """Return one message as the dict for the template, in its form and with marks in all strings.
+
+    Reasoning is left out where the template refuses reasoning beside calls.
+    """
     role: str = message.role
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role
@@ -99,6 +106,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark: str) -> Any:
+    """Return the content for the template: None, a string, or a list of parts, with marks in all texts."""
     if message.content is None:
         return None
     if message.shown:
@@ -119,6 +127,7 @@ def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:
+    """Return one call as the dict for the template, with marks in all strings."""
     arguments: Any = call.shown() if form == "object" else call.shown_text()
     return {
         "id": marks.around(call.id, mark),

@@ -60,7 +60,10 @@ class Detokenizer:
         """All ids, for a decoder that only decodes the whole."""
 
     def push(self, token: int) -> str:
-        """Add the next token and return the newly certain text."""
+        """Add the next token and return the newly certain text.
+
+        Return "" for a skipped or unknown token, and while the text is held back.
+        """
         if self._skip and self._source.is_special(token) and token not in self._visible:
             return ""
         if self._join == "whole":
@@ -83,7 +86,7 @@ class Detokenizer:
     def preview(self) -> str:
         """Return the held-back text in case the sequence ended here: complete characters only.
 
-        Later tokens may still change this text.
+        The detokenizer does not change. Later tokens may still change this text.
         """
         if self._join == "whole":
             return self._source.decode(self._ids, False).rstrip(REPLACEMENT)
@@ -96,7 +99,7 @@ class Detokenizer:
             return ""
 
     def finish(self) -> str:
-        """Return the rest of the text. No token may follow."""
+        """Return the rest of the text; incomplete bytes become U+FFFD. No token may follow."""
         if self._join == "whole":
             return self._source.decode(self._ids, False)
         if self._join == "level":
@@ -115,7 +118,10 @@ class Detokenizer:
             return REPLACEMENT * len(run)
 
     def _stripped(self, text: str) -> str:
-        """Return ``text`` without the leading characters dropped by the decoder at the start of a text."""
+        """Return ``text`` without the leading characters dropped by the decoder at the start of a text.
+
+        The count of characters left to drop is updated.
+        """
         if not self._strip or not text:
             return text
         char = self._source.form.strip

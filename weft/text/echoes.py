@@ -34,7 +34,10 @@ def _is_thought(part: Any) -> bool:
 
 
 def _text(part: Mapping[str, Any]) -> str:
-    """Return the text of one reasoning block. Mistral nests a list of parts inside."""
+    """Return the text of one reasoning block, "" for hidden blocks and blocks without text.
+
+    Mistral nests a list of parts inside.
+    """
     kind = part.get("type")
     if isinstance(kind, str) and kind in _HIDDEN:
         return ""

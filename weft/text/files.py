@@ -37,7 +37,10 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_text_files(folder: str | Path) -> TextFiles:
-    """Read a checkpoint's text files. Raises ConfigError without a usable vocabulary."""
+    """Read a checkpoint's text files.
+
+    Raises ConfigError without a usable vocabulary, and for invalid JSON.
+    """
     root = Path(folder)
     config = _read_json(root / "tokenizer_config.json")
     special = {**config, **_read_json(root / "special_tokens_map.json")}
@@ -61,7 +64,7 @@ def _model_type(root: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if the file is missing. Raises ConfigError for anything else."""
+    """Return the JSON object of a file; {} if the file is missing. Raises ConfigError for anything else."""
     if not path.is_file():
         return {}
     refuse_pointer(path)
@@ -97,7 +100,10 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _eos_ids(root: Path) -> tuple[int, ...]:
-    """Return the end ids of generation_config.json and config.json, without repetitions."""
+    """Return the end ids of generation_config.json and config.json, without repetitions.
+
+    Raises ConfigError for invalid JSON.
+    """
     found: list[int] = []
     config = _read_json(root / "config.json")
     nested = config.get("text_config")
@@ -112,7 +118,11 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
 
 
 def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
-    """Return the default template. The separate file wins over the field in tokenizer_config.json."""
+    """Return the default chat template, or None.
+
+    The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
+    Raises ConfigError for a Git LFS pointer or invalid JSON.
+    """
     path = root / "chat_template.jinja"
     if path.is_file():
         refuse_pointer(path)

@@ -105,7 +105,10 @@ class _Prober:
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
     ) -> str | None:
-        """Return the rendered text, or None if the template fails."""
+        """Return the rendered text, or None if the template fails or the time limit of all probes has passed.
+
+        The reason is kept for ``form``. Raises InvalidRequest if the template is too expensive.
+        """
         variables = {
             **self._named,
             "messages": list(messages),
@@ -138,7 +141,11 @@ class _Prober:
         return self._thoughts(found)
 
     def _content(self, form: TemplateForm, role: str) -> TemplateForm:
-        """Find out if content of ``role`` may be a string, a list of parts, or either."""
+        """Return ``form`` with the found shapes for content of ``role``: a string, a list of parts, or
+        either.
+
+        ``form`` comes back unchanged if the template does not show the role.
+        """
         text = self._around(form, role, _PROBE)
         parts = self._around(form, role, [_part(_PROBE), _part(_OTHER)])
         takes_text = text is not None and _PROBE in text
@@ -169,7 +176,10 @@ class _Prober:
         return self._render([message, user] if role == "system" else [message])
 
     def _tools(self, form: TemplateForm) -> TemplateForm:
-        """Find out which fields of a tool the template needs."""
+        """Return ``form`` with the fields of a tool that the template needs.
+
+        The first working combination wins.
+        """
         user = [{"role": "user", "content": _content(form, "user", "u")}]
         for described, schema in itertools.product((False, True), repeat=2):
             function: dict[str, Any] = {"name": _PROBE}
@@ -183,7 +193,10 @@ class _Prober:
         return form
 
     def _calls(self, form: TemplateForm) -> TemplateForm:
-        """Find out how the template reads calls and the content beside calls."""
+        """Return ``form`` with the way the template reads calls and the content beside calls.
+
+        Without a working way, set ``form.problem``; log a warning if the template mentions ``tool_calls``.
+        """
         forms: tuple[ToolForm, ...] = ("object", "text")
         for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
             # The order prefers the plainest form: no names in results, object arguments, null content.
@@ -226,6 +239,7 @@ class _Prober:
         return text
 
     def _turns(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
+        """Return a rendered conversation with the calls in two turns, or None if the template fails."""
         user = {"role": "user", "content": _content(form, "user", "u")}
         answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
         turn = _called(form, calls or [_call(form, 0, _PROBE)])
@@ -233,7 +247,10 @@ class _Prober:
         return self._render([user, turn, *results, answer, user, turn, *results], PROBE_TOOLS, prompt=True)
 
     def _thoughts(self, form: TemplateForm) -> TemplateForm:
-        """Find out which field the template reads the reasoning from."""
+        """Return ``form`` with the field from which the template reads reasoning, and with ``thought_alone``.
+
+        ``thought_alone`` is True if the template refuses reasoning beside calls and text.
+        """
         user = {"role": "user", "content": _content(form, "user", "u")}
         spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
         called = _called(form, [_call(form, 0, _PROBE)])
@@ -270,7 +287,10 @@ class _Prober:
         return ends
 
     def _inside(self, form: TemplateForm, marks: Marks) -> set[str]:
-        """Return the marks inside one turn: between reasoning, text and calls."""
+        """Return the marks inside one turn: between reasoning, text and calls.
+
+        Failed renderings are ignored.
+        """
         user = {"role": "user", "content": _content(form, "user", _ASKED)}
         one = [_call(form, 0, _PROBE)]
         calls = one if form.one_call else [*one, _call(form, 1, _OTHER)]

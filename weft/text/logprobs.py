@@ -80,6 +80,10 @@ class Logprobs(Sequence[PositionLogprobs]):
 
 
 def _positions(columns: LogprobColumns, tokenizer: Tokenizer) -> Iterator[PositionLogprobs]:
+    """Yield one dict per position: token id to ``Logprob``, with the position's own token first.
+
+    Negative ids are padding and are left out.
+    """
     # ids, values: [positions, width]; ranks: [positions]. Column 0 is the position's own token.
     ids, values, ranks = columns.arrays()
     for row, scores, rank in zip(ids, values, ranks.tolist(), strict=True):

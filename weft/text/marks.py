@@ -13,6 +13,7 @@ class Marks:
     """Finds special tokens in strings and keeps user text from spelling special tokens."""
 
     def __init__(self, special: tuple[str, ...]) -> None:
+        """``special``: the texts of all special tokens."""
         self._special = special
         longest_first = sorted(special, key=lambda text: (-len(text), text))
         escaped = "|".join(map(re.escape, longest_first)) if special else "(?!)"
@@ -75,7 +76,11 @@ class Marks:
         return (mark if before else "") + marked + (mark if after else "")
 
     def rewrite(self, rendered: str, mark: str, name: Any) -> str:
-        """Return ``rendered`` with the template's special tokens as private names and user text unmarked."""
+        """Return ``rendered`` without marks and with ``name(text)`` in place of each special token of the
+        template.
+
+        Special tokens spelled by users have a mark inside, so these tokens stay text.
+        """
         if self._single:  # a token of one character has the mark behind: it has no inside
             pattern = re.compile(f"(?:{self._any.pattern})(?!(?<=[{self._single}]){mark})")
         else:

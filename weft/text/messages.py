@@ -164,6 +164,7 @@ def arguments_text(arguments: Any) -> str:
 
 
 def _is_text(text: str) -> bool:
+    """Return False for a string with lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -210,7 +211,10 @@ def check_messages(messages: Any, shows: Shows | None = None) -> list[Message]:
 
 
 def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
-    """Raise InvalidRequest for too many images. Each frame group of a video counts as one image."""
+    """Raise InvalidRequest for more images than ``shows.most``.
+
+    Each frame group of a video counts as one image.
+    """
     counts = [part.groups(shows.group) if isinstance(part, VideoPart) else 1 for part in shown]
     total = sum(counts)
     if total <= shows.most:
@@ -238,7 +242,10 @@ def too_deep(value: Any, limit: int) -> bool:
 
 
 def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
-    """Return one checked message. Raise InvalidRequest with the name of the invalid field."""
+    """Return one checked message.
+
+    Null fields are ignored. Raise InvalidRequest with the name of the invalid field.
+    """
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -271,7 +278,11 @@ def _holds_nothing(value: Any) -> bool:
 def _check_field(
     fields: dict[str, Any], role: Role, key: Any, value: Any, where: str, shows: Shows | None
 ) -> None:
-    """Check one non-null field of a message and store the result in ``fields``."""
+    """Check one non-null field of a message and store the result in ``fields``.
+
+    Fields without effect are ignored. Raise InvalidRequest with the field's name for an invalid or
+    unsupported field.
+    """
     if key == "content":
         if role == "assistant" and isinstance(value, list):
             value, thought = without_thoughts(value)
@@ -350,6 +361,7 @@ def _check_call(call: Any, where: str) -> CallMade:
 
 
 def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:
+    """Return the content as checked parts; a string becomes one text part. Raises InvalidRequest."""
     if isinstance(content, str):
         check_text(content, where)
         return (TextPart(content),)
@@ -359,7 +371,11 @@ def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:
 
 
 def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
-    """Return one checked content part. Raise InvalidRequest for an unsupported type."""
+    """Return one checked content part.
+
+    ``content`` names the whole content in errors. Raise InvalidRequest for an unsupported type or an invalid
+    part.
+    """
     if isinstance(part, ImagePart):  # made by the reader of another API: JSON cannot contain such an object
         if shows is not None:
             return part
@@ -382,6 +398,7 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
 
 
 def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
+    """Return the error for a part of the type ``kind``."""
     return InvalidRequest(
         f"{where}: parts of type {kind} are not supported here; this model, or a message of this role, "
         "accepts only text",
@@ -391,6 +408,10 @@ def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
 
 
 def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
+    """Return a checked video part.
+
+    Raise InvalidRequest if the model accepts no videos or the part is invalid.
+    """
     if not shows.group:
         raise InvalidRequest(
             f"{where}: this model accepts images, but no videos", param=where, code="unsupported_parameter"
@@ -399,8 +420,10 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
 
 
 def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
-    """Return a checked image part: OpenAI's ``image_url``, or ``image`` with a Pillow object from this
-    process.
+    """Return a checked image part, from OpenAI's ``image_url``, or from ``image`` with a Pillow object from
+    this process.
+
+    The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
     """
     unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
     if unknown:

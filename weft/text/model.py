@@ -38,7 +38,7 @@ class TextModel:
         images: ImageRules | None = None,
         hidden: Sequence[int] = (),
     ) -> TextModel:
-        """Read a checkpoint's folder.
+        """Read the text files of a checkpoint's folder and return the text model.
 
         ``chat_template`` is a file to use instead of the checkpoint's template. The parsers are names of
         ``weft.text.parsing.formats``, ``auto`` (chosen by the model) or ``none``. See ``ChatFormat`` for
@@ -71,6 +71,10 @@ class TextModel:
 
 
 def _read_template(path: str | Path) -> str:
+    """Return the text of a template file.
+
+    Raises ConfigError if the file is unreadable or does not compile.
+    """
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -47,7 +47,10 @@ _WHOLE = DecoderForm("whole")
 
 
 def read_decoder(decoder: Any) -> DecoderForm:
-    """Return the form of a ``tokenizers`` decoder, or of None."""
+    """Return the form of a ``tokenizers`` decoder, or of None.
+
+    An unknown decoder gives the form "whole", which decodes only complete texts.
+    """
     spec = None if decoder is None else json.loads(decoder.__getstate__())
     if spec is None:
         return DecoderForm("plain", (lambda text, first: text if first else " " + text,))
@@ -81,7 +84,7 @@ def _flatten(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
-    """Return the stage as a function of one token, or None for any other stage."""
+    """Return the stage as a function (text of a token, is first) -> text; None for any other stage."""
     kind = spec["type"]
     if kind == "Replace" and "String" in spec["pattern"]:
         old = spec["pattern"]["String"]
@@ -142,7 +145,7 @@ def fallback_byte(text: str) -> bytes | None:
 
 
 def make_piece(form: DecoderForm, text: str) -> TextPiece:
-    """Return the piece of a token with the text ``text``."""
+    """Return the piece of a token with the text ``text``: its bytes at the start of a text and elsewhere."""
     first = text
     rest = text
     for apply in form.maps:

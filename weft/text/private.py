@@ -36,8 +36,9 @@ def build_private(
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return (encoder, private name of each special token's text).
 
-    ``data`` is a parsed tokenizer.json and is changed. ``special`` maps each special token's text to its id.
-    Raises ConfigError if the renamed tokenizer gives other ids. No known tokenizer does.
+    The encoder knows special tokens only by random names, so user text cannot spell a special token. ``data``
+    is a parsed tokenizer.json and is changed. ``special`` maps each special token's text to its id. Raises
+    ConfigError if the renamed tokenizer gives other ids. No known tokenizer does.
     """
     names = {text: secret_digits() for text in special}
     for entry in data.get("added_tokens", ()):

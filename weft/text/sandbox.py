@@ -113,6 +113,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
+        """Replace Jinja's filters and globals by versions within the budget, and remove expensive ones."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls])
         self.filters["tojson"] = _tojson
         for name in _REMOVED:
@@ -138,7 +139,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``__obj`` within the budget. Arguments inserted into a text get their marks first."""
+        """Call ``__obj`` within the budget.
+
+        Arguments inserted into a text get their marks first. Raises TemplateLimit if the budget is used up or
+        the result is too large.
+        """
         budget = limits.current()
         budget.tick()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
@@ -152,7 +157,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return budget.result(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply a binary operator within the budget, after a check of the result's size."""
+        """Apply a binary operator within the budget.
+
+        Raises TemplateLimit before an operation with too large a result.
+        """
         limits.current().tick()
         if operator == "%":
             left, right = written(left), tuple(written(right)) if isinstance(right, tuple) else written(right)
@@ -195,6 +203,10 @@ def _guard(node: nodes.Node) -> None:
 
 
 def _guarded(value: Any) -> Any:
+    """Return a node with budget filters inserted; ``a ~ b`` becomes a filter call.
+
+    Other values are unchanged.
+    """
     if isinstance(value, nodes.Node):
         _guard(value)
     if isinstance(value, nodes.Concat):
@@ -214,6 +226,7 @@ def _loop(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _concat(parts: list[Any]) -> str:
+    """Return the texts joined, within the budget. Raises TemplateLimit if the result is too long."""
     budget = limits.current()
     budget.tick()
     texts = [str(part) for part in parts]
@@ -228,8 +241,9 @@ def _write(value: Any) -> str:
 
 
 def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a built-in filter with budget charges. Jinja's marks for passing environment or context are
-    kept.
+    """Return the built-in filter ``apply`` with budget charges: each call may raise TemplateLimit.
+
+    Jinja's marks for passing environment or context are kept.
     """
     passes = 1 if getattr(apply, "jinja_pass_arg", None) is not None else 0
 

@@ -32,6 +32,7 @@ class Segments:
     """Cuts texts by a Segmentation, and at ``marks``, the texts of special tokens."""
 
     def __init__(self, rules: Segmentation, marks: Iterable[str]) -> None:
+        """``marks``: texts that are never cut and never joined with other text."""
         self._rules = rules
         longest_first = sorted(marks, key=lambda text: (-len(text), text))
         self._marks = (

@@ -34,6 +34,7 @@ class StopFinder:
     """Searches one text for stop strings. Without stop strings, text passes through."""
 
     def __init__(self, stops: Sequence[str] | Stops) -> None:
+        """``stops``: stop strings, or automata shared with other finders."""
         shared = stops if isinstance(stops, Stops) else Stops(stops)
         self._stops = shared.texts
         self._tables = shared.tables

@@ -45,7 +45,7 @@ class IdMint:
         self._live: set[int] = set()
 
     def mint(self) -> int:
-        """Return a new u64 id. The id stays live until ``release``."""
+        """Return a new random 64-bit id. The id stays live until ``release``."""
         with self._lock:
             while (made := secrets.randbits(64)) in self._live:
                 pass
@@ -124,11 +124,14 @@ def submits_of(
     session: str = "",
     media: tuple[MediaItem, ...] = (),
 ) -> list[Submit]:
-    """Return one Submit per choice, in order. All share ``request``, the seed and the bytes of the prompt.
+    """Return one Submit per choice, in order.
+
+    All share ``request``, the seed and the bytes of the prompt.
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
     ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session`` and ``media``. ``explain``
-    applies to the first choice only.
+    applies to the first choice only. Prompt logprobs are requested by the first choice only. All ids are
+    minted here; the caller releases the ids.
     """
     first = Submit(
         sequence=ids.mint(),

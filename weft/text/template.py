@@ -45,6 +45,7 @@ class CompiledTemplate:
     """
 
     def __init__(self, source: str) -> None:
+        """Compile ``source``. Raises InvalidRequest if the source does not compile."""
         self.source = source
         self._environment = TemplateEnvironment()
         try:
@@ -61,7 +62,11 @@ class CompiledTemplate:
         """True if the template shows tools to the model."""
 
     def render(self, variables: dict[str, Any], budget: Budget | None = None) -> str:
-        """Return the text. Raises InvalidRequest with ``messages`` if the template refuses or fails."""
+        """Return the text.
+
+        Raises InvalidRequest with ``messages`` if the template refuses, fails or exceeds ``budget``. None
+        means a budget with the default limits.
+        """
         try:
             return self._environment.render_limited(self._template, variables, budget or Budget())
         except Exception as error:  # a template can raise anything, and only this request is concerned
@@ -81,6 +86,11 @@ class ChatTemplate:
     uses_tools: bool
 
     def __init__(self, source: str) -> None:
+        """Compile ``source`` in a rendering process.
+
+        Blocks until the process has answered. The attributes of ``CompiledTemplate`` are copied from the
+        reply. Raises InvalidRequest if ``source`` is too long, does not compile or takes too long.
+        """
         if len(source) > MAX_SOURCE:
             raise InvalidRequest(
                 f"the chat template has more than {MAX_SOURCE} characters", param="chat_template"
@@ -109,7 +119,11 @@ def _guard() -> Guard:
 
 
 def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
-    """Return the reply of a rendering process. Raises InvalidRequest with ``param``."""
+    """Return the reply of a rendering process; blocks for at most ``WALL_SECONDS``.
+
+    Raises InvalidRequest: with the reply's own parameter for an error reply, with ``param`` and the code
+    ``TOO_EXPENSIVE`` without a reply. Raises Unavailable if no process can be started.
+    """
     try:
         answer: dict[str, Any] = json.loads(_guard().call(json.dumps(asked).encode(), WALL_SECONDS))
     except (DeadlineExceeded, WorkerDied):

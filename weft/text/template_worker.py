@@ -28,7 +28,7 @@ TEMPLATES = 8
 
 
 def main() -> None:
-    """Run a template worker."""
+    """Run a template worker: answer payloads from the parent process until its end, with confined memory."""
 
     def prepare(greeting: bytes) -> Answer:
         confine(MEMORY)

@@ -41,7 +41,10 @@ class Tokenizer:
     """A checkpoint's tokenizer: encodes and decodes. Made by ``load``."""
 
     def __init__(self, files: TextFiles, hidden: Sequence[int] = ()) -> None:
-        """``hidden``: ids that no text may produce, even if the files do not mark the ids as special."""
+        """``hidden``: ids that no text may produce, even if the files do not mark the ids as special.
+
+        Raises ConfigError if the library cannot read tokenizer.json.
+        """
         try:
             self._public = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -172,7 +175,7 @@ class Tokenizer:
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that the post-processor puts before and behind a text."""
+    """Return (ids that the post-processor puts before a text, ids behind a text). Encodes a sample text."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a").ids
     starts = range(len(whole) - len(bare) + 1)
@@ -191,7 +194,8 @@ def check_text(text: str, param: str | None = None) -> None:
 
 
 def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequence[int] = ()) -> bool:
-    """Mark tokens as special that the configuration, or ``hidden``, names but tokenizer.json does not mark.
+    """Mark tokens as special, in place, that the configuration, or ``hidden``, names but tokenizer.json does
+    not mark.
 
     Return True if any token was marked. Tokens outside the vocabulary are ignored: the model has no row for
     such tokens.

@@ -113,7 +113,11 @@ def _frames(given: Any, where: str) -> tuple[Any, ...]:
 
 
 def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | None, tuple[float, ...] | None]:
-    """Return (fps, seconds of each frame). At most one of the two is given. Raises InvalidRequest."""
+    """Return (fps, seconds of each frame).
+
+    At most one of the two is given; the other is None. Raises InvalidRequest for both, for a rate out of
+    range, and for invalid times.
+    """
     fps, times = part.get("fps"), part.get("timestamps")
     if fps is not None and times is not None:
         raise InvalidRequest(f"{where} may have fps or timestamps, but not both", param=where)

@@ -43,6 +43,9 @@ class Word(str):
 
 
 def _deriving(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of ``str`` for words: each string of the result becomes a word with the same
+    mark.
+    """
     plain_method = getattr(str, name)
 
     def method(self: Word, *args: Any, **kwargs: Any) -> Any:

@@ -59,6 +59,7 @@ def read_folder(folder: Path) -> tuple[list[ReadSpan], int]:
 
 
 def _spans_of(line: Mapping[str, Any]) -> list[ReadSpan]:
+    """Return the spans of one line of a file. Raises KeyError, ValueError or TypeError for another form."""
     found = []
     for resource in line["resourceSpans"]:
         about = _attributes(resource["resource"]["attributes"])
@@ -69,6 +70,7 @@ def _spans_of(line: Mapping[str, Any]) -> list[ReadSpan]:
 
 
 def _span_of(process: str, pid: int, span: Mapping[str, Any]) -> ReadSpan:
+    """Return a span of the OTLP form. Raises KeyError or ValueError for another form."""
     status = span.get("status", {})
     return ReadSpan(
         process=process,
@@ -86,6 +88,7 @@ def _span_of(process: str, pid: int, span: Mapping[str, Any]) -> ReadSpan:
 
 
 def _attributes(pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return OTLP attributes as a dict, whole numbers as int."""
     made = dict[str, Any]()
     for pair in pairs:
         ((kind, value),) = pair["value"].items()
@@ -137,6 +140,7 @@ class _Tracks:
     """Numbers of processes and tracks. Spans on one track are disjoint or nested."""
 
     def __init__(self) -> None:
+        """``processes``: (process, pid) -> number in the trace, from 1."""
         self.processes: dict[tuple[str, int], int] = {}
         self._tracks: dict[tuple[int, str], dict[int, list[ReadSpan]]] = defaultdict(dict)
         """(process, trace) -> track -> stack of open spans, each nested in the previous one."""
@@ -145,7 +149,10 @@ class _Tracks:
         self._places: dict[str, dict[str, int]] = {}
 
     def place(self, span: ReadSpan) -> dict[str, int]:
-        """Return {pid, tid} of a span. Call in order of start."""
+        """Return {pid, tid} of a span, in the trace's numbers.
+
+        A new span gets the first track with room, or a new track. Call in order of start.
+        """
         if (known := self._places.get(span.span)) is not None:
             return known
         number = self.processes.setdefault((span.process, span.pid), len(self.processes) + 1)
@@ -220,7 +227,9 @@ def _is_origin(event: Any) -> bool:
 
 
 def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the step traces (``--trace``) by file name, including traces of killed processes."""
+    """Return the events of the step traces (``--trace``) in ``folder`` by file name, including traces of
+    killed processes. Other files are skipped.
+    """
     found = {}
     for file in sorted(folder.glob("*.json")):
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -230,7 +239,10 @@ def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _events_of(text: str) -> list[Any]:
-    """Return the events of a Chrome trace; for a truncated trace, the events on complete lines."""
+    """Return the events of a Chrome trace; for a truncated trace, the events on complete lines.
+
+    Empty for other JSON.
+    """
     try:
         events = json.loads(text)
         return events if isinstance(events, list) else []

@@ -53,6 +53,7 @@ def rows(spans: Iterable[ReadSpan]) -> list[Row]:
 
 
 def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
+    """Return the row of one request: attempts, and the seconds of each stage."""
     parts = {one.span: one for one in spans if one.name == "placement" and one.parent == request.span}
     row = Row(trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0)))
     # Each sequence has at least one attempt. Count only one first attempt per request.

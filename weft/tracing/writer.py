@@ -38,7 +38,9 @@ class SpanWriter:
     """Span writer of a process. ``write`` may be called from any thread."""
 
     def __init__(self, folder: str, process: str) -> None:
-        """Open the file and start the thread. ``process``: name of the process in log lines.
+        """Open a file in ``folder``, which is created if missing, and start the thread.
+
+        ``process``: in the file's name and in each span.
 
         Raises ConfigError if the file cannot be created.
         """
@@ -66,7 +68,11 @@ class SpanWriter:
         self._thread.start()
 
     def write(self, span: Span, end: float, error: str | None = None) -> None:
-        """Queue ``span``, which ended at ``end`` (seconds). The span must not change any more."""
+        """Queue ``span``, which ended at ``end`` (seconds).
+
+        Sets the span's end and error; the span must not change any more. With a full queue, or after
+        ``close``, the span counts as dropped.
+        """
         span.end, span.error = end, error
         with self._lock:
             if len(self._waiting) >= MOST_WAITING or self._over.is_set():
@@ -82,6 +88,9 @@ class SpanWriter:
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        """Write queued spans every ``EVERY_S`` seconds until ``close``; then close the file and log dropped
+        spans.
+        """
         while not self._over.is_set():
             self._came.wait()
             # Collect spans for a while: one write per interval, not one per span.
@@ -96,6 +105,10 @@ class SpanWriter:
             log.warning("--trace-requests: %d spans were dropped", self.dropped)
 
     def _flush(self) -> None:
+        """Write all queued spans as one line.
+
+        After a write error, log a warning and drop all further spans.
+        """
         with self._lock:
             spans, self._waiting = self._waiting, []
         if not spans:
@@ -123,6 +136,10 @@ def encode(spans: Iterable[Span], resource: list[dict[str, Any]], origin: int) -
 
 
 def _otlp(span: Span, origin: int) -> dict[str, Any]:
+    """Return ``span`` in the OTLP form, with times in nanoseconds since 1970.
+
+    ``origin``: nanoseconds from the monotonic to the wall clock.
+    """
     made: dict[str, Any] = {
         "traceId": span.context.trace,
         "spanId": span.context.span,

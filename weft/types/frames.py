@@ -289,6 +289,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _unpack(kind: type, value: Any) -> Any:
+    """Return the int32 column of ``value``. Raises ValueError for anything else."""
     if kind is not np.ndarray or not isinstance(value, bytes):
         raise ValueError("a column is not bytes")
     if len(value) % 4:
@@ -317,9 +318,7 @@ def encode_part(part: Any) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Parse a frame of an engine process. Raises FrameError for anything except a valid frame of the current
-    version.
-    """
+    """Return a frame of an engine. Raises FrameError for an invalid frame, or a frame of another version."""
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:
@@ -349,6 +348,7 @@ def decode_to_head(data: bytes) -> ToHead:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
+    """Return the frame in ``data``. Raises FrameError for invalid bytes, or more bytes than the limit."""
     if len(data) > MAX_FRAME:
         raise FrameError(f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME}")
     try:

@@ -99,7 +99,9 @@ class AppendEach(_Op, frozen=True, kw_only=True):
     blocks: np.ndarray
 
     def without(self, slot: int) -> AppendEach | None:
-        """Return the slot update without the entry for ``slot``, or None if nothing is left."""
+        """Return the slot update without the entry for ``slot``; self without such an entry, None if nothing
+        is left.
+        """
         keep = self.slots != slot
         if keep.all():
             return self
@@ -367,7 +369,9 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """int32 [entries * ceil(vocabulary / 32)], row by row; bit i of word w allows token 32 w + i."""
 
     def check(self, plan: StepPlan, vocab_size: int) -> None:
-        """Raise EngineDead unless the masks are valid for ``plan``."""
+        """Raise EngineDead unless the masks are valid for ``plan``: entries in order and in range, words for
+        the whole vocabulary.
+        """
         if not plan.constrained:
             raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
         entries = self.entries

@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        """Turn lists into tuples, and a single stop string into a tuple. Raises InvalidRequest."""
         # A single string is one stop string, not a sequence of characters.
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
@@ -141,6 +142,7 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _check_ranges(p: SamplingParams) -> None:
+    """Raise InvalidRequest for a number of a wrong type or out of range."""
     _integer("n", p.n, 1, MAX_N)
     _number("temperature", p.temperature, 0, 100)
     _integer("top_k", p.top_k, -1, 1 << 31)
@@ -162,6 +164,7 @@ def _check_ranges(p: SamplingParams) -> None:
 
 
 def _check_lists(p: SamplingParams) -> None:
+    """Raise InvalidRequest for a list of a wrong type, too long, or with invalid entries."""
     # msgspec checks no types when Python code constructs a struct, so check types here.
     for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_ID_LIST)):
         texts = getattr(p, name)

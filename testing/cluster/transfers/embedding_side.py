@@ -98,6 +98,10 @@ class EmbeddingSide(TransferSide):
                 self._read(plan.step, op)
 
     def _write(self, step: int, blocks: bytes, rows: np.ndarray) -> None:
+        """Write the rows of an encoded image, [levels, rows], into its blocks.
+
+        Raise Violation if a transfer may write these.
+        """
         ids = np.frombuffer(blocks, np.int32)
         self._own.check_step(step, set(ids.tolist()))
         padded = np.full((LEVELS, len(ids) * self._each), _SPOILED, np.int64)
@@ -105,6 +109,10 @@ class EmbeddingSide(TransferSide):
         self._pool[:, ids] = padded.reshape(LEVELS, len(ids), self._each)
 
     def _move(self, step: int, op: MoveMedia) -> None:
+        """Copy blocks between device and host.
+
+        Raise Violation if a transfer may write the device's blocks.
+        """
         here, host = np.frombuffer(op.blocks, np.int32), np.frombuffer(op.host, np.int32)
         if op.up:
             self._own.check_step(step, set(here.tolist()))
@@ -113,6 +121,7 @@ class EmbeddingSide(TransferSide):
             self._host[:, host] = self._pool[:, here]
 
     def _read(self, step: int, op: BindMedia) -> None:
+        """Raise Violation unless the bound blocks hold the embedding of the sequence's image."""
         shown = self._shown(self._slots[op.slot])
         item = next((one for one in shown if one.start == op.start), None)
         if item is None or item.count != op.count:

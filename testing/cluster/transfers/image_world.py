@@ -44,6 +44,7 @@ class ImageWorld:
     """
 
     def __init__(self, seed: int) -> None:
+        """Draw the sizes of the schedule ``seed``."""
         rng = self._rng = random.Random(f"images of {seed}")
         self._apart = rng.random()
         self.towers = rng.random() < 0.3
@@ -61,7 +62,8 @@ class ImageWorld:
 
     def roles(self, roles: list[Role], paired: bool) -> list[Role]:
         """Return the roles of a cluster: ``roles`` plus encode groups, or another set of roles with encode
-        groups."""
+        groups. Sets ``there``. Most schedules keep ``roles`` unchanged.
+        """
         if self._apart >= (BESIDE_PAIRS if paired else ALONE):
             return roles
         self.there = True
@@ -95,7 +97,9 @@ class ImageWorld:
         return msgspec.structs.replace(kv, pools=pools, media=limits)
 
     def show(self, client: Client) -> None:
-        """Give a client's request images in some cases: changes prompt and media."""
+        """Give a client's request images in some cases: changes prompt, media and pin of ``client``, and
+        records the images for ``seen``.
+        """
         rng = self._rng
         if not self.there or rng.random() >= SEEING:
             return

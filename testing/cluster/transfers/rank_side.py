@@ -39,7 +39,10 @@ class _Slot:
     """Image placeholder position -> content shown there."""
 
     def entries(self, begin: int, end: int) -> np.ndarray:
-        """Return the expected entries of positions ``begin`` .. end - 1, int64 [end - begin]."""
+        """Return the expected entries of positions ``begin`` .. end - 1, int64 [end - begin].
+
+        Extends ``ids`` and ``chain`` as needed.
+        """
         while len(self.chain) < end:
             position = len(self.chain)
             while len(self.ids) <= position:
@@ -113,6 +116,10 @@ class RankSide(TransferSide):
             done(0)
 
     def _row(self, step: int, slot: _Slot, start: int, end: int) -> None:
+        """Write the entries of positions ``start`` .. end - 1.
+
+        Raise Violation if an earlier position holds other entries.
+        """
         due = slot.entries(0, end)
         table = np.array(slot.table, np.int64)
         positions = np.arange(end)

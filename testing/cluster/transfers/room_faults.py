@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def cancel_room(cluster: Cluster) -> bool:
-    """Let an engine return a sequence with an unfinished transfer."""
+    """Let an engine return a sequence with an unfinished transfer. Return True if one was returned."""
     heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.ready]
     cluster.rng.shuffle(heads)
     able = [head for head in heads if head.stalled_until <= cluster.now and not head.engine.recovering]
@@ -18,13 +18,13 @@ def cancel_room(cluster: Cluster) -> bool:
 
 
 def flip(cluster: Cluster) -> bool:
-    """Flip bits of transferred data. Counted when a digest is found to be wrong."""
+    """Flip bits of transferred data. Return False: counted when a digest is found to be wrong."""
     cluster.rooms.wires.flips += cluster.rng.choice((1, 1, 2, 5))
     return False
 
 
 def cut_rooms(cluster: Cluster) -> bool:
-    """Cut two engines off from each other for a while. Counted when a message is lost."""
+    """Cut two engines off from each other for a while. Return False: counted when a message is lost."""
     heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.engine.rooms]
     if len(heads) > 1:
         pair = frozenset(head.name for head in cluster.rng.sample(heads, 2))
@@ -35,19 +35,19 @@ def cut_rooms(cluster: Cluster) -> bool:
 
 
 def lose_messages(cluster: Cluster) -> bool:
-    """Lose messages between engines from now on. Counted when one is lost."""
+    """Lose messages between engines from now on. Return False: counted when one is lost."""
     cluster.rooms.network.loss = cluster.rng.uniform(0.1, 0.4)
     return False
 
 
 def repeat_messages(cluster: Cluster) -> bool:
-    """Repeat messages between engines from now on. Counted when one is repeated."""
+    """Repeat messages between engines from now on. Return False: counted when one is repeated."""
     cluster.rooms.network.repeat = cluster.rng.uniform(0.2, 0.6)
     return False
 
 
 def slow_bytes(cluster: Cluster) -> bool:
-    """Slow all transfers from now on."""
+    """Slow all transfers from now on. Return True if an engine has transfers."""
     cluster.rooms.wires.delay = cluster.rng.uniform(0.1, 0.5)
     return any(head.engine.transferring for head in cluster.supervisor.heads.values())
 

@@ -45,7 +45,10 @@ class RoomNetwork:
         return None if channel is None else channel.head
 
     def send(self, head: HeadProcess, peer: Peer, arrived: Arrived) -> None:
-        """Send a message of ``head`` to ``peer``, subject to cuts, losses and repetitions."""
+        """Send a message of ``head`` to ``peer``, subject to cuts, losses and repetitions.
+
+        An unknown peer gets nothing.
+        """
         cluster, channel = self.cluster, self._channels.get(peer.name)
         if cluster.logs and arrived.body:
             cluster.note(head.name, "~>", peer.name, r.decode(arrived.body))
@@ -109,6 +112,7 @@ class SimPeers:
         return peer in self._known
 
     def heard(self, peer: Peer, process: Process) -> None:
+        """Register a peer and its end, if visible here. Known peers are ignored."""
         if peer in self._known:
             return
         self._known.add(peer)

@@ -55,7 +55,11 @@ class RoomRules:
         )
 
     def check_corrupt(self, key: RoomKey) -> None:
-        """Handle wrong digests: raise Violation unless bytes were changed on the way."""
+        """Handle wrong digests.
+
+        Raise Violation unless bytes were changed on the way, or the sender or this process has no engine any
+        more.
+        """
         cluster = self._cluster
         if key in cluster.rooms.wires.flipped:
             cluster.happened("bytes changed")

@@ -76,6 +76,10 @@ class TransferSide:
         self._wires.timeline.after(0.0, self._wires.copying, self._process, self._turn)
 
     def _turn(self) -> None:
+        """Run the transfer thread until nothing is left to send, and plan the next run.
+
+        Raise the first Violation found meanwhile.
+        """
         self._awake = False
         transfer = self._transfer
         transfer.turn(0.0)
@@ -138,6 +142,7 @@ class TransferSide:
         raise NotImplementedError
 
     def _check_write(self, incoming: Incoming) -> None:
+        """Note a Violation if an arriving write, or its read at the sender, touches memory without a pin."""
         blocks: set[int] = set()
         for _, spans in incoming.parts:
             for at, size in spans.tolist():

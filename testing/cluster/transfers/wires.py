@@ -108,6 +108,11 @@ class SimTransport:
         wake: Callable[[], None],
         check: Callable[[Incoming], None],
     ) -> None:
+        """``process``: owner of the memory.
+
+        ``rank``: its number in the group. ``wake``: called after an arrival. ``check``: called before each
+        write into ``regions``.
+        """
         self.name: str = wires.kind
         self.process, self.rank = process, rank
         self.write_bytes, self.window_bytes = wires.write_bytes, wires.window_bytes
@@ -136,6 +141,7 @@ class SimTransport:
         return np.concatenate(made) if made else np.empty(0, np.uint64)
 
     def write(self, write: Write) -> None:
+        """Send a write; the peer's answer arrives later."""
         address, _ = self._peers[write.peer]
         self._under_way[write.key, write.peer, write.number] = address
         carried = Carried(self, write.peer, write.parts, write.digests, [])
@@ -153,6 +159,7 @@ class SimTransport:
             self._post(write, carried._replace(payload=payload))
 
     def _post(self, write: Write, carried: Carried) -> None:
+        """Let the write arrive at the receiver later. A gone receiver breaks the connection instead."""
         timeline = self._wires.timeline
         target = self._wires.transport(self._peers[write.peer][0])
         # The peer is gone: the writer notices a broken connection soon.
@@ -187,6 +194,10 @@ class SimTransport:
         return came
 
     def take(self, incoming: Incoming) -> ErrorInfo | None:
+        """Copy an arrived write into the memory and return None, or the error of wrong digests.
+
+        A planned fault flips a bit.
+        """
         self._check(incoming)
         carried: Carried = incoming.content
         wires, seed, done = self._wires, ranks_seed(incoming.key, carried.writer.rank, self.rank), 0
@@ -210,6 +221,7 @@ class SimTransport:
         return None
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        """Send the writer the outcome of its write."""
         carried: Carried = incoming.content
         written = Written(incoming.key, carried.peer, incoming.number, error)
         timeline = self._wires.timeline

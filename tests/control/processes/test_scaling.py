@@ -36,9 +36,7 @@ def test_more_groups_take_the_smallest_free_numbers() -> None:
 def test_a_group_of_several_engines_is_added_and_removed_whole() -> None:
     members = {f"all0.{n}": Member("all0", "all0", "unified", "all") for n in range(2)}
     change = plan_scale("all", 2, members, NONE, serves)
-    assert change.new == {
-        "all1": {f"all1.{n}": Member("all1", "all1", "unified", "all") for n in range(2)}
-    }
+    assert change.new == {"all1": {f"all1.{n}": Member("all1", "all1", "unified", "all") for n in range(2)}}
     both = {**members, **change.new["all1"]}
     assert plan_scale("all", 1, both, NONE, serves).leaving == ["all1.0", "all1.1"]
     assert plan_removal("all0.1", both, NONE, serves) == ["all0.0", "all0.1"]

@@ -56,6 +56,10 @@ class DeltaNet(Packs):
         self._weights: DeltaWeights | None = None
 
     def pack(self) -> None:
+        """Compute the weights in the form of the backend, and drop ``conv``.
+
+        Call once, before ``forward``.
+        """
         assert self.conv is not None
         self._weights = DeltaWeights(
             taps=self.conv.data[:, 0].T.contiguous(),

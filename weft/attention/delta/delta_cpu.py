@@ -29,6 +29,7 @@ class CpuDelta(DeltaBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         delta = spec.delta
         assert delta is not None
         check_served("delta net backend 'cpu'", dtype, device)
@@ -58,6 +59,7 @@ class CpuDelta(DeltaBackend):
         each: bool,
         prepared: object = None,
     ) -> None:
+        """Run the compiled operation; see ``DeltaBackend.run``. Writes ``out`` and the states in place."""
         torch.ops.weft_cpu.delta_net.default(
             qkvz,
             gates,

@@ -102,6 +102,7 @@ class TorchDelta(DeltaBackend):
         each: bool,
         prepared: object = None,
     ) -> None:
+        """See ``DeltaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""
         if not segment.tokens:
             return
         groups: tuple[_Group, ...] = prepared if isinstance(prepared, tuple) else tuple(_groups(segment))
@@ -119,6 +120,10 @@ class TorchDelta(DeltaBackend):
         group: _Group,
         each: bool,
     ) -> None:
+        """Compute the rows of one group in passes of at most ``SPAN`` tokens.
+
+        Writes ``out`` and the states: after each token with ``each``, else after the last token.
+        """
         slots, live, starts = (
             column if group.rows is None else column[group.rows]
             for column in (segment.slots, segment.live, segment.starts)
@@ -185,6 +190,10 @@ class TorchDelta(DeltaBackend):
         return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
 
     def _one_by_one(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (outputs [B, heads, n, v_dim], state after the last token).
+
+        ``state`` is not changed in place.
+        """
         decays = tokens.log_decay.exp()
         made = []
         for t in range(tokens.q.shape[2]):
@@ -215,6 +224,7 @@ class InvariantDelta(TorchDelta):
         return self._sum(x.unsqueeze(3) * state, 2).squeeze(2)
 
     def _sum(self, x: Tensor, dim: int) -> Tensor:
+        """Return the sum over ``dim``, which keeps size 1, in an order that depends on the size only."""
         # Add the upper half to the lower half until one element is left: the tree depends on the size only.
         while (n := x.shape[dim]) > 1:
             half = (n + 1) // 2
@@ -289,6 +299,7 @@ def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor)
 
 
 def _write(state: tuple[Tensor, ...], slots: Tensor, copy: int, rows: _Rows) -> None:
+    """Write the states of ``rows`` to place ``copy`` of their slots, in place."""
     *conv, recurrent = state
     sizes = [part.shape[2] * part.shape[4] for part in conv]
     # [B, conv - 1, heads * dim] -> [B, heads, conv - 1, dim]
@@ -331,10 +342,12 @@ def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -
 
 
 def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same as ``_one_by_one``, in chunks.
+    """Compute the same as ``_one_by_one``, in chunks of ``CHUNK`` tokens.
 
-    For a chunk that begins with state S, let G_i be the sum of its log decays up to token i. The changes
-    d_i = b_i (v_i - k_i (e^G_i S + sum over j < i of e^(G_i - G_j) k_j d_j)) solve a triangular system.
+    Return (outputs, state after the last token).
+
+    For a chunk that begins with state S, let G_i be the sum of its log decays up to token i. The changes d_i
+    = b_i (v_i - k_i (e^G_i S + sum over j < i of e^(G_i - G_j) k_j d_j)) solve a triangular system.
     """
     n = tokens.q.shape[2]
     filler = -n % CHUNK

@@ -34,6 +34,7 @@ class CpuAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         check_served("attention backend 'cpu'", dtype, device)
         if not 0 < cache.head_dim <= MAX_DIM or cache.head_dim % 16:
             raise ConfigError(

@@ -49,8 +49,11 @@ class Pages:
 
 
 def pages_of(segment: SegmentInput, table: Tensor, window: int, block: int) -> Pages:
-    """Return the blocks of each row. Blocks outside a window are left out, because other sequences may own
-    them."""
+    """Return the blocks of each row, for queries and keys of the segment.
+
+    Blocks outside a window are left out, because other sequences may own them. ``block``: positions per
+    block.
+    """
     starts = segment.host_starts.astype(np.int64)
     ends = starts + segment.host_counts
     # [R]: first visible block of each row, and number of blocks from there
@@ -98,6 +101,7 @@ class FlashInferAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError without the library, and for a model, dtype or device without support."""
         try:
             importlib.import_module("flashinfer")
         except ImportError as error:
@@ -146,6 +150,10 @@ class FlashInferAttention(AttentionBackend):
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
+        """Write ``out``; see ``AttentionBackend.attend``.
+
+        The first layer of a step plans, and the plan stays in ``prepared`` for the other layers.
+        """
         if not segment.tokens:
             return
         if not isinstance(prepared, _Prepared):
@@ -164,6 +172,10 @@ class FlashInferAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
     ) -> Any:
+        """Plan the kernels for all layers of a step and return the library's wrapper.
+
+        Copies to the device.
+        """
         pages = pages_of(segment, segment.tables[kind], spec.window, cache.shape[3])
         entry = self._take(prepared, q.device)
         entry.wrapper.plan(

@@ -93,6 +93,10 @@ class InvariantAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for a model, dtype or device without support.
+
+        Tries the product shapes, which takes time.
+        """
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
         if device.type != "cpu":
@@ -123,6 +127,10 @@ class InvariantAttention(AttentionBackend):
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
+        """Write ``out``; see ``AttentionBackend.attend``.
+
+        The groups of queries are made at the first layer and stay in ``prepared``.
+        """
         if not segment.tokens:
             return
         if not isinstance(prepared, _Prepared):
@@ -210,7 +218,9 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 def make_group(
     pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
 ) -> TileGroup:
-    """Stage ``pieces`` of at most ``n`` queries each, for all layers of KV cache group ``kind``."""
+    """Return ``pieces`` of at most ``n`` queries each as one group on the device, for all layers of KV cache
+    group ``kind``.
+    """
     table = segment.tables[kind]
     starts = segment.starts
     block = memory.block
@@ -262,6 +272,7 @@ def _attend(
     shapes: tuple[ProductShapes, ProductShapes],
     sinks: Tensor | None,
 ) -> None:
+    """Attend the queries of ``group`` and write their rows of ``out`` [T, heads, head_dim]."""
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared = q.shape[1] // kv_heads
     dtype = wide(q.dtype)
@@ -300,7 +311,11 @@ def tiles(
     shapes: tuple[ProductShapes, ProductShapes],
     sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
 ) -> Tensor:
-    """Attend matrices of queries, padded to ``size`` rows. Returns the shape of q with the dim of values."""
+    """Attend matrices of queries, padded to ``size`` rows.
+
+    Returns a new tensor with the shape of q and the dim of values. A query without visible keys gives 0 / 0
+    unless there is a sink.
+    """
     pieces, kv_heads, width, _, dim = k.shape
     rows = q.shape[2]
     full = q.new_zeros(pieces, kv_heads, width, size, dim)

@@ -88,6 +88,7 @@ class TorchAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for a model, dtype or device without support."""
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
@@ -100,6 +101,7 @@ class TorchAttention(AttentionBackend):
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> _Prepared:
+        """Return the queries in groups of equal shape, staged on the device for all layers of the group."""
         pieces = cut(segment, spec.window, block_size)
         planes = 2 * spec.kv_heads
         limit = GATHER // (planes * block_size * spec.head_dim)
@@ -123,6 +125,7 @@ class TorchAttention(AttentionBackend):
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
+        """Write ``out``; see ``AttentionBackend.attend``."""
         if not isinstance(prepared, _Prepared):
             prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
         if not segment.tokens:
@@ -177,9 +180,9 @@ def make_group(
     *,
     planes: int,
 ) -> PieceGroup:
-    """Stage ``pieces`` of equal counts for all layers of a KV cache group.
+    """Return ``pieces`` of equal counts as one group on the device, for all layers of a KV cache group.
 
-    planes: number of planes of entries per position, 2 * kv_heads or 1.
+    ``planes``: number of planes of entries per position, 2 * kv_heads or 1.
     """
     table = segment.tables[kind]
     starts = segment.starts
@@ -215,6 +218,7 @@ def make_group(
 
 
 def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
+    """Return the tokens of the pieces, in order: a slice if consecutive, else int64 [B * n]."""
     n = pieces[0].count
     first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):

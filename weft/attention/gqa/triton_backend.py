@@ -77,6 +77,7 @@ class TritonAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = self._name
         if device.type != "cuda" and not kernels.interpreting():
             raise ConfigError(f"attention backend {name!r} does not run on {device.type}", param="--device")
@@ -115,6 +116,10 @@ class TritonAttention(AttentionBackend):
         sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
+        """Write ``out``; see ``AttentionBackend.attend``.
+
+        The first layer of a step chooses the tiles, which stay in ``prepared``.
+        """
         if not segment.tokens:
             return
         from weft.ops.triton.attention import attend
@@ -146,6 +151,10 @@ class TritonAttention(AttentionBackend):
             out.copy_(whole)
 
     def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
+        """Return the tiles and the kernel form: narrow for few queries per row, wide for many.
+
+        Keys are split where few tiles would leave the device idle.
+        """
         group = heads // spec.kv_heads
         most = longest(segment)
         lines = int(segment.host_counts.max()) * group

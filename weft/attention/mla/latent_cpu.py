@@ -34,6 +34,7 @@ class CpuLatent(LatentBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         mla = spec.mla
         assert mla is not None
         check_served("attention backend 'cpu'", dtype, device)
@@ -65,6 +66,10 @@ class CpuLatent(LatentBackend):
         form: Form,
         prepared: object = None,
     ) -> None:
+        """Write ``out`` by the compiled operation of ``form``; see ``LatentBackend.attend``.
+
+        ``up`` must be packed.
+        """
         packed = up.packed
         assert isinstance(packed, PackedUp)
         op = torch.ops.weft_cpu

@@ -40,6 +40,10 @@ class InvariantLatent(LatentBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for a model, dtype or device without support.
+
+        Tries the product shapes, which takes time.
+        """
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
         if device.type != "cpu":
@@ -69,6 +73,10 @@ class InvariantLatent(LatentBackend):
         form: Form,
         prepared: object = None,
     ) -> None:
+        """Write ``out``; see ``LatentBackend.attend``.
+
+        ``form`` is ignored: all rows use the absorbed form.
+        """
         if not segment.tokens:
             return
         if not isinstance(prepared, _Prepared):
@@ -102,7 +110,9 @@ def _attend(
     mla: MLASpec,
     shapes: tuple[ProductShapes, ProductShapes],
 ) -> None:
-    """Attend q [T, heads, width] to the entries of ``group``; write out [T, heads, kv_lora]."""
+    """Attend q [T, heads, width] to the entries of ``group``; write the rows of the group to out [T, heads,
+    kv_lora].
+    """
     (pieces, n), heads, width = group.queries.shape, q.shape[1], q.shape[2]
     found = entries.index_select(0, group.entries).view(1, pieces, 1, -1, width)
     found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0 for any previous content, NaN included

@@ -70,6 +70,7 @@ class TorchLatent(LatentBackend):
         form: Form,
         prepared: object = None,
     ) -> None:
+        """Write ``out``; see ``LatentBackend.attend``. The absorbed form stages groups in ``prepared``."""
         if not segment.tokens:
             return
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
@@ -93,6 +94,7 @@ class TorchLatent(LatentBackend):
 
 
 def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[PieceGroup, ...]:
+    """Return the queries in groups of equal shape, staged on the device for all layers of the group."""
     block_size = entries.shape[1]
     limit = max(1, GATHER // (entries.shape[1] * spec.width))
     pieces = cut(segment, spec.window, block_size)
@@ -131,6 +133,7 @@ def _expanded(
     mla: MLASpec,
     up: UpMatrices,
 ) -> None:
+    """Write ``out`` [T, heads, v]: expand the entries of each row to keys and values, chunk by chunk."""
     exact = wide(q.dtype)
     keys = up.keys.to(exact)
     values = up.values.to(exact)
@@ -194,8 +197,11 @@ class _RowState:
         self._mass = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor, start: Tensor, window: int, scale: float) -> None:
-        """Add the keys k [heads, S, dim] and values v [heads, S, v] of ``positions`` [S]. ``start``: first
-        query."""
+        """Add the keys k [heads, S, dim] and values v [heads, S, v] of ``positions`` [S] to ``out``, in
+        place.
+
+        ``start``: position of the first query.
+        """
         count = self._q.shape[1]
         tile = max(1, SCORES // (k.shape[0] * k.shape[1]))
         for first in range(0, count, tile):

@@ -45,6 +45,7 @@ class TritonLatent(TorchLatent):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         if device.type != "cuda" and not kernels.interpreting():
             raise ConfigError(f"attention backend 'triton' does not run on {device.type}", param="--device")
         if not kernels.available():
@@ -82,6 +83,10 @@ class TritonLatent(TorchLatent):
         form: Form,
         prepared: object = None,
     ) -> None:
+        """Write ``out``; see ``LatentBackend.attend``.
+
+        The expanded form runs on torch. The tiles of the absorbed form stay in ``prepared``.
+        """
         if form == "expanded":
             super().attend(q, angles, out, cache, segment, kind, spec, mla, up, form)
             return
@@ -124,6 +129,7 @@ class TritonLatent(TorchLatent):
 def _cut(
     segment: SegmentInput, heads: int, group: int, spec: CacheSpec, mla: MLASpec, dtype: torch.dtype
 ) -> Cut:
+    """Return the tiles and the kernel form of the absorbed form, with keys split by the longest row."""
     most = longest(segment)
     split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
     # The latent cache as grouped-query attention: every group of heads counts as a KV head of kv_lora dims.

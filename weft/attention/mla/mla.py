@@ -36,6 +36,7 @@ class UpLayer(Packs):
     """Set by ``pack``."""
 
     def __init__(self, heads: Shard, mla: MLASpec, build: Build) -> None:
+        """``heads``: this rank's part of the heads."""
         super().__init__()
         rows = heads.times(mla.nope + mla.v)
         self.weight = build.weight(rows.count, mla.kv_lora, shard=rows)
@@ -53,6 +54,7 @@ class _Down(Linear):
     bias."""
 
     def __init__(self, hidden: int, first: Shard, mla: MLASpec, build: Build) -> None:
+        """``first``: outputs before the cache entry: this rank's queries, or all low-rank queries."""
         entries = whole(mla.kv_lora + mla.rope)
         super().__init__(hidden, joined(first, entries), build)
         self._outputs = first.count + entries.count
@@ -60,6 +62,7 @@ class _Down(Linear):
             self.bias = build.weight(entries.count if mla.q_lora is None else self._outputs)
 
     def pack(self) -> None:
+        """Pack the weight. A shorter bias is padded with zeros in front."""
         super().pack()
         if self.bias is not None:
             # Pad the bias with zeros for the queries, so that the product sees one bias for all outputs.

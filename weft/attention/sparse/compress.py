@@ -126,6 +126,10 @@ class Compressor(Packs):
     """
 
     def __init__(self, dims: tuple[int, ...], ratio: int, overlap: int, eps: float, build: Build) -> None:
+        """``dims``: sizes of the vectors of an entry.
+
+        ``ratio``: positions per group. ``overlap``: groups that each position belongs to.
+        """
         super().__init__()
         self.biases = torch.nn.ParameterList(build.weight(ratio, overlap * dim, wide=True) for dim in dims)
         """Biases of gates by position in the group, as published: part by part along the last dim."""
@@ -137,6 +141,7 @@ class Compressor(Packs):
         self._bias: Tensor = torch.empty(0)
 
     def pack(self) -> None:
+        """Join the biases into one matrix in the order of a source entry. Needed once, before ``forward``."""
         parts = [
             torch.cat([b.data.chunk(self._overlap, 1)[i] for b in self.biases], dim=1)
             for i in range(self._overlap)
@@ -167,6 +172,7 @@ class Compressor(Packs):
             entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))
 
     def _by_token(self, sources: Tensor, groups: Tensor, completed: ByToken) -> None:
+        """Write the completed groups with the compiled operation, which finds the groups token by token."""
         norms = list(self.norms)
         for segment in completed.step.segments:
             if not segment.tokens:

@@ -51,9 +51,8 @@ class Indexer(Layer):
         self._wide = build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the index of a step from x [T, hidden] and low [T, q_lora].
-
-        Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
+        """Return (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]) from x [T, hidden] and low
+        [T, q_lora].
         """
         spec = self._spec
         key, weights = self.down(x).split((spec.dim, spec.heads), dim=1)
@@ -132,7 +131,10 @@ class IndexedAttention(LatentAttention):
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
     ) -> Tensor:
         """Attend q [T, heads, kv_lora + rope] to the chosen entries; return sums of latents [T, heads,
-        kv_lora]."""
+        kv_lora].
+
+        With ``index``, choose first and store the choice in ``shared.chosen``; None reuses the last choice.
+        """
         backend = shared.backends["sparse"]
         assert isinstance(backend, SparseBackend)
         out = q.new_empty(*q.shape[:2], self._mla.kv_lora)

@@ -34,6 +34,7 @@ class CpuSparse(SparseBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for an unsupported model, dtype or device, or without the compiled operations."""
         check_served("attention backend 'cpu'", dtype, device)
         refuse_fp8("cpu", cache)
         for what, size in _sizes(spec):
@@ -57,6 +58,7 @@ class CpuSparse(SparseBackend):
         reads: Reads,
         plan: object,
     ) -> Tensor:
+        """Return the chosen groups of each token; see ``SparseBackend.select``."""
         assert reads.groups is not None
         made: Tensor = torch.ops.weft_cpu.sparse_select.default(
             q,
@@ -82,6 +84,7 @@ class CpuSparse(SparseBackend):
         sinks: Tensor | None,
         scale: float,
     ) -> None:
+        """Write ``out`` by the compiled operation; see ``SparseBackend.attend``."""
         entries = groups = entry_table = group_table = None
         if reads.entries is not None:
             entries = caches[reads.entries][0]

@@ -88,6 +88,7 @@ class TorchSparse(SparseBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Raise ConfigError for a dtype, device or cache without support."""
         if dtype not in ALL_DTYPES:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
@@ -95,6 +96,7 @@ class TorchSparse(SparseBackend):
         refuse_fp8("torch", cache)
 
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Plan:
+        """Return the tiles of a segment for attention and for scores, staged on the device."""
         pieces = list(_cut(segment, reads))
         tiles = tuple(_tile(some, segment, reads, caches) for some in _alike(pieces, reads))
         scored: tuple[_Tile, ...] = ()
@@ -113,6 +115,10 @@ class TorchSparse(SparseBackend):
         reads: Reads,
         plan: object,
     ) -> Tensor | None:
+        """Return the chosen groups, int64 [T, top], -1 for no group.
+
+        Return None if no query has more than ``top`` groups to choose from.
+        """
         plan = cast(_Plan, plan)
         if not plan.scored:
             return None
@@ -137,6 +143,7 @@ class TorchSparse(SparseBackend):
         sinks: Tensor | None,
         scale: float,
     ) -> None:
+        """Write ``out`` tile by tile; see ``SparseBackend.attend``."""
         for tile in cast(_Plan, plan).tiles:
             keys, visible = _keys(tile, selected, caches, segment, reads)
             out[tile.tokens] = _attend(q[tile.tokens], keys, visible, out.shape[2], sinks, scale).to(
@@ -199,6 +206,10 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
 
 
 def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Tile:
+    """Return pieces of equal counts as one tile, staged on the device.
+
+    Positions are exact, sizes are upper bounds.
+    """
     device = segment.starts.device
     n = pieces[0].count
     rows = _column([piece.row for piece in pieces], device)
@@ -238,6 +249,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
+    """Return the tokens of the pieces, in order: a slice if consecutive, else int64 [B * n]."""
     n = pieces[0].count
     first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):
@@ -247,6 +259,7 @@ def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
 
 
 def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
+    """Return the number of complete groups at each token, int64 [T]."""
     counts = segment.host_counts.astype(np.int64)
     device = segment.starts.device
     rows = np.repeat(np.arange(segment.rows), counts)

@@ -199,7 +199,7 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
 
 
 def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
-    """Return the report as lines for the terminal."""
+    """Return the report as lines for the terminal. ``identical``: the report counts equal runs."""
     from weft.bench.offline import headline
 
     lines = [

@@ -62,7 +62,7 @@ def _flag(name: str) -> str:
 
 
 def server_options(function: F) -> F:
-    """Add the flags for the choice of a server and the form of requests."""
+    """Add the flags for the choice of a server and the form of requests; return the command."""
     for option in reversed(
         (
             click.option("--base-url", help="URL of the server, with or without /v1."),
@@ -358,7 +358,7 @@ def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, 
 
 
 def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Run a sweep against the given server, or against a new server."""
+    """Return the results of a sweep against the given or a new server. Raise ConfigError or ServerFailed."""
     from weft.bench import serving
     from weft.bench import sweep as sweeps
     from weft.bench.load import Limits

@@ -154,9 +154,10 @@ def image_url(name: str) -> str:
 
 
 def frame_urls(names: str) -> list[str]:
-    """Return the frames of a video in the form of requests. Raise ConfigError.
+    """Return the frames of a video in the form of requests.
 
     ``names``: files, URLs or file patterns, quoted as in a shell. Files of a pattern are sorted by name.
+    Raise ConfigError for an unreadable file or an open quote.
     """
     try:
         words = shlex.split(names)
@@ -170,7 +171,7 @@ def frame_urls(names: str) -> list[str]:
 
 
 def _key_for(url: str) -> str:
-    """Return the API key from the environment for the server at ``url``.
+    """Return the API key from the environment for the server at ``url``, or "".
 
     The key of Weft's own servers (WEFT_API_KEY) is only sent to servers on this machine.
     """
@@ -283,7 +284,11 @@ class Talk:
         self._failed = False
 
     def run(self) -> int:
-        """Run until the end of input or /quit. Return the exit status: 1 if the last message got no reply."""
+        """Run until the end of input or /quit.
+
+        Return the exit status: 1 if the last message got no reply. Ctrl-C drops the line or stops the reply
+        on a terminal, and raises KeyboardInterrupt in a pipe.
+        """
         from weft.cli.chat.chat_session import Command, Say, Unknown, read_input
 
         while True:
@@ -308,7 +313,10 @@ class Talk:
                 self._view.problem(f"no command {asked.name}: /help lists them; // begins a message with /")
 
     def _say(self, text: str) -> bool:
-        """Send a message, and answer tool calls until a reply has none. Return False if no reply came."""
+        """Send a message, and answer tool calls until a reply has none.
+
+        Return False if no reply came; the message is then removed. An interrupted reply counts as a reply.
+        """
         from weft.cli.chat.chat_client import ChatError
         from weft.cli.chat.chat_session import Reply
 
@@ -339,7 +347,10 @@ class Talk:
         return True
 
     def _answer(self, calls: Sequence[Any]) -> bool:
-        """Ask the user for the result of each tool call. Return False if the user gives no result."""
+        """Ask the user for the result of each tool call.
+
+        Return False if the user gives no result; the user's message and its replies are then removed.
+        """
         for call in calls:
             try:
                 result = self._lines.ask(f"{call.name} gives: ")
@@ -355,7 +366,7 @@ class Talk:
         return True
 
     def _command(self, asked: Command) -> None:
-        """Carry out a command."""
+        """Carry out a command and show the result. Failures are shown, not raised."""
         from weft.cli.chat.chat_client import ChatError
         from weft.cli.chat.chat_session import COMMANDS
 
@@ -393,7 +404,7 @@ class Talk:
                 self._view.note(f"{'*' if name == conversation.model else ' '} {name}")
 
     def _image(self, name: str) -> None:
-        """Add an image to the next message, or remove all."""
+        """Add an image to the next message; "-" removes all. A failure is shown, not raised."""
         images = self._conversation.images
         if name == "-":
             images.clear()
@@ -406,7 +417,7 @@ class Talk:
         self._view.note(f"images of the next message: {len(images)}")
 
     def _video(self, names: str) -> None:
-        """Add a video to the next message, or remove all."""
+        """Add a video to the next message; "-" removes all. A failure is shown, not raised."""
         videos = self._conversation.videos
         if names == "-":
             videos.clear()
@@ -422,7 +433,10 @@ class Talk:
         )
 
     def _save(self, name: str) -> None:
-        """Write the conversation to a new file that only the user can read."""
+        """Write the conversation to a new file that only the user can read: Markdown for ``.md``, else JSON.
+
+        A failure is shown, not raised.
+        """
         if not name:
             self._view.problem("/save needs the name of a file")
             return

@@ -83,7 +83,7 @@ class ChatClient:
         return [name for name, _ in self.cards()]
 
     def cards(self) -> list[tuple[str, str]]:
-        """Return (name, abilities) of the listed models; "" for unknown abilities."""
+        """Return (name, abilities) of the listed models; "" for unknown abilities. Raises ChatError."""
         try:
             answer = self._http.get(f"{self.url}/models")
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -96,7 +96,10 @@ class ChatClient:
             raise ChatError(f"the server at {self.url} is not OpenAI-compatible") from None
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
-        """Yield the reply to ``body`` (a chat completion request) in pieces. The last piece is ``End``."""
+        """Yield the reply to ``body`` (a chat completion request) in pieces.
+
+        The last piece is ``End``. Raises ChatError.
+        """
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             with self._http.stream("POST", f"{self.url}/chat/completions", json=asked) as answer:
@@ -158,7 +161,10 @@ def _line(text: str) -> tuple[str, str] | None:
 
 
 def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
-    """Yield the pieces of a streamed chat completion. Raise ChatError."""
+    """Yield the pieces of a streamed chat completion, ``End`` last.
+
+    Raise ChatError for an error event, for another format, and if the stream ends without a finish reason.
+    """
     reason, tokens = "", None
     for data in events:
         try:
@@ -222,7 +228,7 @@ def _message(error: Any) -> str:
 
 
 def _refusal(status: int, content: bytes) -> str:
-    """Return the user message for an error status."""
+    """Return the message for the user about an error status, with the server's reason if given."""
     try:
         data = json.loads(content)
         found = data.get("error") or data.get("detail") or data.get("message")

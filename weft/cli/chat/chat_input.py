@@ -40,7 +40,7 @@ class PlainLines:
         self._source = source or sys.stdin
 
     def ask(self, question: str = "") -> str | None:
-        """Return the next input; show nothing."""
+        """Return the next input, or None at the end of the file. Shows nothing."""
         text = self._source.readline()
         if not text:
             return None
@@ -78,9 +78,9 @@ class TerminalLines:
 
 
 def _open_history(path: Path | None, warn: Callable[[str], None]) -> History:
-    """Return the history in ``path``, in a file that only the user can read.
+    """Return the history in ``path``, in a file that only the user can read; made if missing.
 
-    Fall back to memory with a warning.
+    Fall back to memory: with None, or with a warning if the file fails.
     """
     if path is None:
         return InMemoryHistory()

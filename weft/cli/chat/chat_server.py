@@ -46,6 +46,7 @@ class OwnServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """End the server: terminate, wait up to ``STOP_S``, then kill."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)

@@ -91,7 +91,7 @@ class Reply:
         """None until the reply ends; stays None after an interruption."""
 
     def take(self, piece: Piece) -> None:
-        """Add the next piece."""
+        """Add the next piece to ``text``, ``thoughts`` or ``calls``; the last piece sets ``end``."""
         # Text, reasoning and tool calls may alternate.
         if isinstance(piece, Text):
             self.text += piece.text
@@ -146,7 +146,9 @@ class Conversation:
         return {**self._settings, "model": self.model, "messages": self._whole()}
 
     def say(self, text: str) -> None:
-        """Add the user's next message, with the pending images and videos."""
+        """Add the user's next message, with the pending images and videos, which are then removed from the
+        pending lists.
+        """
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
         shown = [*images, *({"type": "video", "video": frames} for frames in self.videos)]
         self._show_nothing()
@@ -156,7 +158,8 @@ class Conversation:
     def heard(self, reply: Reply) -> None:
         """Add a complete or interrupted reply.
 
-        An empty interrupted reply removes the user's message instead.
+        An interrupted ``reply`` loses its calls, in place. An empty interrupted reply removes the user's
+        message instead.
         """
         stopped = reply.end is None
         if stopped:

@@ -49,7 +49,11 @@ class PlainView:
         self._err = err or sys.stderr
 
     def show(self, pieces: Iterable[Piece], reply: Reply) -> None:
-        """Show reasoning in separate lines, before the text that follows."""
+        """Show ``pieces`` as they arrive and add each to ``reply``.
+
+        Reasoning stands in separate lines, before the text that follows. Errors of ``pieces`` pass through
+        after a line end.
+        """
         kind: type[object] | None = None
         try:
             for piece in pieces:
@@ -92,7 +96,11 @@ class RichView:
         self._console = console
 
     def show(self, pieces: Iterable[Piece], reply: Reply) -> None:
-        """Show reasoning in dim text. Show tool calls and timing after the reply."""
+        """Show ``pieces`` as they arrive and add each to ``reply``.
+
+        Reasoning is dim. Tool calls and timing follow the reply. After an error of ``pieces`` the rest of the
+        text is printed and the error passes through.
+        """
         began = time.monotonic()
         first: float | None = None
         growing = _Growing(self._console)
@@ -153,7 +161,10 @@ class _Growing:
         self._finish(self._text, "")
 
     def _finish(self, done: str, rest: str) -> None:
-        """Print ``done``; from now on ``tail`` shows ``rest``."""
+        """Print ``done``, unless blank; from now on ``tail`` shows ``rest``.
+
+        Blank text stays in front of ``rest``.
+        """
         printed = done.strip() != ""
         self._text = rest if printed or not done else done + rest
         gap = self.tail.gap
@@ -187,6 +198,7 @@ class _Block:
         self._most = most
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of the content without blank lines at both ends: at most the last ``_most``."""
         lines = console.render_lines(self.content, options.update(height=None), pad=False)
         while lines and _blank(lines[-1]):
             lines.pop()

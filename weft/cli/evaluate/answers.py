@@ -54,7 +54,10 @@ async def _ask_server(
     key: str | None,
     title: str,
 ) -> tuple[str, list[str]]:
-    """Ask all chats, ``concurrency`` at a time, and return (model name, texts)."""
+    """Ask all chats, ``concurrency`` at a time, and return (model name, texts in order).
+
+    Shows a bar. Raises the errors of ``call`` at the first failure.
+    """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
@@ -136,7 +139,7 @@ def from_engine(
     max_tokens: int | None,
     drafts: dict[str, list[int]] | None = None,
 ) -> tuple[str, list[str]]:
-    """Return (model name, one text per chat) from an engine in this process.
+    """Return (model name, one text per chat) from an engine in this process, which is ended afterwards.
 
     If given, ``drafts`` receives the numbers of "proposed" and "accepted" drafts, by position in a step.
     """
@@ -159,7 +162,11 @@ def from_engine(
 def from_reference(
     config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
 ) -> tuple[str, list[str]]:
-    """Return (model name, one text per question) from ``transformers`` in this process."""
+    """Return (model name, one text per question) from ``transformers`` in this process, in batches of
+    ``concurrency``.
+
+    Shows a bar.
+    """
     from weft.cli.reference import Reference
 
     reference = Reference(config)

@@ -234,7 +234,7 @@ def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 
 def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Report:
-    """Return the report of ocr-mini."""
+    """Return the report of ocr-mini: totals, and a row per line."""
     rows = [
         {"prompt": line.prompt, "expected": line.text, "text": text, "right": is_right(text, line)}
         for line, text in zip(lines, texts, strict=True)
@@ -243,7 +243,7 @@ def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Rep
 
 
 def tool_report(dialogues: Sequence[Dialogue], target: str) -> Report:
-    """Return the report of tools-mini: every problem with the calls of the model."""
+    """Return the report of tools-mini: totals, and every problem with the calls of the model."""
     rows = [
         {
             "question": one.problem.question,
@@ -267,7 +267,7 @@ def acceptance(drafts: dict[str, list[int]]) -> str:
 
 
 def score(problems: Sequence[Problem], texts: Sequence[str], target: str) -> Report:
-    """Return the report of gsm-mini."""
+    """Return the report of gsm-mini: totals, and a row per problem."""
     rows = [
         {"question": p.question, "expected": p.answer, "answer": extract_answer(text), "text": text}
         for p, text in zip(problems, texts, strict=True)

@@ -25,7 +25,8 @@ def chats_of(lines: Sequence[Line]) -> list[Chat]:
 def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None) -> tuple[str, list[str]]:
     """Return (model name, one text per line) from ``transformers``, one line at a time.
 
-    Raise ConfigError if ``transformers`` is not installed.
+    Loads the model, and sets the number of threads of this process. Raise ConfigError if ``transformers`` is
+    not installed.
     """
     transformers = require_transformers()
     import torch

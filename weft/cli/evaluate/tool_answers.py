@@ -46,7 +46,10 @@ async def _ask(
     max_tokens: int | None,
     key: str | None,
 ) -> str:
-    """Lead all dialogues to an answer, ``concurrency`` at a time. Return the model's name."""
+    """Lead all dialogues to an answer, ``concurrency`` at a time.
+
+    The dialogues receive the texts and calls. Return the model's name. Raises the errors of ``call``.
+    """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
@@ -71,7 +74,7 @@ async def _ask(
 def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
     """Return (text, calls) of a chat completion's message.
 
-    Without parsed calls, calls are parsed from the text.
+    Without parsed calls, calls are parsed from the text. Arguments that are no JSON stay text.
     """
     text = str(message.get("content") or "")
     made: list[Made] = []
@@ -88,7 +91,11 @@ def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
 def lead(
     dialogues: Sequence[Dialogue], prompt: Callable[[Dialogue], list[int]], reply: Reply, concurrency: int
 ) -> None:
-    """Lead dialogues to an answer round by round, ``concurrency`` at a time."""
+    """Lead dialogues to an answer round by round, ``concurrency`` at a time.
+
+    ``prompt`` makes the ids of a dialogue, ``reply`` the texts of a batch. The dialogues receive the texts
+    and calls.
+    """
     with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
         for begin in range(0, len(dialogues), concurrency):
             part = dialogues[begin : begin + concurrency]
@@ -103,7 +110,10 @@ def lead(
 def from_engine(
     config: Config, dialogues: Sequence[Dialogue], concurrency: int, max_tokens: int | None
 ) -> str:
-    """Lead every dialogue to an answer by an engine in this process. Return the model's name."""
+    """Lead every dialogue to an answer by an engine in this process, ended afterwards.
+
+    Return the model's name.
+    """
     from weft import LLM, SamplingParams
     from weft.cli.options import keywords
 
@@ -120,7 +130,10 @@ def from_engine(
 
 
 def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
-    """Return a function from a dialogue to token ids, by the model's chat template."""
+    """Return a function from a dialogue to token ids, by the model's chat template.
+
+    Reads the tokenizer; raises ConfigError.
+    """
     from weft.text.model import TextModel
     from weft.text.parsing.parser import Tool
 

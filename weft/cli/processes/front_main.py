@@ -52,7 +52,11 @@ def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[byte
 
 
 def run(arguments: list[str]) -> int:
-    """Run an API server until an order to end. Return the exit status."""
+    """Run an API server until an order to end.
+
+    ``arguments``: process id of the parent, descriptor of the link. Return the exit status; 2 after an error,
+    which is printed.
+    """
     parent, descriptor = arguments
     child.begin(int(parent))
     setup = child.read_setup(FrontSetup)

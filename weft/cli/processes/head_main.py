@@ -27,7 +27,11 @@ def run(arguments: list[str]) -> int:
 
 
 def work(arguments: list[str]) -> int:
-    """Do the work of ``run`` in a prepared process. ``arguments``: those of ``run`` without PARENT."""
+    """Run the engine of a prepared process until its end.
+
+    ``arguments``: those of ``run`` without PARENT. Return the exit status: 0, 2 for a ConfigError, 1 for
+    another error, which is printed.
+    """
     endpoint, level, *pipe = arguments
     config = child.read_setup(EngineConfig)
     set_title(f"head {instance_name(config, config.replica)}", config.served_names[0])

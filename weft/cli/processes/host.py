@@ -50,7 +50,7 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
     """Run the engines and ranks of host ``--node-rank`` until the server ends or a signal comes.
 
     Return the server's status (0 or 1), or 0 after a signal. Return 1 if host 0 is silent for an hour, or if
-    ranks end too often. Raise ConfigError.
+    ranks end too often. Engines, ranks and the private folder are gone afterwards. Raise ConfigError.
     """
     parallel = config.parallel
     place, keys = board_place(parallel)
@@ -89,6 +89,10 @@ class _Host:
     def __init__(
         self, config: EngineConfig, client: BoardClient, folder: Path, endpoint: str, log_level: str
     ) -> None:
+        """Post this host's settings in the store.
+
+        ``endpoint``: address on which engines of this host listen.
+        """
         self._local = LocalHeads(config, folder, log_level)
         self._config = config
         self._client = client
@@ -112,7 +116,8 @@ class _Host:
     def run(self) -> int:
         """Run until the server ends; return the exit status.
 
-        Raise ConfigError if host 0 refuses this host.
+        Return 1 after ``PATIENCE`` without contact to host 0, or after too many ends of ranks. Raise
+        ConfigError if host 0 refuses this host.
         """
         while True:
             if self._client.look(_LOOK):
@@ -173,9 +178,10 @@ class _Host:
         return min(status, 1)
 
     def _follow(self) -> None:
-        """Apply the requested state from the store: end, start and report engines and ranks.
+        """Apply the requested state from the store: report ended engines, then end and start engines and
+        ranks.
 
-        Raise ConfigError if host 0 refuses this host.
+        Does nothing before host 0 has accepted this host. Raise ConfigError if host 0 refuses this host.
         """
         answer = self._client.entries.get(b.answer_key(self._number, self._mark))
         if answer is None:
@@ -212,7 +218,7 @@ class _Host:
         logger.info("engine %d is started", replica)
 
     def _end_unheard(self) -> None:
-        """End engines without an address in the store after ``LISTEN_S``.
+        """End engines without an address in the store after ``LISTEN_S``, with a log line and a report.
 
         The API server watches all other engines.
         """
@@ -241,7 +247,7 @@ class _Host:
     def _follow_ranks(self) -> None:
         """Start the ranks of a replica for its present engine.
 
-        A new engine has a new address, and needs new ranks.
+        A new engine has a new address, and needs new ranks: ranks of an earlier engine are ended.
         """
         parallel = self._config.parallel
         wanted: dict[int, list[int]] = {}

@@ -68,7 +68,10 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
 
 
 def until_stopped(work: Callable[[], int]) -> int:
-    """Return ``work()``, or 0 if a stop signal interrupts ``work``. Later stop signals are ignored."""
+    """Return ``work()``, or 0 if a stop signal interrupts ``work``.
+
+    Later stop signals are ignored for the rest of the process. Call from the main thread.
+    """
     for number in signals.heeded():
         signal.signal(number, _stop)
     try:
@@ -98,7 +101,10 @@ class HostRanks:
             processes.spawn(rank)
 
     def look(self) -> bool:
-        """Restart ended ranks. Poll often. Return False once the budget is spent."""
+        """Restart ended ranks, and kill ranks that were suspended too long.
+
+        Poll often. A shut-down rank lowers ``left``. Return False once the budget is spent.
+        """
         processes = self._processes
         for rank, status in processes.ended():
             processes.kill(rank)
@@ -134,7 +140,11 @@ class HostRanks:
 
 
 def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float], patience: float) -> None:
-    """Kill a rank that was stopped (SIGSTOP) for more than ``patience`` seconds: no engine waits longer."""
+    """Kill a rank that was stopped (SIGSTOP) for more than ``patience`` seconds, with a log line: no engine
+    waits longer.
+
+    ``stopped`` keeps the start of each stop.
+    """
     if not _is_stopped(processes.pid(rank)):
         stopped.pop(rank, None)
     elif time.monotonic() - stopped.setdefault(rank, time.monotonic()) > patience:

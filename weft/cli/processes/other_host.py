@@ -31,7 +31,10 @@ _END_S = 10.0
 
 
 def serve_group(config: EngineConfig, log_level: str) -> int:
-    """Run the group's share of this host until the server ends, or a signal comes. Raise ConfigError."""
+    """Run the group's share of this host until the server ends, or a signal comes.
+
+    Return the exit status. Raise ConfigError.
+    """
     from weft.cli.processes.host import serve_host
     from weft.cli.processes.node import serve_node
 
@@ -92,7 +95,7 @@ def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Terminate the processes, and kill the rest after ``_END_S`` seconds."""
+    """Terminate the processes, and kill the rest after ``_END_S`` seconds. Waits for all."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + _END_S
@@ -105,7 +108,11 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one group's share and return the exit status."""
+    """Run one group's share and return the exit status; 2 for a ConfigError, 1 for another error, which is
+    printed.
+
+    ``arguments``: process id of the parent, log level.
+    """
     parent, level = arguments
     child.die_with_parent(int(parent))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)  # the parent forwards stop signals

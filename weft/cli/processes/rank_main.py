@@ -43,7 +43,11 @@ def run(arguments: list[str]) -> int:
 
 
 def work(arguments: list[str]) -> int:
-    """Do the work of ``run`` in a prepared process. ``arguments``: those of ``run`` without PARENT."""
+    """Run the rank of a prepared process until its end.
+
+    ``arguments``: those of ``run`` without PARENT. Return the exit status: 0, NO_HEAD if no engine answers, 2
+    for another error. Errors are printed.
+    """
     address, rank, level = arguments
     config = child.read_setup(EngineConfig)
     head = instance_name(config, config.replica)
@@ -82,9 +86,10 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
 
 
 def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
-    """Return the engine's welcome. ``epoch``: the rank's last epoch, -1 for none.
+    """Return the engine's welcome; blocks for at most ``WELCOME_S``.
 
-    Raise EngineDead if the engine refuses, or if no engine answers in time.
+    ``epoch``: the rank's last epoch, -1 for none. Raise FrameError if the engine refuses, NoHead if no engine
+    answers in time; both are EngineDead.
     """
     hello = f.RankHello(
         version=f.VERSION,

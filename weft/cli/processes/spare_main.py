@@ -39,7 +39,10 @@ Modules of a single model are left out: the model is unknown, and the modules ar
 
 
 def run(arguments: list[str]) -> int:
-    """Wait for an order and run the ordered program. Return the exit status."""
+    """Import modules, wait for an order and run the ordered program.
+
+    Return the exit status, 0 without an order. The environment of this process is replaced.
+    """
     (parent,) = arguments
     child.begin(int(parent))
     set_title("spare")
@@ -55,7 +58,7 @@ def run(arguments: list[str]) -> int:
 
 
 def receive(link: socket.socket) -> tuple[Order, list[int]] | None:
-    """Return the order with its descriptors, or None if no order comes."""
+    """Return the order with its descriptors, or None if the link closes first. Blocks."""
     head, descriptors, _, _ = socket.recv_fds(link, SIZE.size, MOST_DESCRIPTORS)
     head += _exactly(link, SIZE.size - len(head))
     if len(head) < SIZE.size:

@@ -46,9 +46,11 @@ def configure_log(front: FrontSection, host: int) -> None:
 
 
 def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
-    """Serve until a stop signal, or until no request can be served any more. Return the exit status.
+    """Serve until a stop signal, or until no request can be served any more.
 
-    On a host other than the first, run the host's share of engines and ranks for the first host.
+    Return the exit status; 2 if the server failed and an engine had a configuration error. On a host other
+    than the first, run the host's share of engines and ranks for the first host. Installs signal handlers;
+    call from the main thread.
     """
     resolved = face(groups)
     ask_for_files(groups, front)
@@ -116,7 +118,7 @@ class Operations:
         self._build: OperationsBuild | None = None
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """Start an engine's process with the server's present operations.
+        """Start an engine's process with the server's present operations and return the process.
 
         A process may restart at any time. So operations built in the meantime have no effect before the
         switch.
@@ -128,9 +130,9 @@ class Operations:
         return self._start(command)
 
     def compile(self, switch: Callable[[], None]) -> None:
-        """Start the compilation beside the server, if requested.
+        """Start the compilation beside the server, if requested; does not block.
 
-        ``switch`` requests the switch of all engines.
+        ``switch`` requests the switch of all engines after success. A failed start is logged.
         """
         if self._compiles:
             _log.info(
@@ -157,7 +159,11 @@ class Operations:
 
 
 def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
-    """Serve with one API server in this process, which owns the engines. Return the exit status."""
+    """Serve with one API server in this process, which owns the engines.
+
+    Blocks; returns the exit status. Unblocks stop signals, and the restart signal restarts the engines.
+    Starts the compilation of the operations, if requested.
+    """
     from weft.control.processes.owner import HeadOwner
     from weft.front.server import serve
 
@@ -179,9 +185,11 @@ def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, op
 def run_fronts(
     resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
 ) -> int:
-    """Serve with several API servers on one port, as their supervisor. Return the exit status.
+    """Serve with several API servers on one port, as their supervisor.
 
-    ``folder``: private folder for the registry. Raise ConfigError if the port cannot be used.
+    Blocks; returns the exit status. ``folder``: private folder for the registry. Starts the compilation of
+    the operations, if requested, and prints the address once ready. Raise ConfigError if the port cannot be
+    used.
     """
     from weft.cli.processes.front_main import FrontSetup, start_front
     from weft.control.processes.server import ClusterServer

@@ -187,7 +187,10 @@ def _build(given: dict[str, Any]) -> Config:
 
 
 def overrides(text: str) -> dict[str, Any]:
-    """Return field name to parsed value of ``flag=value flag=value``. Raise ConfigError with the error."""
+    """Return field name to parsed value of ``flag=value flag=value``.
+
+    Raise ConfigError for an empty text, another form, or a flag without effect on the simulation.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:

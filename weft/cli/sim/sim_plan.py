@@ -225,7 +225,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def advice(outcomes: Sequence[Outcome], goal: float) -> str:
-    """Return the smallest deployment that reaches ``goal``.
+    """Return a sentence that names the smallest deployment that reaches ``goal``, or the closest deployment
+    if none does.
 
     Among equal sizes, more requests within limits win.
     """
@@ -276,7 +277,10 @@ def _run(
     cost: CostModel,
     given: dict[str, Any],
 ) -> Outcome:
-    """Simulate one deployment. Raise ConfigError if the cache cannot hold one sequence."""
+    """Return the outcome of one simulated deployment.
+
+    Raise ConfigError if the cache cannot hold one sequence.
+    """
     images = given["images"] * given["image_tokens"]
     longest = max(one.prompt + one.output for one in arrivals) + images
     tokens = given["kv_tokens"] or 0
@@ -315,7 +319,7 @@ def _images(given: dict[str, Any]) -> ImageCosts | None:
 
 
 def _size(given: dict[str, Any], name: str) -> float:
-    """Return a size in bytes. Raise ConfigError."""
+    """Return a size in bytes. Raise ConfigError unless the size is valid and positive."""
     try:
         size = parse_size(given[name])
     except (ConfigError, ValueError):

@@ -143,10 +143,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def write_family(folder: Path, family: str) -> Path:
-    """Write the ``config.json`` of ``family`` (a key of ``FAMILIES``) below ``folder``. Return the new
-    folder.
+    """Write the ``config.json`` of ``family`` (a key of ``FAMILIES``) to a folder below ``folder``.
 
-    Serve the folder with ``--load-format dummy``.
+    Return the new folder, to be served with ``--load-format dummy``.
     """
     architecture, kind, more = FAMILIES[family]
     target = folder / family

@@ -100,7 +100,10 @@ def verify(
 def verify_groups(
     topology: Topology, reference: str | None, families: bool, prompts: int, tokens: int
 ) -> bool:
-    """Return True if the groups of ``topology`` give the right tokens. Raise ConfigError."""
+    """Return True if the groups of ``topology`` give the right tokens.
+
+    Prints the results. Raise ConfigError for options that exclude each other.
+    """
     from weft.cli.verify import verify_topology
 
     if families and reference is not None:
@@ -117,7 +120,10 @@ def verify_groups(
 def verify_engine(
     config: Config, reference: str | None, against_self: bool, families: bool, prompts: int, tokens: int
 ) -> bool:
-    """Return True if an engine, with one or several ranks, gives the right tokens. Raise ConfigError."""
+    """Return True if an engine, with one or several ranks, gives the right tokens.
+
+    Prints the results. Raise ConfigError for options that exclude each other, and without a comparison.
+    """
     from weft.cli.verify import verify_layout, verify_run
 
     layout = verify_layout.several(config)

@@ -18,7 +18,7 @@ SIDES = ((2, 3), (3, 2), (1, 4), (4, 4))
 
 
 def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, room: int) -> list[Submit]:
-    """Return ``asked`` with images in front of each prompt: 1, 2, 3, 1, .. images per prompt.
+    """Return copies of ``asked`` with images in front of each prompt: 1, 2, 3, 1, .. images per prompt.
 
     Some images repeat an earlier image, so that embeddings are reused between prompts. Prompts without space
     in ``room`` tokens get fewer images. Image tokens in ``prompts`` are replaced by a plain token.

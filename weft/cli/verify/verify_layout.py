@@ -38,7 +38,8 @@ def several(config: Config) -> bool:
 def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bool:
     """Compare the tokens of ``config``'s layout with those of one process; report with ``say``.
 
-    Return True if all tokens are equal and all requested features took part.
+    Return True if all tokens are equal and all requested features took part. Runs two engines, one after the
+    other.
     """
     # In float64 rounding hardly ever decides between tokens, so a difference counts as a defect.
     doubles = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float64"))
@@ -60,9 +61,9 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
 
 
 def families(config: Config, names: Iterable[str], count: int, tokens: int, say: Say) -> bool:
-    """Run ``against_one_process`` for a tiny random model of each family in ``names``.
+    """Run ``against_one_process`` for a tiny random model of each family in ``names``; report with ``say``.
 
-    Return True if all pass.
+    Return True if all pass. Families that cannot run the layout are skipped.
     """
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
@@ -88,7 +89,7 @@ def tiny_model(path: Path) -> dict[str, Any]:
 
 
 def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:
-    """Return the tokens of every prompt, and the counters.
+    """Return (tokens of every prompt, counters) of an engine, ended afterwards.
 
     All prompts run together; every second is sampled.
     """

@@ -48,7 +48,11 @@ class Variant(NamedTuple):
 
 
 def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
-    """Compare Weft with ``transformers``; report with ``say``. Return True unless there is a defect."""
+    """Compare Weft with ``transformers``; report with ``say``.
+
+    Return True unless there is a defect; a difference at a tie is none. Raise ConfigError without
+    ``transformers``, WeftError if a prompt fails.
+    """
     path = hub.resolve_model_path(path, config.model.revision)
     doubles = _resolved(config, "float64")
     prompts = make_prompts(doubles, count, tokens)
@@ -76,7 +80,10 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
-    """Compare logits in float32. Return True if the largest difference is within ``TOLERANCE``."""
+    """Compare logits in float32; report with ``say``.
+
+    Return True if the largest difference is within ``TOLERANCE``.
+    """
     reference = Reference(config, path, "float32")
     forward = ForwardOnly(_resolved(config, "float32"))
     worst = 0.0
@@ -91,9 +98,10 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compare prompts run alone with other ways to run them.
+    """Compare prompts run alone with other ways to run them; report with ``say``.
 
-    Return False if a token differs without a tie, or if a variant did not take effect.
+    Return False if a token differs without a tie, or if a variant did not take effect. Raise WeftError if a
+    prompt fails.
     """
     base = _resolved(config, "float64")
     prompts = make_prompts(base, count, tokens)
@@ -132,7 +140,10 @@ def determinism(config: Config) -> str:
 
 
 def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:
-    """Return the variants. The first runs prompts alone; the others must not differ from the first."""
+    """Return the variants.
+
+    The first runs prompts alone; the others must give the same tokens as the first.
+    """
     one = _with(base, steps_in_flight=1)
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
@@ -263,7 +274,10 @@ class ForwardOnly:
         self._step = 0
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Return the logits of a prompt: [len(ids), vocab] on the CPU."""
+        """Return the logits of a prompt: [len(ids), vocab] on the CPU.
+
+        Raise ConfigError if the pools are too small for the prompt.
+        """
         kv = self._config.kv
         count = len(ids)
         # Every call reuses slot 0 and blocks 1, 2, ..; the generation counts the calls.
@@ -322,7 +336,8 @@ def report(
     rows: tuple[torch.Tensor, torch.Tensor],
     names: tuple[str, str],
 ) -> bool:
-    """Report the first difference, with the margin between the two likeliest tokens on each side.
+    """Report the first difference with ``say``, with the margin between the two likeliest tokens on each
+    side.
 
     Return True for a tie.
     """

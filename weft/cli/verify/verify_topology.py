@@ -64,10 +64,11 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
 
 
 def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """Compare the groups' tokens with those of one engine that computes one prompt at a time.
+    """Compare the groups' tokens with those of one engine that computes one prompt at a time; report with
+    ``say``.
 
     The single engine uses no drafts. Return True unless there is a defect or a requested feature took no
-    part.
+    part. Raise WeftError if a prompt fails.
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
@@ -101,9 +102,10 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
 
 
 def against_reference(topology: Topology, path: str, count: int, tokens: int, say: Say) -> bool:
-    """Compare the groups' greedy tokens with those of ``transformers``.
+    """Compare the groups' greedy tokens with those of ``transformers``; report with ``say``.
 
-    Return True unless there is a defect or a requested feature took no part.
+    Return True unless there is a defect or a requested feature took no part. Raise ConfigError without
+    ``transformers``, WeftError if a prompt fails.
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
@@ -132,7 +134,10 @@ def against_reference(topology: Topology, path: str, count: int, tokens: int, sa
 
 
 def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """Run ``against_alone`` for a tiny random model of every family. Return True if all pass."""
+    """Run ``against_alone`` for a tiny random model of every family; report with ``say``.
+
+    Return True if all pass. Families that cannot use the topology are skipped.
+    """
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
         for name in FAMILIES:
@@ -193,7 +198,7 @@ def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
 
 
 def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]]:
-    """Return the tokens of each prompt, computed alone."""
+    """Return the tokens of each prompt, computed alone. Raise WeftError if a prompt fails."""
     core = EngineCore(config, progress=False)
     try:
         return [generate(core, [one])[one.sequence] for one in asked]
@@ -204,7 +209,10 @@ def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]
 def _groups_answer(
     groups: tuple[EngineConfig, ...], asked: Sequence[Submit], say: Say
 ) -> tuple[list[list[int]], bool]:
-    """Return (tokens of each prompt, True if all requested features took part)."""
+    """Return (tokens of each prompt, True if all requested features took part).
+
+    Reports counters and idle instances with ``say``. Raise WeftError if a prompt fails.
+    """
     engine = Replicas(groups)
     try:
         found = generate(engine, asked)

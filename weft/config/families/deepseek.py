@@ -32,7 +32,10 @@ class _Routing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_v2(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec of V2: softmax scores; ``group_limited_greedy`` prefers groups with the best expert."""
+    """Return the spec of V2: softmax scores; ``group_limited_greedy`` prefers groups with the best expert.
+
+    Raise ConfigError.
+    """
     if facts.flag("mlp_bias", False):
         raise facts.fail("mlp_bias", "= true is not supported")
     refuse_sliding_types(facts)
@@ -42,7 +45,7 @@ def build_v2(facts: Facts, override: int | None) -> ModelSpec:
 def build_v3(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec of V3: sigmoid scores, and a trained bias for the choice of experts.
 
-    Groups are ranked by their best two experts.
+    Groups are ranked by their best two experts. Raise ConfigError.
     """
     refuse_sliding_types(facts)
     spec = build_latent(facts, override)

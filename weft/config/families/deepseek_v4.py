@@ -155,7 +155,7 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
 
 def _caches(facts: Facts, sparse: SparseSpec) -> tuple[CacheSpec, ...]:
     """Return the KV cache groups: window entries, then, per type with groups, group sources and group
-    entries.
+    entries. Raise ConfigError.
 
     The source entries of a group stay until the next group is complete; for both groups if groups overlap.
     """

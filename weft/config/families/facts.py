@@ -144,7 +144,7 @@ class Facts:
         return any(name.startswith(prefix) for name in self.weights)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a bool. Raise ConfigError."""
+        """Return a bool; ``default`` for a missing or null field. Raise ConfigError for any other value."""
         value = self.get(name)
         if value is None:
             return default
@@ -186,7 +186,7 @@ class Facts:
     def refuse_unknown_computation(self) -> None:
         """Raise ConfigError for an unread field with an effect on results.
 
-        Call after the family's reader: a family reads every implemented field.
+        Call after the family's reader: a family reads every implemented field, and each read is recorded.
         """
         for name, harmless in _WITHOUT_EFFECT.items():
             value = self._config.get(name)

@@ -16,7 +16,8 @@ _WINDOW = 128
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec.
 
-    Without ``layer_types`` even layers use the window. Gates are clamped and steeper than silu.
+    Without ``layer_types`` even layers use the window. Gates are clamped and steeper than silu. Raise
+    ConfigError.
     """
     layers = layer_count(facts, override)
     types = layer_types(facts) or [FULL if i % 2 else SLIDING for i in range(layers)]

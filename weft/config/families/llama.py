@@ -19,7 +19,10 @@ _DEFAULTS = Defaults(max_position=2048, bos_id=1, eos_ids=(2,))
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. ``attention_bias`` adds a bias to all four projections, ``mlp_bias`` to all three."""
+    """Return the spec.
+
+    ``attention_bias`` adds a bias to all four projections, ``mlp_bias`` to all three. Raise ConfigError.
+    """
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)
     window, types = uniform_window(None, layers)

@@ -137,10 +137,12 @@ def _text_facts(facts: Facts) -> Facts:
 
 
 def _architecture(facts: Facts) -> str:
-    """Return the architecture named in the file, or the architecture of ``model_type``. Raise ConfigError.
+    """Return the architecture named in the file, or the architecture of ``model_type``.
+
+    Raise ConfigError without either, or with several.
 
     Embedding models are published under the name of the model without head (``Qwen3Model``), with the same
-    layers.
+    layers: such a name is returned with ``ForCausalLM``.
     """
     names = facts.get("architectures")
     if names in (None, []):

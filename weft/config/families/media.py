@@ -170,9 +170,10 @@ class _Processor:
         return bounds.optional_integer("shortest_edge"), bounds.optional_integer("longest_edge")
 
     def check_bounds(self, least: int | None, most: int | None, token: int) -> tuple[int, int]:
-        """Return both bounds.
+        """Return (``least``, ``most``).
 
-        Raise ConfigError for a missing bound, or bounds without room for ``token`` pixels.
+        Raise ConfigError for a missing bound, for ``least`` above ``most``, or bounds without room for
+        ``token`` pixels.
         """
         if least is None or most is None or least > most:
             raise self.fail(
@@ -217,7 +218,10 @@ class _Processor:
 
 
 def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the content of the image settings file. Raise ConfigError if there is none."""
+    """Return (file name, content) of the image settings, with fields of older code renamed.
+
+    Raise ConfigError if there is none.
+    """
     for name in _FILES:
         config = read_json(folder, name)
         if config is None:
@@ -242,7 +246,7 @@ def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
 
 
 def _video_content(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the name and the content of separate video settings, or None."""
+    """Return (file name, content) of separate video settings, or None."""
     whole = read_json(folder, "processor_config.json") or {}
     if isinstance(own := whole.get("video_processor"), dict):
         return "processor_config.json", own

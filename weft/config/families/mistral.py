@@ -21,7 +21,8 @@ _DEFAULTS = Defaults(kv_heads=8, max_position=131072, bos_id=1, eos_ids=(2,))
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec.
 
-    A null ``sliding_window`` (from version 0.2) means full attention; a missing field means 4096.
+    A null ``sliding_window`` (from version 0.2) means full attention; a missing field means 4096. Raise
+    ConfigError.
     """
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)

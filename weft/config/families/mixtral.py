@@ -16,7 +16,7 @@ _DEFAULTS = Defaults(kv_heads=8, max_position=131072, norm_eps=1e-5, theta=1e6, 
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. The weights of the chosen experts always sum to 1."""
+    """Return the spec. The weights of the chosen experts always sum to 1. Raise ConfigError."""
     refuse_sliding_types(facts)
     layers = layer_count(facts, override)
     window, types = uniform_window(facts.optional_integer("sliding_window"), layers)

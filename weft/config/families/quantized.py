@@ -202,7 +202,10 @@ def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> Quantize
 
 
 def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
-    """Return the layout of a folder converted from a GGUF file. Each tensor states its own format."""
+    """Return the layout of a folder converted from a GGUF file.
+
+    Each tensor states its own format. Raise ConfigError.
+    """
     bits = fields.get("bits")
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 32:
         raise fields.fail("bits", f"must be a number of bits, not {bits!r}")
@@ -316,7 +319,7 @@ def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
 
 
 def _mixed(fields: _Fields) -> QuantizedSpec:
-    """Return the layout of a checkpoint with one format per layer.
+    """Return the layout of a checkpoint with one format per layer. Raise ConfigError.
 
     The memory plan uses the widest format of routed experts, and the widest of all other matrices.
     """

@@ -10,7 +10,7 @@ _DEFAULTS = Defaults(kv_heads=32)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. The biases belong to the family; no field switches them off."""
+    """Return the spec. The biases belong to the family; no field switches them off. Raise ConfigError."""
     layers = layer_count(facts, override)
     window, types = window_layers(facts, layers)
     return decoder_spec(

@@ -10,7 +10,7 @@ _DEFAULTS = Defaults(kv_heads=32, head_dim=128)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. ``attention_bias`` adds a bias to all four projections."""
+    """Return the spec. ``attention_bias`` adds a bias to all four projections. Raise ConfigError."""
     layers = layer_count(facts, override)
     window, types = window_layers(facts, layers)
     bias = facts.flag("attention_bias", False)

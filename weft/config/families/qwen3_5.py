@@ -17,7 +17,7 @@ _ROUTED = Defaults(kv_heads=2, head_dim=256, partial=0.25, sections=_SECTIONS, i
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. The architecture decides if layers route: all layers, or none."""
+    """Return the spec. The architecture decides if layers route: all layers, or none. Raise ConfigError."""
     layers = layer_count(facts, override)
     mtp = predicting_modules(facts, "mtp_num_hidden_layers")
     moe = None

@@ -16,8 +16,10 @@ _DEFAULTS = Defaults(kv_heads=4)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in
-    ``mlp_only_layers``.
+    """Return the spec.
+
+    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``. Raise
+    ConfigError.
 
     With ``use_sliding_window`` all layers use the window; the family has no ``max_window_layers``.
     """

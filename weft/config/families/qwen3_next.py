@@ -25,7 +25,8 @@ _DEFAULTS = Defaults(kv_heads=2, head_dim=256, partial=0.25)
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec.
 
-    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``.
+    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``. Raise
+    ConfigError.
     """
     layers = layer_count(facts, override)
     mtp = predicting_modules(facts, "num_nextn_predict_layers")
@@ -47,7 +48,8 @@ def hybrid_spec(
 ) -> ModelSpec:
     """Return the spec of a decoder with delta net layers and gated attention layers, by ``layer_types``.
 
-    Modules that predict further tokens use attention. ``more``: further fields of ``ModelSpec``.
+    Modules that predict further tokens use attention. ``more``: further fields of ``ModelSpec``. Raise
+    ConfigError.
     """
     types = hybrid_types(facts, layers) + [FULL] * mtp
     bias = facts.flag("attention_bias", False)

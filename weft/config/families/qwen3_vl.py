@@ -26,7 +26,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def _text(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec of the text model from the fields of ``text_config``."""
+    """Return the spec of the text model from the fields of ``text_config``. Raise ConfigError."""
     layers = layer_count(facts, override)
     moe = qwen3_moe.experts(facts, layers, 60, 4, 1408) if "Moe" in facts.get("architectures")[0] else None
     bias = facts.flag("attention_bias", False)

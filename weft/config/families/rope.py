@@ -140,7 +140,7 @@ def rope_spec(
 
 
 def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the pairs per axis: frame, row and column, alternating.
+    """Return the rotated pairs per axis: (frame, row, column), alternating.
 
     Sections do not affect text. Raise ConfigError.
     """

@@ -127,7 +127,7 @@ def _levels(vision: Facts) -> tuple[int, ...]:
 
 
 def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
-    """Return the number of layers, checked against ``levels``. Raise ConfigError."""
+    """Return the number of layers. Raise ConfigError if a layer of ``levels`` is not among them."""
     layers = vision.integer(name, 27, high=MOST_PARTS)
     if levels and not 0 <= levels[0] <= levels[-1] < layers:
         raise vision.fail("deepstack_visual_indexes", f"{levels!r} are not all among {layers} layers")
@@ -156,7 +156,7 @@ def _side(vision: Facts, name: str, default: int) -> int:
 
 
 def _activation(vision: Facts) -> str:
-    """Return the activation. The default of towers differs from that of text models."""
+    """Return the activation. The default of towers differs from that of text models. Raise ConfigError."""
     return vision.activation() if vision.get("hidden_act") else "gelu_pytorch_tanh"
 
 

@@ -124,7 +124,7 @@ def check_weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...]
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ConfigError for a folder with an adapter (for example LoRA) instead of a model."""
+    """Raise ConfigError for a folder with an adapter (for example LoRA) and without a whole model."""
     if not (folder / _ADAPTER).is_file():
         return
     if (folder / "config.json").is_file() and (safetensors_files(folder) or pickles(folder)):
@@ -207,7 +207,10 @@ def _damaged(path: Path, why: str) -> ConfigError:
 
 
 def tensor_names(folder: Path) -> list[str] | None:
-    """Return the tensor names of a safetensors checkpoint; None without tensors or with unreadable files."""
+    """Return the tensor names of a safetensors checkpoint; None without tensors or with unreadable files.
+
+    Raise ConfigError only for a broken index file.
+    """
     index = read_json(folder, "model.safetensors.index.json")
     if index is not None and isinstance(index.get("weight_map"), dict):
         return list(index["weight_map"])

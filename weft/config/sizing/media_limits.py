@@ -73,7 +73,7 @@ def media_limits(
 def embedding_bytes(
     spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
 ) -> int:
-    """Return the approximate memory of a rank's embedding pools on the device.
+    """Return the approximate bytes of a rank's embedding pools on the device; 0 without images.
 
     With ``host``, add the second tier in host memory.
     """

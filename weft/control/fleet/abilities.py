@@ -52,7 +52,7 @@ def understood(submit: Submit, instance: Instance) -> Submit:
 
 
 def too_old(submit: Submit) -> Unavailable:
-    """Return the error for a Submit when every live instance is too old."""
+    """Return the error, naming the missing ability, for a Submit when every live instance is too old."""
     what = "response formats and tool grammars"
     if submit.media:
         what = "images"

@@ -31,8 +31,10 @@ class Began:
 def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
     """Begin the next attempt of each sequence in ``group`` at the instances of ``route``.
 
-    The sequences share a prompt. ``transfer`` is the maximum number of seconds for one transfer. Changes the
-    loads of the instances and the ledger entries; the caller sends ``Began.submits``.
+    The sequences share a prompt.
+
+    ``transfer`` is the maximum number of seconds for one transfer. Changes the loads of the instances and, in
+    the ledger entries, attempt, pair, places and encoders. The caller sends ``Began.submits``.
     """
     compute, decode, encoders = route
     began = Began()

@@ -32,7 +32,9 @@ although other instances could encode at once. With a smaller margin, known imag
 
 
 def encodes_for(encoder: Instance, compute: Instance) -> bool:
-    """Return True if ``encoder`` can encode for prompts at ``compute``, by the present processes of both."""
+    """Return True if ``encoder`` can encode for prompts at ``compute``: roles, versions, addresses and tower
+    fingerprints of the present processes fit.
+    """
     if encoder.role != "encode" or compute.role not in ("unified", "prefill"):
         return False
     one, other = encoder.welcome, compute.welcome

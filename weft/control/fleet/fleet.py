@@ -142,7 +142,10 @@ class Fleet:
         self.open.resume(event.sequences)
 
     def _leave(self, sequence: int) -> None:
-        """Remove an open sequence from all instances, and send each instance a ``Finish``."""
+        """Remove an open sequence from all instances, and send each instance a ``Finish``.
+
+        The entry then names no instance.
+        """
         entry = self.entries[sequence]
         for name in entry.places:
             instance = self.table.instances[name]
@@ -161,7 +164,11 @@ class Fleet:
     # -- placement ----------------------------------------------------------------------------------
 
     def _place_parked(self) -> None:
-        """Send parked sequences to instances. All sequences of one prompt go to the same route."""
+        """Send due parked sequences to instances. All sequences of one prompt go to the same route.
+
+        Sequences without a route stay parked. Sequences that every live instance is too old for end with an
+        error.
+        """
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
@@ -182,6 +189,9 @@ class Fleet:
                 takers = self.table.takers()
 
     def _place(self, route: Route, group: list[int]) -> None:
+        """Begin the next attempts of ``group`` at the instances of ``route``: send the Submits, take the
+        sequences out of the parked ones and count.
+        """
         began = begin(route, [self.entries[sequence] for sequence in group], self._patience.transfer)
         for instance, message in began.submits:
             self._send(instance, message)
@@ -196,6 +206,10 @@ class Fleet:
     # -- messages of instances -----------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
+        """Apply a message of an instance and note the time.
+
+        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up or forgotten, are dropped.
+        """
         instance, message = self.table.instances.get(event.instance), event.message
         # A message over an old link comes from a process already given up, or from an instance that has left.
         if instance is None or instance.link != event.link or instance.state in GONE:
@@ -214,6 +228,10 @@ class Fleet:
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
+        """Note the answer of a process, and request reports of its prefix cache if a policy uses them.
+
+        An unusable process counts as lost. The last expected answer adds ``Complete``.
+        """
         complete = self.table.complete
         try:
             self.table.welcome(instance, welcome, self._now)
@@ -236,6 +254,14 @@ class Fleet:
                     self._send(instance, m.WatchPrefixes())
 
     def _take(self, instance: Instance, event: m.TokenEvent) -> None:
+        """Apply a token event of ``instance``.
+
+        Events of ended attempts are counted in ``late_events`` and dropped. Events out of turn are held in
+        the entry.
+
+        An event of an unknown connection makes the API server say hello again. Skipped tokens are logged and
+        end the sequence at ``instance``.
+        """
         sequence = event.sequence
         entry = self.entries.get(sequence)
         if sequence in instance.unanswered:
@@ -267,7 +293,8 @@ class Fleet:
         self._tell(instance, entry, for_good(said))
 
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
-        """Apply an accepted event of ``instance``: deliver new output, then end or move the sequence.
+        """Apply an accepted event of ``instance``: queue new output for ``Deliver``, then end or move the
+        sequence.
 
         Some ends concern only ``instance``: ``moved``, ``evicted``, and a refusal with a possible retry. The
         client does not see such an end, because the sequence continues elsewhere.
@@ -323,7 +350,8 @@ class Fleet:
 
     def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
         """Release ``sender``, which has sent all its events, and apply the held events of the decode
-        instance."""
+        instance. The entry holds no events afterwards.
+        """
         self._depart(sender, entry)
         held, entry.held = entry.held, []
         for event in held:
@@ -331,11 +359,13 @@ class Fleet:
                 self._take(self.table.instances[receiver], event)
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
-        """Take the sequence back from ``instance`` and place the sequence again.
+        """Take the sequence back from ``instance`` and park the sequence for another attempt.
 
-        ``why`` is the error code; "" without an error. The loss of ranks or of a peer counts as a loss. Every
-        other return counts as a refusal. After more than ``MOST_REFUSALS`` refusals by one instance the
-        sequence fails.
+        ``why`` is the error code; "" without an error.
+
+        The loss of ranks or of a peer counts as a loss. Every other return counts as a refusal, and the
+        sequence waits longer with each refusal. After more than ``MOST_REFUSALS`` refusals by one instance
+        the sequence fails.
         """
         # The partner has reached the end. The partner's final event is still under way.
         if entry.ends_elsewhere(instance.name, why):
@@ -435,8 +465,11 @@ class Fleet:
             self._actions.append(e.Replace(instance.name, error))
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
-        """Remove all sequences from ``instance``; return the sequences that cannot continue without the
-        instance."""
+        """Remove all sequences from ``instance``; return the entries that cannot continue without the
+        instance.
+
+        Finished prefill work is handed over, with the held events of the decode instance.
+        """
         left = []
         for sequence in list(instance.open):
             entry = self.entries[sequence]
@@ -452,7 +485,10 @@ class Fleet:
         return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
-        """Park a sequence after the loss of an instance; end the sequence after too many losses."""
+        """Park a sequence after the loss of an instance, and count the loss.
+
+        After more than ``MOST_LOSSES`` losses the sequence ends with EngineDead.
+        """
         sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1
@@ -464,7 +500,10 @@ class Fleet:
             self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
-        """Retire the instance with the whole expert-parallel group. Fail if the rest can never serve."""
+        """Retire the instance with the whole expert-parallel group, whose sequences move elsewhere.
+
+        Fail the fleet if the rest can never serve.
+        """
         retired = self.table.instances[event.instance]
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):
@@ -474,6 +513,10 @@ class Fleet:
             self._fail(event.error)
 
     def _fail(self, error: WeftError) -> None:
+        """Set ``failure``, end every open sequence with ``error`` and add ``Failed``.
+
+        Only the first error counts.
+        """
         if self.failure is None:
             self.failure = error
             self._actions.append(e.Failed(error))
@@ -481,6 +524,9 @@ class Fleet:
             self._end(sequence, error)
 
     def _tick(self, event: e.Tick) -> None:
+        """Lose overdue instances, continue late handed-off sequences elsewhere, and begin without absent
+        hosts when due.
+        """
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
         for entry in self._unlanded.late(self._now):
@@ -493,6 +539,7 @@ class Fleet:
         self._unlanded.stall(event.seconds)
 
     def _close(self, event: e.Closing) -> None:
+        """Say farewell to all instances and end every open sequence with an error."""
         self._closing = True
         for instance, message in self.table.farewells(event.shutdown):
             self._send(instance, message)

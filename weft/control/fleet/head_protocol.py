@@ -69,7 +69,10 @@ class HeadProtocol:
     """State machine of one engine process. A connection (bytes) identifies an API server."""
 
     def __init__(self, engine: HeadEngine, incarnation: int, pixels: Pixels | None = None) -> None:
-        """Create the protocol without connections. ``pixels`` is None if images always come as bytes."""
+        """Create the protocol without connections.
+
+        ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
+        """
         self._engine = engine
         self._pixels = pixels
         self._incarnation = incarnation
@@ -89,7 +92,11 @@ class HeadProtocol:
         return bool(self._owners)
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
-        """Handle a message of the connection ``front`` and return the messages to send."""
+        """Handle a message of the connection ``front`` and return the messages to send, to any connection.
+
+        May start or finish sequences in the engine, and set ``draining`` or ``stopped``. A message before
+        Hello counts in ``bad_frames``; a Submit among them is rejected.
+        """
         if isinstance(message, m.Hello):
             return self._hello(front, message)
         if front not in self._fronts:
@@ -112,9 +119,8 @@ class HeadProtocol:
         return []
 
     def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
-        """Return the engine's events of ``step`` as one message to each API server.
-
-        A final event also removes the sequence. Events of unknown sequences are dropped.
+        """Return the engine's events of ``step`` as one message to each API server, with the attempt of each
+        sequence. A final event also removes the sequence. Events of unknown sequences are dropped.
         """
         by_front: dict[bytes, list[m.TokenEvent]] = {}
         for event in events:
@@ -144,7 +150,10 @@ class HeadProtocol:
         return tuple(events)
 
     def heartbeats(self) -> Outgoing:
-        """Return the due heartbeat of each API server, and the changes of the prefix cache."""
+        """Return a heartbeat for each API server, and the changes of the prefix cache.
+
+        Quiet API servers get a heartbeat only while their sequences run.
+        """
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
         told: Outgoing = [
@@ -170,6 +179,12 @@ class HeadProtocol:
             self._engine.finish(sequence)
 
     def _hello(self, front: bytes, hello: m.Hello) -> Outgoing:
+        """Accept an API server and return Welcome and heartbeat, in the form of the API server's version.
+
+        A former connection of the same API server is forgotten, with its sequences.
+
+        Without a common version, return HeadFailed instead and accept nothing.
+        """
         version = m.common_version(hello.versions)
         if version is None:
             low, high = hello.versions
@@ -195,6 +210,13 @@ class HeadProtocol:
         return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
+        """Submit a sequence to the engine and return its events.
+
+        Errors become final events: nothing is raised.
+
+        A later attempt replaces a running one. A duplicate or an earlier attempt is counted in ``bad_frames``
+        and dropped. Lost pixels end the attempt as "evicted", so that the API server sends the pixels again.
+        """
         owner = self._owners.get(submit.sequence)
         try:
             # Sequence ids come from API servers, so two servers may clash.

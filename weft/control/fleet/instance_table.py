@@ -172,8 +172,10 @@ class InstanceTable:
         return min(deadlines)
 
     def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
-        """Return the instances now considered dead, with the reason. Move healthy half-open instances
-        to up."""
+        """Return (instance, error) for each instance now considered dead; the states stay.
+
+        Move healthy half-open instances to up.
+        """
         result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
             # A live instance is overdue when silent or without progress, a starting instance after its
@@ -264,10 +266,12 @@ class InstanceTable:
         self._changed(now)
 
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
-        """Note the answer of a process, which is now up. Raise EngineDead for an unusable process.
+        """Note the answer of a process, which is now up, or half-open after deaths in a row.
+
+        Raise EngineDead for an unusable process.
 
         Messages of another version or another incarnation make a process unusable. A second welcome of an
-        instance that is up changes nothing.
+        instance that is up changes nothing. May set ``complete``.
         """
         version = m.common_version(welcome.versions)
         if version is None:
@@ -302,7 +306,10 @@ class InstanceTable:
         self._path_since = min(self._path_since, now) if path else math.inf
 
     def starts_without(self, now: float) -> bool:
-        """Return True once, when the first start has waited ``ABSENT_S`` for absent hosts."""
+        """Return True once, when the first start has waited ``ABSENT_S`` seconds for absent hosts.
+
+        Sets ``complete`` and logs the absent instances.
+        """
         if self.complete or now < self._path_since + ABSENT_S:
             return False
         self.complete = True
@@ -336,9 +343,12 @@ class InstanceTable:
             self._changed(now)
 
     def lose(self, instance: Instance, now: float, error: WeftError, closing: bool) -> bool:
-        """Note that the process of an instance is gone or unusable. Return False if already known.
+        """Note that the process of an instance is gone or unusable: the state becomes down.
 
-        With ``closing`` this API server ends together with its instances, so the loss is no error in the log.
+        Return False if already known or retired.
+
+        Logs the loss and counts deaths in a row. With ``closing`` this API server ends together with its
+        instances, so the loss is no error in the log.
         """
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False

@@ -134,7 +134,10 @@ class Instance:
         self.prompt_tokens -= self.open.pop(sequence, 0)
 
     def heartbeat(self, message: Heartbeat, now: float) -> None:
-        """Store the reported load and progress."""
+        """Store the reported load.
+
+        Store ``now`` as time of progress if the engine is idle or has made a step.
+        """
         # Waiting without work is no lack of progress.
         if message.idle or message.stats.steps != self.stats.steps:
             self.moved = now

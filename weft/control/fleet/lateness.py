@@ -42,6 +42,7 @@ class Lateness:
     """
 
     def __init__(self, table: InstanceTable, patience: Patience) -> None:
+        """``table``: read only. ``patience``: the limits, in seconds."""
         self._table = table
         self._any = _Limit(patience.recovery)
         self._role = _Limit(patience.role)
@@ -56,7 +57,11 @@ class Lateness:
         return min(limit.deadline(since) for limit, since in self._limits())
 
     def look(self, now: float) -> None:
-        """Update all limits. Call after each change of instances, and at ``deadline``."""
+        """Update all limits.
+
+        Call after each change of instances, and at ``deadline``. Logs the first time that no pair has come in
+        time.
+        """
         lacks = any(since < math.inf for _, since in self._limits())
         if not lacks and not self._lacked:  # the usual case
             return
@@ -68,6 +73,7 @@ class Lateness:
             self._say_what_follows()
 
     def _say_what_follows(self) -> None:
+        """Log what happens to requests without a pair of a prefill and a decode instance."""
         if not self._table.local:
             then = "requests wait for a pair" if self._table.awaited else "requests are rejected"
         elif self._table.blind:
@@ -77,6 +83,7 @@ class Lateness:
         log.warning("no pair of a prefill engine and a decode engine is available: %s", then)
 
     def _limits(self) -> tuple[tuple[_Limit, float], ...]:
+        """Return (limit, time since when the limit runs; inf if nothing is lacking) for each limit."""
         lacking, gone = self._table.lacking, self._table.gone
         return (
             (self._any, gone.any),

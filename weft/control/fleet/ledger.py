@@ -51,6 +51,7 @@ class LedgerEntry:
     )
 
     def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
+        """For ``submit``, ``hashes`` and ``pinned`` see the fields of the same names."""
         self.submit = submit
         """The client's request for the sequence, without the changes of an attempt."""
         self.hashes = hashes
@@ -157,7 +158,10 @@ class LedgerEntry:
         self.landed = self.computed = self.orphaned = False
 
     def again(self) -> Submit:
-        """Begin the next attempt. Return the Submit, which continues after all tokens so far."""
+        """Begin the next attempt: advance ``attempt`` and ``skip``.
+
+        Return the Submit, which continues after all tokens so far.
+        """
         self.attempt += 1
         self.skip = self.prompt_logprobs
         if not self.tokens:
@@ -167,8 +171,8 @@ class LedgerEntry:
         return msgspec.structs.replace(self.submit, attempt=self.attempt, emitted_ids=emitted)
 
     def in_turn(self, name: str, event: TokenEvent) -> TokenEvent | None:
-        """Return the event to apply for ``event`` of ``name``; None if held until the prefill instance is
-        done.
+        """Return the event to apply for ``event`` of ``name``; None if held in ``held`` until the prefill
+        instance is done.
 
         If earlier tokens are missing and no instance can still report these tokens, return an event without
         tokens: ``name`` then counts as having returned the sequence ("evicted").
@@ -185,9 +189,11 @@ class LedgerEntry:
         return msgspec.structs.replace(event, token_ids=(), logprobs=None, finish=finish)
 
     def take(self, event: TokenEvent, receives: bool = False) -> TokenEvent | None:
-        """Record an event of the present attempt. Return the new part; None if nothing is new.
+        """Record an event of the present attempt: tokens, cache hits and prompt logprobs.
 
-        ``receives``: the event comes from the decode instance of a pair.
+        Return the new part; None if nothing is new.
+
+        ``receives``: the event comes from the decode instance of a pair. New tokens clear ``refused``.
         """
         told = event.prompt_logprobs is not None
         # reported by the first instance alone; later instances would explain their own cache
@@ -212,7 +218,10 @@ class LedgerEntry:
         return None if nothing and (known > 0 or told) else event
 
     def _fresh_prompt(self, event: TokenEvent, receives: bool) -> TokenEvent:
-        """Return ``event`` without prompt logprobs already received, and count the rest."""
+        """Return ``event`` without prompt logprobs already received, and count the rest in
+        ``prompt_logprobs``. With ``receives``, all prompt logprobs are dropped: the prefill instance reports
+        these.
+        """
         columns = event.prompt_logprobs
         if columns is None:
             return event
@@ -318,6 +327,7 @@ def _after(event: TokenEvent, count: int) -> TokenEvent:
 
 
 def _without_first(columns: LogprobColumns, count: int) -> LogprobColumns:
+    """Return the logprobs without the first ``count`` positions."""
     wide = 4 * columns.width * count
     return LogprobColumns(
         width=columns.width,

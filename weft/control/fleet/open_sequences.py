@@ -40,7 +40,7 @@ class OpenSequences:
             self.parked.add(submit.sequence)
 
     def forget(self, sequence: int) -> None:
-        """Forget an ended sequence."""
+        """Remove an ended sequence from all fields. Raises KeyError for an unknown sequence."""
         entry = self.entries.pop(sequence)
         siblings = self.requests[entry.submit.request]
         del siblings[sequence]
@@ -72,7 +72,10 @@ class OpenSequences:
                 self.parked.add(sequence)
 
     def placed(self, sequence: int) -> bool:
-        """End the wait of a sequence. Return True if the sequence continues after the loss of an instance."""
+        """End the wait of a sequence: no longer parked or bereft.
+
+        Return True if the sequence continues after the loss of an instance.
+        """
         self.parked.discard(sequence)
         bereft = sequence in self.bereft
         self.bereft.discard(sequence)
@@ -83,7 +86,10 @@ class OpenSequences:
         return {name for each in self.requests[request] for name in self.entries[each].places}
 
     def late(self, lateness: Lateness) -> list[tuple[int, WeftError]]:
-        """Return the parked sequences after too long a wait, each with the reason. Logs the reason."""
+        """Return the parked sequences after too long a wait, each with the error.
+
+        Removes nothing; the error is logged.
+        """
         found: list[tuple[int, WeftError]] = []
         for sequence in self.parked:
             entry = self.entries[sequence]

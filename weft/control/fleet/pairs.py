@@ -101,7 +101,7 @@ class Router:
         return knows and instance.role != "encode"
 
     def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
-        """Store the reported load or cached prefixes of ``instance``.
+        """Store the reported load or cached prefixes of ``instance``, and update the policies.
 
         Return False if a report was missed, so the whole index must be sent again.
         """
@@ -127,7 +127,8 @@ class Router:
         ``entry`` is one of the group. ``takers`` are the instances that take sequences. ``near`` names
         instances with other sequences of the prompt, which are preferred. With ``local``, decode instances
         may compute the prompt if nothing else can. ``encoders`` are the instances that encode images now;
-        None if each compute instance encodes its own images.
+        None if each compute instance encodes its own images. Instances that refused the sequence come last.
+        Changes only the memory of the policies.
         """
         # Version 1 has no attempt numbers, so an unfinished earlier attempt would mix with the new attempt.
         takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]

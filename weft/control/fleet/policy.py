@@ -49,7 +49,7 @@ class Decisions:
         """No instance had reported."""
 
     def count(self, instances: Sequence[Instance]) -> None:
-        """Count one choice among ``instances``."""
+        """Count one choice among ``instances``, as exact, degraded or fallback."""
         knows = sum(instance.prefixes.known for instance in instances)
         if knows == len(instances):
             self.exact += 1
@@ -138,6 +138,10 @@ class PrefixAffinity(Policy):
         """Session -> (instance of the last turn, incarnation of the instance)."""
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
+        """Return the instance of lowest load after the discount, or the session's instance.
+
+        Remember the choice: the session's home, and the prompt's blocks as sent there.
+        """
         if len(instances) == 1:  # no choice, so skip the hashing of many long prompts
             self._settle(session, instances[0])
             return instances[0]
@@ -169,6 +173,7 @@ class PrefixAffinity(Policy):
         return _cached(instance, hashes, known)
 
     def _remember(self, instance: Instance, hashes: Sequence[bytes]) -> None:
+        """Note the block ``hashes`` as sent to the present process of ``instance``."""
         incarnation, known = self._known.get(instance.name, (0, None))
         if known is None or incarnation != instance.incarnation:  # the cache of a new process is empty
             known = Recent(MOST_BLOCKS)

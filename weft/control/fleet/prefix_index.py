@@ -40,7 +40,9 @@ class PrefixReports:
     def watch(self, front: bytes) -> list[tuple[bytes, PrefixIndex]]:
         """Return the whole index for ``front``, and the pending changes for all other watching API servers.
 
-        So all API servers are at the same message number. Return [] if the engine shares no prefixes.
+        So all API servers are at the same message number.
+
+        ``front`` watches from now on. Return [] if the engine shares no prefixes.
         """
         if self._log is None:
             followed = self._engine.follow_prefixes()
@@ -56,7 +58,10 @@ class PrefixReports:
         return [*told, (front, whole)]
 
     def changes(self) -> list[tuple[bytes, PrefixIndex]]:
-        """Return the changes since the last call, addressed to every watching API server; often []."""
+        """Return the changes since the last call, addressed to every watching API server; often [].
+
+        Uses up the log.
+        """
         if self._log is None:
             return []
         added, removed = self._log.take()

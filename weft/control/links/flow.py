@@ -29,6 +29,7 @@ class Flow:
     """
 
     def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
+        """``observe``: called with each event at once, before the reader."""
         self.open: dict[int, None] = dict.fromkeys(sequences)
         """Sequences that an engine process may still work on, in order. The links remove ended sequences."""
         self._waiting: dict[int, list[TokenEvent]] = {}
@@ -62,10 +63,9 @@ class Flow:
         self._wake.set()
 
     async def next(self) -> list[TokenEvent]:
-        """Return all events since the last call: at least one event, or none after ``wake``. Blocks until
-        then.
+        """Return all events since the last call, merged: at least one event, or none after ``wake``.
 
-        Raises the error given to ``fail``.
+        Waits until then. Raises the error given to ``fail``.
         """
         await self._wake.wait()
         if self._error is not None:
@@ -109,6 +109,10 @@ def _width(columns: LogprobColumns | None) -> int | None:
 
 
 def _join(run: list[TokenEvent]) -> TokenEvent:
+    """Return one event with the tokens, logprobs and counts of all events of ``run``.
+
+    The end and other fields come from the last.
+    """
     if len(run) == 1:
         return run[0]
     last = run[-1]
@@ -126,6 +130,7 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
 
 
 def _join_columns(columns: list[LogprobColumns | None]) -> LogprobColumns | None:
+    """Return all logprobs as one, in order; None if all are None. The widths must be equal."""
     present = [c for c in columns if c is not None]
     if len(present) < 2:
         return present[0] if present else None

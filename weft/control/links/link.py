@@ -96,8 +96,10 @@ class Link:
         timeout: float,
         report: Callable[[e.Event], None],
     ) -> None:
-        """Start to connect, in a task. ``timeout``: seconds without an answer to pings after which the
-        process counts as gone.
+        """Start to connect, in a task. Call inside a running event loop.
+
+        ``context`` is shared and not closed. ``timeout``: seconds without an answer to pings after which the
+        process counts as gone. ``report`` receives events of the process, from the event loop.
         """
         self.instance = instance
         self.number = number
@@ -142,8 +144,9 @@ class Link:
         self._out.set()
 
     def look(self, now: float) -> None:
-        """Report the process as lost if the process has ended or the connection has been broken for too
-        long.
+        """Report the process as lost if the process has ended or the connection has been broken for too long.
+
+        Report ``Unreachable`` once while a broken connection is retried.
         """
         if self._over:
             return
@@ -215,7 +218,7 @@ class Link:
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """Return a socket that connects to ``place``, and the monitor socket."""
+        """Return (socket that connects to ``place``, its monitor socket). ``_close_socket`` closes both."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
@@ -238,6 +241,10 @@ class Link:
         return socket, monitor
 
     async def _transmit(self, socket: zmq.asyncio.Socket) -> None:
+        """Send queued messages in order, until cancelled.
+
+        A message that cannot be encoded is answered by ``_refuse``.
+        """
         sent = 0
         while True:
             await self._out.wait()
@@ -280,6 +287,10 @@ class Link:
                 self._take(await socket.recv_multipart(zmq.NOBLOCK))
 
     def _take(self, frames: list[bytes]) -> None:
+        """Decode and report a message of the engine process.
+
+        An invalid message is counted in ``bad_frames``. Decides whether pixels go by name from now on.
+        """
         try:
             (frame,) = frames
             message = m.decode_to_front(frame)
@@ -301,7 +312,7 @@ class Link:
         self._report(e.Received(self.instance, self.number, message))
 
     async def _until_linked(self, monitor: zmq.asyncio.Socket) -> None:
-        """Wait for the handshake and report ``Linked``."""
+        """Wait for the handshake and report ``Linked``. At a reconnection, drop all queued messages."""
         loop = asyncio.get_running_loop()
         while await _event(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._broken_at is None:

@@ -63,9 +63,11 @@ class Links:
         clock: Clock | None = None,
         spans: SpanWriter | None = None,
     ) -> None:
-        """``link_timeout``: seconds without an answer to pings after which a process counts as dead.
-        ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: receives the spans of traced requests; None
-        disables tracing.
+        """Take the instances from ``owner``; connect nothing yet. Call inside a running event loop.
+
+        ``patience``: time limits. ``link_timeout``: seconds without an answer to pings after which a process
+        counts as dead. ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: receives the spans of traced
+        requests; None disables tracing.
         """
         present = owner.present()
         domains = {n: one.domain if isinstance(one, Address) else "" for n, one in present.items()}
@@ -118,8 +120,10 @@ class Links:
         return self.welcome
 
     async def close(self, shutdown: bool = True) -> None:
-        """Fail all open sequences and close the sockets. With ``shutdown``, first stop every engine
-        process.
+        """Fail all open sequences and close the sockets.
+
+        With ``shutdown``, first stop every engine process. Blocks the calling task up to the flush time of
+        the links.
         """
         self._feed(e.Closing(shutdown))
         if self._ticking is not None:
@@ -208,11 +212,13 @@ class Links:
         hashes: Mapping[int, PromptHashes] | None = None,
         trace: SpanContext | None = None,
     ) -> Flow:
-        """Send the sequences of one request and return the new flow. Sequences of one prompt go to one engine
-        process.
+        """Send the sequences of one request and return the new flow, which the caller must close.
 
-        ``hashes``: the result of ``hash_prompts``. ``trace``: the span of the request. Raises WeftError; then
-        no sequence was sent.
+        Sequences of one prompt go to one engine process.
+
+        ``observe``: see ``Flow``. ``hashes``: the result of ``hash_prompts``. ``trace``: the span of the
+        request. Raises Unavailable or another WeftError, and Overloaded when messages wait for every engine
+        process; then no sequence was sent.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
@@ -248,8 +254,8 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Send one of ``submits`` to each live engine process that produces tokens, and return the new flow.
-        The sequences never move to other engine processes. Raises WeftError.
+        """Send one of ``submits`` to each live engine process that produces tokens, and return the new flow,
+        without the surplus submits. The sequences never move to other engine processes. Raises WeftError.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
@@ -294,8 +300,10 @@ class Links:
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
-        """Request and return the counters of every live engine process. Raises EngineDead when an engine
-        process does not answer within ``timeout`` seconds.
+        """Request the counters of every live engine process.
+
+        Wait for the answers and return the last known counters of all engine processes. Raises EngineDead
+        when an engine process does not answer within ``timeout`` seconds.
         """
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
@@ -343,6 +351,7 @@ class Links:
         return instance is not None and instance.alive
 
     def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
+        """Open a flow for the sequences, pass the request to the fleet and return the flow."""
         flow = Flow([submit.sequence for submit in opened.submits], observe)
         for submit in opened.submits:
             self._flows[submit.sequence] = flow
@@ -350,6 +359,10 @@ class Links:
         return flow
 
     def _close(self, sequences: Sequence[int], flow: Flow) -> None:
+        """Remove ``sequences`` from ``flow`` and end the sequences in the fleet.
+
+        Unknown sequences are ignored.
+        """
         for sequence in sequences:
             flow.open.pop(sequence, None)
             self._flows.pop(sequence, None)
@@ -388,6 +401,7 @@ class Links:
             log.exception("error in a link to an engine; the links continue")
 
     def _carry_out(self, action: e.Action) -> None:
+        """Execute one action of the fleet. Actions for a replaced link are dropped."""
         match action:
             case e.Deliver(events):
                 for event in events:
@@ -418,6 +432,7 @@ class Links:
                 self.died.set()
 
     def _deliver(self, event: m.TokenEvent) -> None:
+        """Push an event to its flow. A final event closes the sequence. Events without a flow are dropped."""
         flow = self._flows.get(event.sequence)
         if flow is None:
             return
@@ -465,6 +480,7 @@ class Links:
                 self._feed(e.Draining(name))
 
     def _connect(self, name: str, address: Address) -> None:
+        """Replace the link of instance ``name`` by a link to the process at ``address``."""
         number, self._started = self._started, self._started + 1
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
@@ -478,6 +494,10 @@ class Links:
         task.add_done_callback(self._ending.discard)
 
     async def _tick(self) -> None:
+        """Check links, owner and deadlines every ``POLL`` seconds, until cancelled.
+
+        After a stall of the event loop, extend all deadlines.
+        """
         with contextlib.suppress(asyncio.CancelledError):
             while True:
                 before = self._clock.now()

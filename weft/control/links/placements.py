@@ -32,8 +32,10 @@ class Placements:
         self._parents[sequence] = parent
 
     def sent(self, instance: str, version: int, message: m.ToHead) -> m.ToHead:
-        """Open or close spans for a message to be sent. Return the message to send instead, with the span's
-        context.
+        """Open or close spans for a message to be sent.
+
+        Return the message to send instead, with the span's context. Messages of untraced sequences, and for
+        instances before version ``SINCE``, are returned unchanged.
         """
         if isinstance(message, m.Finish):
             self._end(message.sequence, instance, "left")
@@ -59,7 +61,10 @@ class Placements:
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
     def heard(self, received: e.Event) -> None:
-        """Mark and close spans according to an event for the fleet."""
+        """Mark first tokens, and close spans at final events, if ``received`` brings tokens.
+
+        Other events are ignored.
+        """
         if not isinstance(received, e.Received) or not isinstance(received.message, m.Tokens):
             return
         instance = received.instance

@@ -24,6 +24,7 @@ class HeadProbe:
     """
 
     def __init__(self, address: Address) -> None:
+        """``address``: of the process. Nothing is connected before the first ``look``."""
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
@@ -37,7 +38,10 @@ class HeadProbe:
         self._greeted = 0.0
 
     def look(self) -> None:
-        """Handle received messages, and connect or greet if due."""
+        """Handle received messages, and connect or greet if due.
+
+        Sets ``answers`` and ``idle``. Invalid messages are dropped.
+        """
         self.idle = None
         if self._socket is None and not self._connect():
             return
@@ -66,6 +70,7 @@ class HeadProbe:
         self._context.destroy(LINGER_MS)
 
     def _connect(self) -> bool:
+        """Connect and greet. Return False while the address is unknown."""
         endpoint = self._address.endpoint
         place = endpoint if isinstance(endpoint, str) else endpoint()
         if place is None:
@@ -87,6 +92,7 @@ class HeadProbe:
                 self._socket.send(m.encode(message), zmq.NOBLOCK)
 
     def _take(self, message: m.ToFront) -> None:
+        """Note an answer in ``answers``, or the load of a heartbeat in ``idle``."""
         if isinstance(message, m.Welcome):
             self.answers = True
         elif isinstance(message, m.Heartbeat):

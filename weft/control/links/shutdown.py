@@ -14,8 +14,10 @@ LINGER_MS = 1000
 
 
 def shut_down(addresses: Iterable[Address]) -> None:
-    """Send each engine process a shutdown: the engine finishes the step and ends. Return after sending,
-    without waiting for the engine processes.
+    """Send each engine process a shutdown: the engine finishes the step and ends.
+
+    Ended processes are skipped. Return after sending, within ``LINGER_MS`` milliseconds, without waiting for
+    the engine processes.
     """
     context = zmq.Context()
     try:

@@ -79,8 +79,10 @@ class LinksThread:
             self._loop.call_soon_threadsafe(self.links.release, flow)
 
     def step(self, wait: float) -> list[m.TokenEvent]:
-        """Return the events since the last call. Block up to ``wait`` seconds for the first. Raises
-        EngineDead.
+        """Return the events since the last call.
+
+        Block up to ``wait`` seconds for the first. Finished sequences are forgotten. Raises EngineDead once
+        no engine process is left.
         """
         events = []
         try:
@@ -103,7 +105,10 @@ class LinksThread:
         return self._call(self.links.stats(timeout), timeout + CALL_S)
 
     def end(self) -> None:
-        """Stop every engine process and end the thread. Idempotent."""
+        """Stop every engine process and end the thread.
+
+        Idempotent. Errors of the engines are logged, not raised.
+        """
         if self._loop.is_closed():
             return
         try:
@@ -122,6 +127,11 @@ class LinksThread:
         self._loop.call_soon(self._loop.stop)
 
     def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = CALL_S) -> T:
+        """Run ``work`` on the thread's event loop and return the result.
+
+        Blocks. Raises EngineDead after ``end``, TimeoutError after ``timeout`` seconds, and the errors of
+        ``work``.
+        """
         if self._loop.is_closed():
             work.close()
             raise EngineDead("the engine was shut down")

@@ -166,7 +166,10 @@ class HeadOwner:
         return found
 
     def _turn(self) -> None:
-        """Handle requested restarts, probe answers and time. Carry out the resulting actions."""
+        """Handle requested restarts, probe answers and time.
+
+        Carry out the resulting actions. While draining, requested restarts are dropped.
+        """
         now = self._clock.now()
         # Signal handlers and other threads only set flags. The state machine runs in this thread alone.
         if self._asked:
@@ -188,7 +191,7 @@ class HeadOwner:
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
 
     def _carry_out(self, actions: Iterable[Step]) -> None:
-        """Carry out each action in order."""
+        """Carry out each action in order: start, kill or quit an engine, or switch."""
         for action in actions:
             if isinstance(action, Start):
                 self._start(action.name, action.incarnation)
@@ -203,7 +206,10 @@ class HeadOwner:
                 self._starter.kill(action.name, action.incarnation)
 
     def _start(self, name: str, incarnation: int) -> None:
-        """Start the process. A failed start (no memory, no process slots) counts as a loss."""
+        """Start the process and store its address.
+
+        A failed start (no memory, no process slots) is logged and counts as a loss.
+        """
         try:
             self._addresses[name] = self._starter.start(name, incarnation)
         except OSError as failed:
@@ -225,7 +231,7 @@ class Probes:
         """Return (name, incarnation, idle) of each watched engine that answers.
 
         ``watched`` maps names to incarnations. ``idle`` is None if the engine has not reported since the last
-        call. Probes of all other processes are closed.
+        call. Opens probes of watched processes, and closes probes of all other processes.
         """
         for name, (incarnation, probe) in list(self._probes.items()):
             if watched.get(name) != incarnation:

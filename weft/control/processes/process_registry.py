@@ -80,7 +80,8 @@ class RegistryReader:
     def read(self) -> ProcessRegistry:
         """Return the present registry.
 
-        Return the last content if the file is gone, because the server ends.
+        Return the last content if the file is gone, because the server ends. Raise DecodeError of msgspec for
+        an invalid file.
         """
         try:
             status = self._path.stat()
@@ -143,7 +144,9 @@ class RegistryOwner:
         self._report(name, incarnation, error)
 
     def revive(self, name: str) -> list[str]:
-        """Request a restart of retired engines: see ``weft.control.links.links.Owner``."""
+        """Request a restart of retired engines and return their names: see
+        ``weft.control.links.links.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
+        """
         heads = self._reader.read().of("head")
         found = to_revive(name, _members(heads), [one.name for one in heads if one.state == "retired"])
         self._revive(name)

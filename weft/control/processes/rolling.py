@@ -174,7 +174,12 @@ class RollingRestart:
         self._kept[front] = kept
 
     def tick(self, now: float) -> list[Action]:
-        """Return the actions that are due at ``now``. The caller polls several times per second."""
+        """Return the actions that are due at ``now``. The caller polls several times per second.
+
+        Begins a requested restart, moves from one unit to the next, and cancels the restart if a replacement
+        dies. A unit past its deadline ends with work in flight. All changes of processes go through the
+        table.
+        """
         if self._asked:
             self._report_absent(now)
         if self._asked and self._up >= set(running := self._running()):
@@ -276,7 +281,10 @@ class RollingRestart:
         return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
 
     def _next(self, now: float) -> list[Action]:
-        """Begin the next unit, if any: mark its processes as draining. Return no action."""
+        """Begin the next unit, if any: mark its processes as draining, and begin the drain time-out.
+
+        Return no action.
+        """
         if not self._left:
             return []
         self._unit = self._left.popleft()
@@ -287,7 +295,10 @@ class RollingRestart:
         return []
 
     def _quit(self, present: dict[str, int], now: float) -> list[Action]:
-        """Return the actions that order the unit's processes to end, after `Switch` in a switch."""
+        """Return the actions that order the unit's processes to end, after `Switch` in a switch.
+
+        Begins the deadline of ``QUIT_S`` seconds.
+        """
         self._told, self._deadline = True, now + QUIT_S
         quits: list[Action] = [Quit(name, incarnation) for name, incarnation in present.items()]
         if not self._switching:

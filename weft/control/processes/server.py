@@ -124,7 +124,9 @@ class ClusterServer:
         self._carry_out([one for one in actions if one not in heads])
 
     def _turn(self) -> None:
-        """Run one round: read messages, pass events to the supervisor, write the registry."""
+        """Run one round, of up to ``TURN_S`` seconds: read messages, pass events to the supervisor, write the
+        registry. Sets ``_status`` at the end of the server.
+        """
         ready = self._selector.select(TURN_S)
         for key, _ in ready:
             name, incarnation = key.data
@@ -150,7 +152,11 @@ class ClusterServer:
         self._publish()
 
     def _hear(self, name: str, incarnation: int, link: object) -> None:
-        """Turn the messages of an API server into events. Stop reading after the end of the stream."""
+        """Turn the messages of an API server into events.
+
+        Stop reading after the end of the stream. An invalid message is logged and counts as the end of the
+        stream.
+        """
         assert isinstance(link, socket.socket)
         try:
             heard = channel.hear(link)
@@ -195,7 +201,7 @@ class ClusterServer:
         self._carry_out(self._supervisor.on(event, self._clock.now()))
 
     def _carry_out(self, actions: Sequence[s.Action]) -> None:
-        """Carry out each action in order."""
+        """Carry out each action in order. ``Exit`` only sets ``_status``."""
         for action in actions:
             # Order matters: the patterns for role "head" come before the patterns for any role.
             match action:
@@ -222,7 +228,10 @@ class ClusterServer:
                     self._status = status
 
     def _start_head(self, name: str, incarnation: int) -> None:
-        """Start an engine. A failed start counts as the end of the process."""
+        """Start an engine and store its address.
+
+        A failed start is logged and counts as the end of the process.
+        """
         try:
             self._addresses[name] = self._heads.start(name, incarnation)
         except OSError as error:  # no memory, or no process slots
@@ -230,7 +239,10 @@ class ClusterServer:
             self._on(s.ProcessEnded("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
-        """Start an API server with a new channel."""
+        """Start an API server with a new channel and read its channel from now on.
+
+        Raise OSError if the process cannot be started.
+        """
         ours, theirs = channel.channel()
         with theirs:
             process = self._start_front(name, incarnation, theirs)
@@ -247,7 +259,10 @@ class ClusterServer:
         process.wait(30.0)
 
     def _publish(self) -> None:
-        """Write the registry if its content has changed."""
+        """Write the registry if its content has changed.
+
+        A failed write is logged and tried again in the next round.
+        """
         found = process_registry.ProcessRegistry((*self._head_records(), *self._front_records()))
         if found != self._published:
             try:
@@ -296,7 +311,10 @@ class ClusterServer:
         ]
 
     def _end(self) -> None:
-        """Kill all API servers, close all probes and order the running engines to stop."""
+        """Kill all API servers, close all probes and order the running engines to stop.
+
+        Engines get no order after a signal during the start, or a second signal.
+        """
         for name in list(self._fronts):
             self._end_front(name)
         self._selector.close()

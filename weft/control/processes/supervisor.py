@@ -216,7 +216,11 @@ class Supervisor:
     # -- processes
 
     def _ended(self, event: ProcessEnded) -> list[Action]:
-        """Handle the end of a process: exit, accept a planned end, or replace the process."""
+        """Handle the end of a process, and log it. Return the actions; none for an earlier incarnation.
+
+        During the first start, the server ends. While draining, or without engines, an API server's end is
+        accepted. Any other process is replaced.
+        """
         entry = self._table(event.role).running(event.name, event.incarnation)
         if entry is None:
             return []
@@ -266,7 +270,10 @@ class Supervisor:
     # -- fronts
 
     def _ready(self, event: FrontIsReady) -> list[Action]:
-        """Mark an API server as ready. Announce the server when the last API server becomes ready."""
+        """Mark an API server as ready.
+
+        Announce the server when the last API server becomes ready. Unknown incarnations are ignored.
+        """
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is None:
             return []
@@ -278,7 +285,10 @@ class Supervisor:
         return []
 
     def _alive(self, event: FrontIsAlive) -> list[Action]:
-        """Note a sign of life from an API server."""
+        """Note a sign of life from an API server, and its number of kept sequences.
+
+        Return no action. Unknown incarnations are ignored.
+        """
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is not None:
             entry.heard = self._now
@@ -358,7 +368,11 @@ class Supervisor:
         return [Tell(name, "stop") for name, _ in self._running_fronts()]
 
     def _tick(self, event: Tick) -> list[Action]:
-        """Check deadlines, start due processes and replace silent API servers."""
+        """Check deadlines, start due processes and replace silent API servers.
+
+        Return the actions. After a pause of the supervisor, extend the deadlines of API servers. Exit when a
+        drain is late.
+        """
         late = max(0.0, self._now - self._ticked - STALL_S)
         self._ticked = self._now
         if late:

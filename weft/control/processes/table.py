@@ -230,7 +230,10 @@ class ProcessTable:
         return all(entry.ready for entry in self._entries.values() if entry.state is ProcessState.RUNNING)
 
     def running(self, name: str, incarnation: int) -> ProcessEntry | None:
-        """Return the entry if ``incarnation`` is the running process of ``name``, else None."""
+        """Return the entry if ``incarnation`` is the running process of ``name``, else None.
+
+        Unknown names give None.
+        """
         entry = self._entries.get(name)
         present = (
             entry is not None and entry.state is ProcessState.RUNNING and entry.incarnation == incarnation
@@ -274,10 +277,11 @@ class ProcessTable:
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
         """Handle the loss of a process: return the actions that kill and replace the process, or retire the
-        name.
+        name. Logged.
 
         Return no action for an earlier incarnation. A draining process is replaced at once, without a charge
-        to the restart budget.
+        to the restart budget. Repeated early deaths delay the restart. Without budget, the name and its
+        expert-parallel group are retired with ``error``.
         """
         entry = self.running(name, incarnation)
         if entry is None:
@@ -336,9 +340,9 @@ class ProcessTable:
 
     def revive(self, name: str, now: float) -> list[Action]:
         """Start the retired processes of group or process ``name``, and of its expert-parallel group, with
-        new budgets.
+        new budgets. Return the actions.
 
-        Return no action if no process is alive any more: the server is about to end.
+        Return no action for an unknown name, or if no process is alive any more: the server is about to end.
         """
         entries = self._entries
         members = {one: entry.member for one, entry in entries.items()}

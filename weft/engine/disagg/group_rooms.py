@@ -96,7 +96,10 @@ class GroupRooms:
         return known if len(known) == len(self.ranks) else None
 
     def send(self, frame: f.RoomToRank) -> None:
-        """Execute the command on every rank. A rank without a connection misses the command."""
+        """Execute the command on every rank: by a call on the own rank, by a frame elsewhere.
+
+        A rank without a connection misses the command.
+        """
         match frame:
             case f.PushRoom(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached):
                 self._own.begin(offer, bound, blocks, num_cached)
@@ -125,7 +128,9 @@ class GroupRooms:
             self._said.append(ev.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
-        """Return the reports and the ended ranks since the last call. Cheap when there are none.
+        """Remove and return the reports of all ranks and the ended ranks, in order of arrival.
+
+        Cheap when there are none.
 
         Raises EngineDead when the transfer thread of the process has failed. A new process can transfer
         again.

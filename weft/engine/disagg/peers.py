@@ -98,7 +98,12 @@ class PeerWatch:
         return process is not None and process.host == self._host
 
     def heard(self, peer: Peer, process: Process) -> None:
-        """Register the process of a peer and watch for the end. Known peers are ignored."""
+        """Register the process of a peer and watch for the end, which ``take`` reports.
+
+        Known peers are ignored.
+
+        A process on another host is registered and logged, not watched.
+        """
         if peer in self._known:
             return
         self._known[peer] = process
@@ -131,7 +136,7 @@ class PeerWatch:
                 self._ended.append(peer)
 
     def take(self) -> list[Peer]:
-        """Return the peers that ended since the last call. Does not block."""
+        """Return the peers that ended since the last call, each peer once. Does not block."""
         if self._pidfds and self._poller is not None:
             for descriptor, _ in self._poller.poll(0):
                 self._ended.append(self._pidfds.pop(descriptor))
@@ -153,6 +158,7 @@ class PeerWatch:
 
 
 def _host() -> str:
+    """Return "boot id/inode of the pid namespace" of this system. Unreadable parts are empty."""
     boot = space = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

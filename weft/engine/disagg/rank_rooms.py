@@ -50,7 +50,10 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
 
 
 def check_rooms(config: EngineConfig) -> None:
-    """Raise ConfigError for a group with unusable transfer settings. Called before weights are loaded."""
+    """Raise ConfigError for a group over tcp with an unusable secret.
+
+    Groups without transfers are ignored. Called before weights are loaded.
+    """
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
@@ -168,6 +171,9 @@ def is_staged(config: EngineConfig) -> bool:
 def _caches(
     config: EngineConfig, layouts: Sequence[Sequence[TensorLayout]], resources: ExitStack, *, sends: bool
 ) -> _Caches:
+    """Allocate zeroed memory for all tensors of ``layouts``: shared memory, or device memory plus a staging
+    ring. ``resources`` closes shared memory.
+    """
     memory, shared, flat = list[list[torch.Tensor]](), list[SharedMemory](), list[torch.Tensor]()
     staged, device = is_staged(config), torch.device(config.device)
     for kind in layouts:
@@ -193,6 +199,11 @@ def _caches(
 
 
 def _transport(config: EngineConfig, number: int, caches: _Caches, resources: ExitStack) -> SocketTransport:
+    """Open the transport of ``transport_of`` over ``caches`` and return it.
+
+    ``number``: of the rank within the group. ``resources`` removes a private socket folder. The caller closes
+    the transport.
+    """
     incarnation = secrets.randbits(63)
     if transport_of(config) == "tcp":
         parallel = config.parallel

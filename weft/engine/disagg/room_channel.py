@@ -139,6 +139,11 @@ class ZmqRooms:
         return (self._mine,)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        """Connect to ``peer`` if needed and queue the message. Does not block.
+
+        Dropped without an error if the address has another form, the system refuses a socket, or the queue is
+        full.
+        """
         # A peer chooses the address, so connect only to addresses of the expected form.
         if not self._reachable(peer.name):
             return
@@ -156,8 +161,9 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        """Return a socket that connects to ``address``, or None if the system refuses a socket or the
-        address.
+        """Return a socket that connects to ``address``.
+
+        If the system refuses a socket or the address, log a warning and return None.
         """
         socket = None
         try:
@@ -178,6 +184,10 @@ class ZmqRooms:
         return socket
 
     def receive(self) -> Arrived | None:
+        """Return the next valid message, or None when there is none.
+
+        Invalid messages count in ``bad``. Does not block.
+        """
         while int(self._mine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception
             try:
                 parts = self._mine.recv_multipart(zmq.NOBLOCK)
@@ -190,6 +200,7 @@ class ZmqRooms:
         return None
 
     def _parsed(self, parts: list[bytes]) -> Envelope | None:
+        """Return the envelope, or None for a message of another form or version."""
         # A ROUTER socket puts the identity of the sender in front.
         if len(parts) != 2:
             return None
@@ -211,6 +222,10 @@ class ZmqRooms:
             self.drop(peer)
 
     def close(self) -> None:
+        """Close all sockets and end the context.
+
+        Remove the socket file and ``folder``. Blocks up to the linger time.
+        """
         for socket in (self._mine, *self._others.values()):
             socket.close()
         self._others.clear()

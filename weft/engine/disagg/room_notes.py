@@ -54,7 +54,7 @@ class RoomTally:
         """Callback for request traces; None without tracing."""
 
     def landed(self, key: RoomKey, notes: RoomNotes | None, now: float) -> None:
-        """Count a completed transfer. Ignored without notes."""
+        """Count a completed transfer, mark ``notes`` and report it to ``ended``. Ignored without notes."""
         if notes is None:
             return
         notes.mark(LANDED, now)
@@ -81,8 +81,10 @@ class RoomTally:
     def failed(
         self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
     ) -> None:
-        """Log and count a failed transfer. ``address``: of the local engine process. Cancellations by the
-        client side are not counted.
+        """Log a failed transfer, count it, report it to ``ended`` and mark ``notes`` as failed.
+
+        ``address``: of the local engine process. Failures with blame "client" are reported to ``ended`` only:
+        neither counted nor logged. A corrupt transfer is a warning.
         """
         if notes is not None:
             notes.failed = True

@@ -107,8 +107,11 @@ class HeadRooms:
         patience: Patience = Patience(),
         peers: Peers | None = None,
     ) -> None:
-        """``sends``: True for the sender's side, False for the receiver's side. ``incarnation``: the engine's
-        number, as in the Welcome.
+        """``sends``: True for the sender's side, False for the receiver's side.
+
+        ``channel``: closed by ``close``. ``incarnation``: the engine's number, as in the Welcome.
+        ``patience``: time limits of transfers. ``peers``: detects ends of peers (default: ``PeerWatch``),
+        closed by ``close``.
         """
         self._sends = sends
         self._ranks, self._channel, self._clock = ranks, channel, clock
@@ -175,8 +178,11 @@ class HeadRooms:
         )
 
     def open(self, ticket: r.RoomTicket) -> None:
-        """Register the transfer of a Submit. Known keys are ignored. The caller must call ``asked``
-        afterwards.
+        """Register the transfer of a Submit and start its deadline.
+
+        Known keys are ignored. The caller must call ``asked`` afterwards.
+
+        An unknown peer is asked for its process id. The transfer of an ended peer fails.
         """
         key, peer = ticket.key, ticket.peer
         if key in self._records:
@@ -263,6 +269,7 @@ class HeadRooms:
     # ---- input
 
     def _on(self, event: ev.SenderEvent | ev.ReceiverEvent) -> None:
+        """Feed ``event`` to the state machine and queue the resulting actions for ``asked``."""
         machine = self._machine
         now = self._clock.now()
         if isinstance(machine, SendingRooms):
@@ -273,6 +280,7 @@ class HeadRooms:
             self._actions.extend(machine.on(event, now))
 
     def _request(self, request: r.RoomRequest) -> None:
+        """Feed a request of the scheduler to the state machine, and note the time of its stage."""
         key = request.key
         match request:
             case r.OfferRoom(num_prompt=num_prompt, num_cached=num_cached, hashes=hashes):
@@ -299,6 +307,14 @@ class HeadRooms:
                 self._on(ev.Refuse(key, error))
 
     def _arrived(self, arrived: Arrived) -> None:
+        """Handle a message of a peer.
+
+        Note the peer's process, answer a question for the local process, and feed the body to the state
+        machine.
+
+        Messages of ended peers are dropped. An unreadable message is counted in ``bad``, logged and dropped.
+        A message that breaks the state machine cancels only its own transfer.
+        """
         peer = arrived.peer
         self._peers.heard(peer, arrived.process)
         if arrived.asks:
@@ -324,6 +340,10 @@ class HeadRooms:
             self._on(ev.Cancel(message.key, bad.info()))
 
     def _rank_said(self, word: RankWord) -> None:
+        """Note the stage of a rank's report and feed the report to the state machine.
+
+        An ended rank counts as stopped in all transfers, and is marked back at ``regain``.
+        """
         # A failed outcome leaves no mark; the state machine receives every report below.
         match word:
             case ev.RankReport(key, _, outcome) if outcome is not Outcome.failed:
@@ -339,6 +359,7 @@ class HeadRooms:
         self._on(word)
 
     def _has_stopped(self, key: RoomKey, rank: int) -> None:
+        """Remove ``rank`` from the pending stop of ``key``. Unknown keys are ignored."""
         left = self._stops.get(key)
         if left is not None:
             left.discard(rank)
@@ -346,12 +367,17 @@ class HeadRooms:
                 del self._stops[key]
 
     def _peer_ended(self, peer: Peer) -> None:
+        """Mark the peer as lost, close its connection and feed the loss to the state machine. Logged."""
         log.info("the engine at the other end of transfers has ended: %s", peer.name)
         self._lost.add(peer)
         self._channel.drop(peer)
         self._on(ev.PeerLost(peer))
 
     def _tick(self, now: float) -> None:
+        """Handle due deadlines, look for ended peers and tidy the connections.
+
+        Called every ``TICK_S`` seconds.
+        """
         self._tick_at = now + TICK_S
         due = self._machine.next_due()
         if due is not None and due <= now:
@@ -383,6 +409,11 @@ class HeadRooms:
     # ---- output
 
     def _carry_out(self, action: ev.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
+        """Execute one action of the state machine. Append the scheduler's events to ``events``.
+
+        An action sends a message, sends a command to the ranks, or passes an event to the scheduler. During a
+        recovery, an offer is put off, and the peer is asked to repeat the offer after ``POSTPONE_S`` seconds.
+        """
         match action:
             case ev.Send(peer, message):
                 self._send(peer, message)
@@ -408,8 +439,9 @@ class HeadRooms:
                 self._revoke(key, peer)
 
     def _begins(self, key: RoomKey, offer: r.Admitted, bound: r.Bound) -> bool:
-        """Record the volume of a transfer and return True if ranks may begin. During a recovery, cancel and
-        return False.
+        """Record the volume and the transports of a transfer and return True if ranks may begin.
+
+        Return False for an unknown or failed transfer. During a recovery, cancel and return False.
         """
         if not self._whole:
             self._on(ev.Cancel(key, Unavailable("the group is recovering").info()))
@@ -422,6 +454,10 @@ class HeadRooms:
         return True
 
     def _send(self, peer: Peer, message: r.RoomMessage) -> None:
+        """Send a message to a peer; ended peers are ignored.
+
+        A message that cannot be encoded cancels its transfer.
+        """
         if peer in self._lost:
             return
         try:
@@ -432,7 +468,9 @@ class HeadRooms:
         self._channel.send(peer, body, asks=not self._peers.knows(peer))
 
     def _revoke(self, key: RoomKey, peer: Peer) -> None:
-        """Release the memory of a sender once no peer can use the bytes: see ``weft.engine.disagg.peers``."""
+        """Feed ``Revoked`` or ``PeerLost`` once no peer can use the sender's bytes: see
+        ``weft.engine.disagg.peers``. Otherwise log a warning: the blocks stay pinned.
+        """
         record = self._records.get(key)
         # Over TCP only own ranks read the memory. Over shared memory, the end of the peer's process is the
         # proof.
@@ -456,6 +494,10 @@ class HeadRooms:
             record.mark(what, self._clock.now())
 
     def _note(self, event: r.RoomEvent) -> None:
+        """Note the stage of an event in records, counters and log.
+
+        Received and freed transfers leave the records.
+        """
         key, now = event.key, self._clock.now()
         match event:
             case r.RoomWanted():

@@ -32,7 +32,13 @@ class Faults:
         return bool(self._faults)
 
     def reach(self, phase: Phase) -> None:
-        """Execute the due faults of ``phase``. May raise PlantedError, or kill or stop the process."""
+        """Execute the due faults of ``phase`` and log each.
+
+        May raise PlantedError, or kill or stop the process.
+
+        A fault is due after ``after`` visits of its phase. Visits before its file ``needs`` exists do not
+        count. Each fault happens once over all processes: see ``mark``.
+        """
         for number, fault in enumerate(self._faults):
             if fault.phase != phase or (fault.needs and not os.path.exists(fault.needs)):
                 continue
@@ -60,6 +66,7 @@ class Faults:
 
 
 def _first(mark: str) -> bool:
+    """Create the file ``mark``. Return False if the file exists already."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -101,7 +101,10 @@ class _Spare(NamedTuple):
     link: socket.socket
 
     def become(self, command: Command) -> bool:
-        """Send the order for ``command``. Return False if the process is dead or does not read."""
+        """Send the order for ``command`` and close the link.
+
+        Return False if the process is dead or does not read within ``TELL_S`` seconds.
+        """
         order = Order(
             program=command.program,
             arguments=list(command.arguments),
@@ -135,7 +138,9 @@ class Spares:
     """
 
     def __init__(self, most: int, after: tuple[float, float] = (AFTER_S, AFTER_SPARE_S)) -> None:
-        """``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. The first spare process is started
+        """``most``: number of spare processes; 0 for none.
+
+        ``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. The first spare process is started
         only after a call of ``start``.
         """
         self._most = most
@@ -156,7 +161,10 @@ class Spares:
             return [spare.process.pid for spare in self._spares]
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """Turn a spare process into ``command``, or start a new process. See ``start_process``."""
+        """Turn a spare process into ``command``, or start a new process.
+
+        Return the process. A spare process that hangs is logged and killed. Raises OSError.
+        """
         while (spare := self._take()) is not None:
             if spare.become(command):
                 return spare.process
@@ -173,6 +181,7 @@ class Spares:
             self._thread.join()
 
     def _take(self) -> _Spare | None:
+        """Remove and return the oldest spare process, or None. Schedules the start of the next."""
         with self._changed:
             spare = self._spares.pop(0) if self._spares else None
             self._due = time.monotonic() + (self._after if spare is None else self._after_spare)
@@ -180,6 +189,10 @@ class Spares:
             return spare
 
     def _run(self) -> None:
+        """Start spare processes when due, until ``close``; then end the idle ones.
+
+        A failed start is logged and tried again after ``AGAIN_S`` seconds.
+        """
         while self._wait():
             try:
                 spare = _start_spare()
@@ -207,6 +220,7 @@ class Spares:
 
 
 def _start_spare() -> _Spare:
+    """Start a process that imports torch and waits for an order on the returned link. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, signals.blocked():

@@ -45,8 +45,12 @@ class _Replica:
         self._told = {}
 
     def serve(self) -> None:
-        """Read and answer one request. A request, or the end of the engine process, must be pending in the
-        pipe.
+        """Read and answer one request: start a process, or kill a process with the requested pid.
+
+        A request, or the end of the engine process, must be pending in the pipe.
+
+        At the end of the engine process, close the pipe and set ``pipe`` to None. Raises EngineDead or
+        OSError if a process cannot be started.
         """
         assert self.pipe is not None
         try:
@@ -64,7 +68,10 @@ class _Replica:
             self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
-        """Send RankEnded to the engine process for each process ended without a request."""
+        """Send RankEnded to the engine process for each process ended without a request, once per process.
+
+        A bad exit status is logged.
+        """
         for rank, status in self.processes.ended():
             pid = self.processes.pid(rank)
             if pid not in self._told:
@@ -83,7 +90,7 @@ class RankSupervisor:
     """Supervises all worker processes of a server. ``link`` and ``close`` are safe from any thread."""
 
     def __init__(self, replicas: int, processes: Callable[[int], RankProcesses]) -> None:
-        """``processes(replica)`` returns the process starter of a replica."""
+        """``processes(replica)`` returns the process starter of a replica. Starts the supervisor's thread."""
         self._replicas = [_Replica(number, processes(number)) for number in range(replicas)]
         self._new: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -92,8 +99,9 @@ class RankSupervisor:
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
-        """Return the engine's end of a new pipe. Pass the pipe to the engine's process, then close the pipe
-        here.
+        """Return the engine's end of a new pipe, which replaces the replica's former pipe.
+
+        Pass the pipe to the engine's process, then close the pipe here.
         """
         ours, theirs = Pipe()
         with self._lock:
@@ -103,7 +111,10 @@ class RankSupervisor:
         return theirs
 
     def close(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest."""
+        """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest.
+
+        Ends the supervisor's thread first.
+        """
         self._stop.set()
         self._thread.join(protocol.ANSWER_S)
         until = time.monotonic() + seconds
@@ -113,6 +124,7 @@ class RankSupervisor:
             replica.processes.close(max(until - time.monotonic(), 0.0))
 
     def _run(self) -> None:
+        """Serve the pipes of all replicas and report ended processes, until ``close``. Errors are logged."""
         while not self._stop.is_set():
             with self._lock:
                 new = self._new

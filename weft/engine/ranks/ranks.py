@@ -66,7 +66,10 @@ class RankProcesses:
     def __init__(
         self, config: EngineConfig, address: str, log_level: str, start: Start = start_process
     ) -> None:
-        """``address``: the control channel at which ranks say hello."""
+        """``address``: the control channel at which ranks say hello.
+
+        ``log_level``: of the processes. ``start``: starts a process.
+        """
         self._begin = start
         self._engine, self._config = config, msgspec.msgpack.encode(config)
         self._address = address
@@ -120,14 +123,19 @@ class RankProcesses:
         return [(rank, end_of(status)) for rank, status in self.ended()]
 
     def kill(self, rank: int) -> None:
-        """Kill the rank's process at once, wait for the end and forget the process."""
+        """Kill the rank's process at once, wait for the end and forget the process.
+
+        Unknown ranks are ignored.
+        """
         process = self._running.pop(rank, None)
         if process is not None:
             process.kill()
             process.wait(30.0)
 
     def close(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for all ranks, which have received a shutdown, then kill the rest."""
+        """Wait up to ``seconds`` for all ranks, which have received a shutdown, then kill the rest and forget
+        all.
+        """
         until = time.monotonic() + seconds
         for rank, process in list(self._running.items()):
             try:

@@ -34,7 +34,12 @@ class StepPixels:
         self._by_name = True
 
     def framed(self, plan: StepPlan, members: Iterable[_Member]) -> StepPlan:
-        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels."""
+        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels.
+
+        A plan without shared pixels is returned unchanged.
+
+        Pixels sent by name stay alive until ``settled`` or ``clear``.
+        """
         ops = [op for op in plan.ops if isinstance(op, Encode) and op.shared is not None]
         if not ops:
             return plan
@@ -46,7 +51,10 @@ class StepPixels:
         return msgspec.structs.replace(plan, ops=framed)
 
     def heard(self, frame: f.ToHead) -> f.ToHead:
-        """Return ``frame``. After a rank has failed to open a name, later frames carry pixels."""
+        """Return ``frame`` unchanged.
+
+        After a rank has failed to open a name, later frames carry pixels; logged once.
+        """
         if (
             isinstance(frame, f.Failed)
             and frame.error.code in (PixelsLost.code, UNREACHABLE)
@@ -83,6 +91,10 @@ def opened(plan: StepPlan) -> StepPlan:
 
 
 def _opened(op: Op) -> Op:
+    """Map the shared pixels of ``op`` and return ``op`` with the pixels.
+
+    Other operations are returned unchanged. Raises PixelsLost.
+    """
     if not isinstance(op, Encode) or op.shared is None:
         return op
     fd, view = open_shared(op.shared)

@@ -73,6 +73,7 @@ class SupervisedRanks:
     outlive = True
 
     def __init__(self, pipe: Connection) -> None:
+        """``pipe``: to the rank supervisor of the server."""
         self._pipe = pipe
         self._pids: dict[int, int] = {}
         self._ended: dict[int, int] = {}
@@ -129,6 +130,10 @@ class SupervisedRanks:
     def _ask(
         self, request: StartRank | EndRank, answers: Callable[[RankRuns | RankEnded], bool]
     ) -> RankRuns | RankEnded:
+        """Send ``request`` and return the first message for which ``answers`` is True.
+
+        Blocks up to ``ANSWER_S`` seconds. Other messages are recorded. Raises EngineDead without an answer.
+        """
         try:
             self._pipe.send_bytes(encode(request))
         except (OSError, ValueError) as error:

@@ -39,6 +39,7 @@ class _Thread:
             self._thread.join(5.0)
 
     def _run(self) -> None:
+        """Call ``work`` until ``close``, then ``end``."""
         try:
             while not self._stop.is_set():
                 self.work()
@@ -56,7 +57,10 @@ class _Thread:
             pass
 
     def take(self, wait: float) -> bool:
-        """Handle one frame. Return False if no frame arrived within ``wait`` seconds."""
+        """Handle one frame.
+
+        Return False if no frame arrived within ``wait`` seconds. Subclasses implement the method.
+        """
         raise NotImplementedError
 
     def work(self) -> None:
@@ -92,6 +96,11 @@ class HeadWatch(_Thread):
         self._channel.close()
 
     def take(self, wait: float) -> bool:
+        """Answer one heartbeat.
+
+        Return False if no frame came within ``wait`` seconds. Invalid frames are logged; a lost rank is
+        ignored.
+        """
         found = self._channel.receive(wait)
         if found is None:
             return False
@@ -131,6 +140,10 @@ class RankWatch(_Thread):
         self._replaced = False
 
     def work(self) -> None:
+        """Send a heartbeat and handle the answers of one interval.
+
+        Call ``orphaned`` if the engine process is silent or replaced.
+        """
         with suppress(EngineDead):  # the missing answer will be noticed
             self._channel.send(encode(self._heartbeat()))
         self._take_all()
@@ -141,6 +154,12 @@ class RankWatch(_Thread):
         self._channel.close(deliver=False)  # a late heartbeat has no use
 
     def take(self, wait: float) -> bool:
+        """Handle one frame and report aborted epochs to ``ended``.
+
+        Return False if no frame came within ``wait`` seconds. Invalid frames are logged.
+
+        Sets ``_replaced`` when another engine answers, or the engine has given this rank up.
+        """
         data = self._channel.receive(wait)
         if data is None:
             return False

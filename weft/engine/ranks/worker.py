@@ -63,7 +63,11 @@ class Worker:
         rank_timeout: float = 10.0,
         incarnation: str = "",
     ) -> None:
-        """``incarnation``: identifies the engine process at the other end of ``channel``."""
+        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``.
+
+        ``rank_timeout``: seconds, unit of the deadlines for a connection. ``incarnation``: identifies the
+        engine process at the other end of ``channel``.
+        """
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -123,8 +127,13 @@ class Worker:
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
-        """Read a completed step or handle one frame. Block up to ``wait`` seconds for a frame. Return False
-        if there was neither.
+        """Report a completed step or handle one frame.
+
+        Block up to ``wait`` seconds for a frame. Return False if there was neither a step, a frame nor a
+        transfer report.
+
+        Raises GivenUp, PeerGone and the errors of ``_attempt``. Other errors are reported to the engine
+        process.
         """
         # Report a completed step before waiting for further frames.
         if self._in_flight and self._runner.done(self._in_flight[0]):
@@ -167,6 +176,10 @@ class Worker:
     # ---- frames. Frames without a slot come first: no lookup is needed.
 
     def _take(self, frame: f.ToRank) -> None:
+        """Execute one frame of the engine process.
+
+        Raises GivenUp after Refused, and EngineDead for a frame out of order.
+        """
         # RankWelcome and RankHeartbeat have no branch: the join and the heartbeat thread handle these frames.
         if isinstance(frame, f.Shutdown):
             self.stopped = True
@@ -217,6 +230,10 @@ class Worker:
             )
 
     def _form(self, frame: f.Form) -> None:
+        """Leave the present epoch, connect the communicators of the new epoch and send Formed. Blocks.
+
+        All slots are empty then. Raises EngineDead for an epoch that does not follow, and CommLost.
+        """
         self._leave()
         if frame.epoch <= self.epoch:
             raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
@@ -234,6 +251,13 @@ class Worker:
         self._send(f.Formed(rank=self.rank, epoch=frame.epoch))
 
     def _step(self, frame: f.StepFrame) -> None:
+        """Check a step frame, launch the forward pass, and sample unless masks are due.
+
+        A step already complete is reported at once.
+
+        A late frame of another epoch is dropped. Raises EngineDead for a frame out of order or another slot
+        digest.
+        """
         if not self._current(frame.epoch):
             return
         # Every check below finds a lost, repeated or reordered frame, or a difference of slot tables.
@@ -260,6 +284,10 @@ class Worker:
             self._answer()
 
     def _sample(self, frame: f.LateMasks) -> None:
+        """Sample the constrained step that awaits the masks of ``frame``.
+
+        A late frame is dropped. Raises EngineDead for a step without need of masks.
+        """
         if not self._current(frame.epoch):
             return
         handle = self._unsampled
@@ -293,6 +321,10 @@ class Worker:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
+        """Log an error, leave the epoch and send Failed to the engine process.
+
+        Before the first epoch, raise the error instead.
+        """
         known = known_error(error)
         was_running = self._running
         log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
@@ -305,7 +337,10 @@ class Worker:
         self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
 
     def _leave(self) -> None:
-        """Leave the epoch: abort communicators, wait for the steps in flight and drop the results."""
+        """Leave the epoch: abort communicators, wait for the steps in flight and drop the results.
+
+        Errors are logged. Idempotent.
+        """
         self._running = False
         self._unsampled = None
         self._mesh.abort()

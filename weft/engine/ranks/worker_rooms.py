@@ -32,7 +32,10 @@ class WorkerRooms:
             transfer.stop_all()
 
     def take(self, frame: f.RoomToRank, transfer: Transfer | None) -> None:
-        """Execute ``frame``. Raises EngineDead if the rank has no transfers."""
+        """Execute ``frame``: begin, expect or stop a transfer, and remember its key.
+
+        Raises EngineDead if the rank has no transfers.
+        """
         if transfer is None:
             raise EngineDead("a KV transfer was sent to a rank without KV transfers")
         if isinstance(frame, f.StopRoom):
@@ -47,8 +50,10 @@ class WorkerRooms:
             transfer.expect(frame.offer, frame.bound)
 
     def said(self, words: Iterable[RankReport | RankStopped]) -> Iterator[f.RoomToHead]:
-        """Yield the frames for the engine process. Reports about transfers of an earlier engine process are
-        dropped.
+        """Yield the frames for the engine process.
+
+        Reports about transfers of an earlier engine process are dropped. A reported end of a stop is
+        forgotten.
         """
         for word in words:
             if isinstance(word, RankReport):

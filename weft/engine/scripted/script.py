@@ -126,7 +126,10 @@ def read_script(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tupl
 
 
 def _load(path: Path, name: str) -> list[tuple[int, Any]]:
-    """Return (line number, raw entry) for each entry of the file."""
+    """Return (line number, raw entry) for each entry of the file.
+
+    Raises ConfigError for a file that is unreadable or no list.
+    """
     if path.suffix == ".jsonl":
         return _json_lines(path, name)
     loaded = load_yaml(path, name, "--scripted")
@@ -145,6 +148,7 @@ def _load(path: Path, name: str) -> list[tuple[int, Any]]:
 
 
 def _json_lines(path: Path, name: str) -> list[tuple[int, Any]]:
+    """Return (line number, value) for each non-empty line. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -172,6 +176,7 @@ class _Maker:
         self._vocab_size = vocab_size
 
     def entry(self, data: _Entry) -> Entry:
+        """Return the entry for ``data``. Raises ConfigError for contradicting or invalid fields."""
         match = _Match(contains=data.match) if isinstance(data.match, str) else data.match or _Match()
         contains = [match.contains] if isinstance(match.contains, str) else match.contains or []
         if not all(contains):
@@ -195,6 +200,13 @@ class _Maker:
         )
 
     def _output(self, data: _Fields, entry: _Entry) -> Output:
+        """Return the output of one choice, ``data``.
+
+        Unset fields come from ``entry``, then from the defaults.
+
+        Milliseconds become seconds. Raises ConfigError.
+        """
+
         def field(name: str, default: Any) -> Any:
             # A choice's own value wins over the entry's value.
             own = getattr(data, name)
@@ -216,6 +228,12 @@ class _Maker:
         )
 
     def _ids(self, data: _Fields, finish: Finish) -> tuple[int, ...]:
+        """Return the token ids of a choice: its ``token_ids``, or its encoded ``text``.
+
+        Empty only for an error without text.
+
+        Raises ConfigError unless exactly one of both is given, and for a text that the tokens cannot spell.
+        """
         if (data.text is None) == (data.token_ids is None):
             if data.text is None and finish == "error":
                 return ()
@@ -246,6 +264,7 @@ class _Maker:
 
 
 def _error(kind: Failure) -> WeftError:
+    """Return the error that a script's ``error`` stands for."""
     if kind == "overloaded":
         return Overloaded("the script says that the queue is full")
     if kind == "unavailable":

@@ -67,7 +67,10 @@ class _Playing:
     events: int = 0
 
     def next(self) -> TokenEvent:
-        """Return the next event and advance. The last event has ``finish``."""
+        """Return the next event and advance ``sent``, ``events`` and ``due``.
+
+        The last event has ``finish``. A stop token or the token limit ends the output earlier.
+        """
         first, self.events = self.events == 0, self.events + 1
         until = min(self.sent + self.output.chunk(self.events - 1), len(self.ids), self.limit)
         params = self.submit.params
@@ -114,6 +117,11 @@ class ScriptedEngine:
         vocab_size: int,
         clock: Clock | None = None,
     ) -> None:
+        """``entries``: the script.
+
+        ``text``: the model's text files. ``vocab_size``: number of token ids allowed in prompts. ``clock``:
+        default: the system's.
+        """
         self.incarnation = secrets.randbits(64)
         self.steps = 0
         self._entries = entries
@@ -136,8 +144,10 @@ class ScriptedEngine:
     # -- the interface for `HeadProtocol`
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
-        """Start to play an output and return no events. Raises InvalidRequest where no entry matches, and
-        Overloaded as a real engine process does.
+        """Start to play an output and return no events. Uses up one use of the chosen entry.
+
+        Raises InvalidRequest where no entry matches, the id is running, or the script differs from the
+        emitted tokens. Raises Overloaded as a real engine process does.
         """
         kv = self._config.kv
         tokens, num_prompt = check_submit(submit, self._vocab_size, kv.max_model_len)
@@ -224,7 +234,10 @@ class ScriptedEngine:
         return IDLE_POLL_MS if seconds > IDLE_POLL_MS / 1e3 else max(math.ceil(seconds * 1e3), 0)
 
     def step(self) -> list[TokenEvent]:
-        """Return the due events; empty within ``STEP_S`` after the last events."""
+        """Return the due events, end the finished sequences and count a step.
+
+        Empty within ``STEP_S`` seconds after the last events.
+        """
         now = self._clock.now()
         self.steps += 1  # counted also without events: heartbeats report `steps` as proof of progress
         if now < self._stepped + STEP_S:
@@ -247,7 +260,8 @@ class ScriptedEngine:
     # -- choice of entry and tokens
 
     def _entry_of(self, submit: Submit, emitted: tuple[int, ...]) -> Entry:
-        """Return the entry for the prompt of ``submit``. Raises InvalidRequest if no entry is left.
+        """Return the entry for the prompt of ``submit``: the known entry of the request, else the first
+        match, which is used up once and remembered. Raises InvalidRequest if no entry is left.
 
         If another engine process began the sequence, take the first matching entry whose output begins with
         ``emitted``, and do not count the use.
@@ -303,10 +317,10 @@ def _check_playable(submit: Submit) -> None:
 
 
 def run_scripted(config: EngineConfig, listener: Listener) -> None:
-    """Read the script and play the script at ``listener`` until shutdown. The entry point of the engine
-    process.
+    """Read the script and play the script at ``listener`` until shutdown.
 
-    Raises ConfigError for an invalid script.
+    The entry point of the engine process. Raises ConfigError for an invalid script, after closing
+    ``listener``.
     """
     try:
         text = TextModel.load(config.tokenizer_path)

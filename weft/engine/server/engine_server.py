@@ -77,9 +77,11 @@ class EngineServer:
         profiler: Profiler | None = None,
         shows: bool = False,
     ) -> None:
-        """``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds
-        for which a busy engine may wait for messages (default: 0). ``shows``: True if other processes of the
-        group must be able to open images in shared memory.
+        """``core``: the engine, closed at the end of ``run``.
+
+        ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
+        which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
+        if other processes of the group must be able to open images in shared memory.
         """
         self._profiler = profiler or Profiler(None, "")
         self._core = core
@@ -96,8 +98,9 @@ class EngineServer:
         self._next_report = time.monotonic() + REPORT_S
 
     def run(self) -> None:
-        """Serve until shutdown or until drained. Raises errors of the engine, after a report to every API
-        server.
+        """Serve until shutdown or until drained, then close the engine, the listener and the profile.
+
+        Raises errors of the engine, after a log line and a report to every API server.
         """
         failed = False
         try:
@@ -127,6 +130,10 @@ class EngineServer:
             self._core.close(failed)
 
     def _receive(self, wait_ms: int) -> None:
+        """Handle all arrived messages.
+
+        Block up to ``wait_ms`` milliseconds for the first, or for another socket of the engine.
+        """
         if self._socket not in dict(self._poller.poll(wait_ms)):
             return
         while True:
@@ -137,6 +144,10 @@ class EngineServer:
             self._take(frames)
 
     def _take(self, frames: list[Any]) -> None:
+        """Handle one message of an API server and send the answers.
+
+        An invalid frame is counted, logged and dropped.
+        """
         try:
             front, body, *attached = frames
             message = decode_parts(body, attached)
@@ -152,6 +163,10 @@ class EngineServer:
         self._send(self._protocol.events(events, self._core.steps))
 
     def _send(self, outgoing: Outgoing) -> None:
+        """Send messages to API servers.
+
+        Does not block. The sequences of an API server that does not read end; logged.
+        """
         for front, message in outgoing:
             try:
                 self._socket.send_multipart([front, m.encode(message)], zmq.NOBLOCK)
@@ -160,6 +175,10 @@ class EngineServer:
                 self._protocol.forget(front)
 
     def _heartbeat(self, at_once: bool) -> None:
+        """Send a heartbeat to every API server if one is due or ``at_once``.
+
+        Also write the periodic log line.
+        """
         now = time.monotonic()
         if now - self._last_heartbeat < HEARTBEAT_S and not at_once:
             return
@@ -168,6 +187,7 @@ class EngineServer:
         self._send(self._protocol.heartbeats())
 
     def _report(self, now: float) -> None:
+        """Log the share of accepted drafts every ``REPORT_S`` seconds while the engine has work."""
         if now < self._next_report:
             return
         self._next_report = now + REPORT_S
@@ -176,6 +196,7 @@ class EngineServer:
             log.info("%s", report)
 
     def _tell_failure(self, error: Exception) -> None:
+        """Log an error of the engine and report it to every API server."""
         known = (
             error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
         )
@@ -184,7 +205,7 @@ class EngineServer:
 
 
 def tell_why(listener: Listener, error: WeftError) -> None:
-    """Report the start error to all API servers that have said hello."""
+    """Report the start error, as EngineDead, to all API servers that have said hello. Does not block."""
     with contextlib.suppress(zmq.ZMQError):
         while True:
             front, *_ = listener.receive()
@@ -193,12 +214,13 @@ def tell_why(listener: Listener, error: WeftError) -> None:
 
 
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
-    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the engine
-    process.
+    """Load the model and serve the model at ``listener`` until shutdown.
+
+    The entry point of the engine process.
 
     ``pipe``: descriptor of the pipe to the rank supervisor; None if the engine process starts the workers.
-    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
-    start.
+    Raises errors of the start, after closing ``listener``, and errors of the engine. API servers that have
+    said hello receive a WeftError of the start.
     """
     # The modules below import torch. An engine process without a model does not need torch.
     from weft.engine.core import EngineCore

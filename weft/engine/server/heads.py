@@ -38,8 +38,10 @@ class HeadProcesses:
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: engine processes listen in a new subfolder of ``folder``. No other user may have access
-        to ``folder``.
+        """``folder``: engine processes listen in a new subfolder of ``folder``.
+
+        No other user may have access to ``folder``. ``log_level``: of the processes. ``start``: starts a
+        process.
 
         Raises ConfigError when other hosts cannot reach the local host.
         """
@@ -65,7 +67,9 @@ class HeadProcesses:
         self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Start an engine process and return the address. Does not wait for the start.
+        """Start the engine process ``name`` and return the address.
+
+        Does not wait for the start. Raises OSError.
 
         Every start has a new address, so messages for an earlier engine process never reach a later engine.
         """
@@ -81,7 +85,10 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a dead or hung engine process, before the next engine starts. Unknown names are ignored."""
+        """Kill a dead or hung engine process, before the next engine starts.
+
+        Unknown names are ignored. ``close`` still returns the status of a process that refused to start.
+        """
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also ends a stopped (SIGSTOP) process
@@ -116,8 +123,9 @@ class HeadGroups:
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``groups`` need distinct names, except for a single group, which may have no name. See
-        ``HeadProcesses``.
+        """``groups`` need distinct names, except for a single group, which may have no name.
+
+        See ``HeadProcesses``. After an error, the groups made so far are closed.
         """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
@@ -203,7 +211,10 @@ class LocalHeads:
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: for the files of the engine processes. No other user may have access to ``folder``."""
+        """``folder``: for the files of the engine processes.
+
+        No other user may have access to ``folder``. ``start``: starts a process.
+        """
         self._start = start
         self._config = config
         self._folder = folder
@@ -212,8 +223,12 @@ class LocalHeads:
         """Created when the first engine process with supervised workers starts."""
 
     def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
-        """Start an engine process at ``endpoint`` and return the process. Does not wait for the start.
-        ``incarnation``: see ``EngineConfig``.
+        """Start an engine process at ``endpoint`` and return the process.
+
+        Does not wait for the start. Raises OSError.
+
+        The first start of a replica with supervised workers creates the rank supervisor. ``incarnation``: see
+        ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -246,11 +261,12 @@ def start_head(
     pipe: Connection | None = None,
     start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
-    """Start an engine process at ``endpoint``. The engine process ends with the calling process. Does not
-    wait for the start.
+    """Start an engine process at ``endpoint`` and return the process, which ends with the calling process.
 
-    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here. Call
-    from the main thread: the kernel ties a child to the starting thread.
+    Does not wait for the start. Raises OSError.
+
+    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here, also
+    after an error. Call from the main thread: the kernel ties a child to the starting thread.
     """
     descriptors = () if pipe is None else (pipe.fileno(),)
     environment = gpu_environment(config, head_rank(config))

@@ -27,8 +27,10 @@ class Listener:
     """
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
-        """``endpoint``: an ``ipc://`` path in a folder private to the user, or loopback tcp. With ``keys``
-        also an address of the local host; API servers without the keys are then rejected.
+        """Bind a socket to ``endpoint``. ``address`` is the bound address.
+
+        ``endpoint``: an ``ipc://`` path in a folder private to the user, or loopback tcp. With ``keys`` also
+        an address of the local host; API servers without the keys are then rejected. Raises zmq.ZMQError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None

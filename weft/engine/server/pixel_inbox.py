@@ -24,7 +24,10 @@ class PixelInbox:
     """
 
     def __init__(self, shows: bool) -> None:
-        """``shows``: True if other processes of the group must be able to open the memory."""
+        """Create the probe memory. Without shared memory, ``probe`` is None.
+
+        ``shows``: True if other processes of the group must be able to open the memory.
+        """
         self._shows = shows
         self._kept = 0
         self._probe: SharedBytes | None = None
@@ -40,8 +43,9 @@ class PixelInbox:
             self.close()
 
     def take(self, submit: Submit) -> Submit:
-        """Return ``submit`` with the pixels of all shared names. Raises PixelsLost if a memory cannot be
-        opened.
+        """Return ``submit`` with the pixels of all shared names mapped.
+
+        Without shared names, return ``submit`` unchanged. Raises PixelsLost if a memory cannot be opened.
         """
         if all(item.shared is None for item in submit.media):
             return submit
@@ -56,6 +60,11 @@ class PixelInbox:
             self._probe.close()
 
     def _taken(self, item: MediaItem, name: SharedName) -> MediaItem:
+        """Return ``item`` with mapped pixels.
+
+        ``shared`` names this process's descriptor, or is None unless other processes must open the memory and
+        a descriptor is free.
+        """
         fd, view = open_shared(name)
         here = None
         # Ranks open the memory through the descriptor, which closes with the last view of the mapping.

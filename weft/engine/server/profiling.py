@@ -65,6 +65,7 @@ class Profiler:
             log.info("a profile was written: %s", file.name)
 
     def _begin(self) -> None:
+        """Start the profile of all threads, CPU and GPU. Logged."""
         import torch
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import ProfilerActivity, profile

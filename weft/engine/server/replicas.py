@@ -98,6 +98,10 @@ class Replicas:
             raise
 
     def _links(self) -> Links:
+        """Start all engine processes and return the links to them, not connected yet.
+
+        Raises the errors of the start.
+        """
         heads = self._heads
         assert heads is not None
         # With `restarts=0` no engine process is started again, so no thread other than `_maker` ever starts
@@ -192,7 +196,10 @@ class Replicas:
         self._end()
 
     def _end(self) -> list[int]:
-        """Stop every engine process. Return the exit statuses of the engine processes."""
+        """Stop every engine process and remove the folder.
+
+        Return the exit statuses of the engine processes.
+        """
         if self._thread is not None:
             self._thread.end()
         statuses = [] if self._heads is None else self._heads.close(CLOSE_S)

@@ -62,6 +62,9 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
     """Labels for stored completions. Weft stores no completions."""
 
     def check(self) -> None:
+        """Raise InvalidRequest for parameters that are out of range, exclude each other, or lack another
+        parameter.
+        """
         super().check()
         self._check_prompt()
         self.thoughts()
@@ -79,6 +82,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         check_metadata(self.metadata)
 
     def _check_prompt(self) -> None:
+        """Raise InvalidRequest without a prompt, and for parameters without effect on token ids."""
         if self.prompt_token_ids is None:
             if self.messages is None:
                 raise missing("messages")
@@ -132,7 +136,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters. Raises InvalidRequest."""
+        """Return the sampling parameters. Raises InvalidRequest for a value out of range."""
         more: dict[str, Any] = {}
         if self.max_completion_tokens is not None:
             more["max_tokens"] = self.max_completion_tokens

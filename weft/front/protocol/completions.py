@@ -35,6 +35,7 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
         return self.max_tokens == 0
 
     def check(self) -> None:
+        """Raise InvalidRequest for parameters that are out of range or exclude each other."""
         super().check()
         # `max_tokens` 0 asks for the prompt only, which makes sense only with `echo`.
         if self.prompt_only and not self.echo:
@@ -55,7 +56,10 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
             raise InvalidRequest(f"the number of prompts times n must be at most {MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return every prompt, as text or as token ids. Raises InvalidRequest."""
+        """Return every prompt, as text or as token ids.
+
+        Raises InvalidRequest for an empty or invalid prompt, and for too many prompts.
+        """
         if isinstance(self.prompt, str):
             return [_prompt_text(self.prompt)]
         items = self.prompt
@@ -70,6 +74,10 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
         return [_prompt_ids(item) for item in items]
 
     def sampling(self) -> SamplingParams:
+        """Return the sampling parameters.
+
+        With ``echo``, logprobs cover the prompt too. Raises InvalidRequest.
+        """
         more: dict[str, Any] = {}
         if self.logprobs is not None:
             more["logprobs"] = self.logprobs
@@ -81,6 +89,7 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
 
 
 def _prompt_text(text: Any) -> str:
+    """Return the text of one prompt. Raises InvalidRequest."""
     if not isinstance(text, str) or not text:
         raise InvalidRequest(
             "prompt must be a non-empty string, a list of token ids, or a list of either", param="prompt"

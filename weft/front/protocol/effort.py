@@ -13,11 +13,11 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str, Any]:
-    """Return the variables for ``reasoning_effort`` in the template ``source``.
+    """Return name to value of the variables for ``reasoning_effort`` in the template ``source``.
 
     A template has a variable of that name, a variable that switches reasoning, both or neither. Without a
-    variable, only the model's default can be requested: medium, and none for a model without reasoning.
-    Raises InvalidRequest otherwise.
+    variable, only the model's default can be requested: medium, and none for a model without reasoning. The
+    result is then empty. Raises InvalidRequest otherwise.
     """
     found: dict[str, Any] = {}
     switches = [name for name in _SWITCHES if _mentions(source, name)]

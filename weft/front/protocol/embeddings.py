@@ -40,6 +40,7 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     """Prefixes are shared only among requests of the same salt."""
 
     def check(self) -> None:
+        """Raise InvalidRequest for an invalid parameter or input."""
         if self.model is not None:
             short("model", self.model)
         if self.user is not None:
@@ -52,7 +53,10 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
         return sharing_of(self.priority, self.cache_salt)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return every input, as text or as token ids. Raises InvalidRequest."""
+        """Return every input, as text or as token ids.
+
+        Raises InvalidRequest for an empty or invalid input, and for too many.
+        """
         if isinstance(self.input, str):
             return [_one(self.input)]
         if self.input and type(self.input[0]) is int:
@@ -63,6 +67,7 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
 
 
 def _one(item: Any) -> str | list[int]:
+    """Return one input. Raises InvalidRequest for an empty or invalid input."""
     if isinstance(item, str) and item:
         return item
     if isinstance(item, list) and item and all(type(i) is int and 0 <= i < 1 << 31 for i in item):

@@ -149,6 +149,7 @@ def _tag_of(form: StructuralTagFormat) -> dict[str, Any]:
 
 
 def _structured(asked: StructuredOutputs) -> Grammar:
+    """Return the grammar of ``structured_outputs``. Raises InvalidRequest unless exactly one form is set."""
     given = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not None}
     if given.get("json_object") is False:
         del given["json_object"]

@@ -30,6 +30,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """True to include the usage so far in every chunk."""
 
     def check(self) -> None:
+        """Raise InvalidRequest for obfuscation."""
         if self.include_obfuscation:
             raise InvalidRequest(
                 "stream_options.include_obfuscation is not supported by this server",
@@ -84,7 +85,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
     """Prefixes are shared only among requests of the same salt."""
 
     def check(self) -> None:
-        """Check rules beyond the types. Raises InvalidRequest."""
+        """Raise InvalidRequest for parameters that are out of range, unsupported or exclude each other."""
         if self.model is not None:
             short("model", self.model)
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):

@@ -43,8 +43,10 @@ def all_firm(tools: Sequence[Tool]) -> bool:
 
 
 def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema:
-    """Return ``form`` without keywords that a grammar cannot enforce. Raises ``error`` if there is no such
-    keyword."""
+    """Return ``form`` without keywords that a grammar cannot enforce, and log the keywords.
+
+    Raises ``error`` if there is no such keyword.
+    """
     schema = json.loads(form.schema)
     made, left_out = loosened(schema, LLGUIDANCE) if isinstance(schema, dict) else (schema, [])
     if not left_out:
@@ -88,6 +90,10 @@ def _firm(tool: Tool) -> bool:
 
 
 def _held(tool: Tool) -> Tool:
+    """Return ``tool`` not strict, without keywords that a grammar cannot enforce (logged).
+
+    An invalid schema is replaced by a schema for any object.
+    """
     try:
         made, left_out = loosened(tool.arguments, LLGUIDANCE)
     except InvalidRequest:

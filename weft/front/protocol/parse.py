@@ -56,7 +56,10 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def make(data: Mapping[str, Any], cls: type[B]) -> B:
-    """Return the request made from JSON values. Raises InvalidRequest."""
+    """Return the checked request made from JSON values.
+
+    Raises InvalidRequest for unknown, unsupported, missing or invalid parameters.
+    """
     fields = _fields(cls)
     neutral = cls.neutral
     values: dict[str, Any] = {}
@@ -84,6 +87,7 @@ def _fields(cls: type[Any]) -> dict[str, Any]:
 
 
 def _refused(name: str, cls: type[Body]) -> InvalidRequest:
+    """Return the error for a parameter that the request does not have."""
     if name in cls.unsupported:
         return InvalidRequest(
             f"{name} is not supported by this server", param=name, code="unsupported_parameter"

@@ -38,7 +38,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         names: Sequence[str] | None = None,
         parallel: bool = True,
     ) -> ToolUse:
-        """Return the checked tools and choice. Raises InvalidRequest, naming ``tools`` or ``tool_choice``."""
+        """Return the checked tools and choice, with schemas without nulls.
+
+        ``names``: tools that may be called, None for all. Raises InvalidRequest, naming ``tools`` or
+        ``tool_choice``.
+        """
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
         known: set[str] = set()
@@ -80,6 +84,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_tool(tool: Tool, number: int) -> None:
+    """Raise InvalidRequest for an invalid name or schema of a tool."""
     where = f"tools[{number}]"
     if not _NAME.fullmatch(tool.name):
         raise InvalidRequest(

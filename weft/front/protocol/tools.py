@@ -71,7 +71,10 @@ ToolChoice = Literal["none", "auto", "required", "any"] | NamedFunction | Allowe
 def tool_use(
     tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse:
-    """Return the tools and the choice of a chat request. Raises InvalidRequest."""
+    """Return the tools and the choice of a chat request.
+
+    Raises InvalidRequest for an invalid tool or choice.
+    """
     made = tuple(map(_tool, tools or ()))
     several = parallel is not False
     if choice is None or isinstance(choice, str):
@@ -85,6 +88,7 @@ def tool_use(
 
 
 def _tool(tool: FunctionTool) -> Tool:
+    """Return the tool in common form."""
     function = tool.function
     return Tool(
         name=function.name,

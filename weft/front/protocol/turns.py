@@ -45,7 +45,7 @@ class Turns:
         ]
 
     def system(self, text: str) -> None:
-        """Add an instruction of the application."""
+        """Add an instruction of the application: to the system message, as a message, or as a reminder."""
         # Still at the start: at most one message exists, the system message.
         if all(message["role"] == "system" for message in self._messages):
             if self._messages:
@@ -63,6 +63,7 @@ class Turns:
         self._user(parts, join=self._join_users)
 
     def _user(self, parts: Parts, *, join: bool) -> None:
+        """Add a user's message; with ``join``, extend the last message if the last message is the user's."""
         last = self._messages[-1] if self._messages else None
         if join and last is not None and last["role"] == "user":
             last["content"] += parts

@@ -24,7 +24,7 @@ from weft.types.grammar import (
 
 
 def check_tree(grammar: Grammar) -> None:
-    """Raise InvalidRequest with the reason for a tree with a too large or an empty part."""
+    """Raise InvalidRequest with the reason for a tree that is too deep or too large, or has an empty part."""
     parts = 0
     chars = 0
     # An explicit stack, because the tree comes from a client and may be deep.
@@ -46,6 +46,7 @@ def check_tree(grammar: Grammar) -> None:
 
 
 def _inner(part: Grammar) -> Iterator[Grammar]:
+    """Yield the direct parts of ``part``; nothing for a leaf."""
     match part:
         case OneOf() | Sequence() | Triggered():
             yield from part.parts

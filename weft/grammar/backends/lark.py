@@ -65,7 +65,11 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "whole", "lark_grammar": source}, *self._nested]})
 
     def _rule(self, node: Node) -> str:
-        """Return an expression for use in rules."""
+        """Return an expression for use in rules.
+
+        Parts become rules and terminals of their own, added to this writer. Raises InvalidRequest for an
+        invalid schema or a rule that is not allowed.
+        """
         if node == Chain(()):
             return '""'
         # One terminal for the whole regular part: see the top of this file.
@@ -102,7 +106,7 @@ class _Writer:
 
 
 def _merge(parts: tuple[Node, ...]) -> list[Node]:
-    """Return ``parts`` with each run of regular parts as one part."""
+    """Return ``parts`` with each run of neighbouring regular parts as one part."""
     result: list[Node] = []
     run: list[Node] = []
     # The final None flushes the last run.
@@ -184,8 +188,10 @@ indentation. Without a bound, a model with a preference for white space would wr
 
 
 def _guided(node: Json) -> Any:
-    """Return the schema with the options of the value's spelling. The options overwrite any options in the
-    client's schema.
+    """Return the schema with the options of the value's spelling.
+
+    The options overwrite any options in the client's schema. Raises InvalidRequest for an invalid or
+    unsupported schema.
     """
     schema = read_schema(node.schema, LLGUIDANCE)
     if schema is True:

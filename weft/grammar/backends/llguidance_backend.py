@@ -52,6 +52,10 @@ class _Tokens:
     is_tokenizer_wrapper = True
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        """Copy the tokens, with names for the control tokens and for the spare id that ends an output.
+
+        Control tokens and the spare id are special.
+        """
         spare = vocabulary.spare()
         tokens = [*vocabulary.tokens, b""][: max(vocabulary.size, spare + 1)]
         tokens[spare] = b"end of output"
@@ -81,7 +85,11 @@ class LlguidanceCompiler:
         return to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
 
     def build(self, source: str, nbytes: int = 0) -> LlguidanceGrammar:
-        """See ``GrammarCompiler.build``."""
+        """Return the compiled grammar; see ``GrammarCompiler.build``.
+
+        Only a fast compile allows private lexers later. Raises InvalidRequest for a grammar that does not
+        compile or has no output.
+        """
         begin = time.thread_time()
         made = LlguidanceGrammar(self.lexer(source), self._vocabulary, self._tokens.vocab_size, self._spare)
         made.check_start()
@@ -113,6 +121,10 @@ class LlguidanceGrammar:
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
+        """``matcher`` is the prototype that new matchers copy.
+
+        ``width`` and ``spare``: see LlguidanceMatcher.
+        """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
@@ -173,6 +185,11 @@ class LlguidanceMatcher:
         """Number of end ids accepted at the end. The library's matcher does not see these ids."""
 
     def accept(self, token: int) -> bool:
+        """Accept ``token`` and return True, or return False if the grammar refuses ``token``.
+
+        A full shared lexer is replaced by a private lexer first. Raises InvalidRequest if the library's
+        matcher has failed.
+        """
         if self._ends == 0 and self._matcher.try_consume_tokens([token]) == 1:
             if self._shared is not None:
                 self._taken.append(token)
@@ -188,6 +205,7 @@ class LlguidanceMatcher:
         return False
 
     def rollback(self, tokens: int) -> None:
+        """Take back the last ``tokens`` accepted tokens. Raises ValueError if the library cannot."""
         # End ids come last, so a rollback removes end ids first.
         ends = min(tokens, self._ends)
         self._ends -= ends
@@ -197,6 +215,11 @@ class LlguidanceMatcher:
             del self._taken[ends - tokens :]
 
     def fill(self, words: np.ndarray) -> None:
+        """Overwrite ``words`` with the mask of the next token, one bit per id.
+
+        A full shared lexer is replaced by a private lexer first. Raises InvalidRequest if the library's
+        matcher has failed.
+        """
         if self._ends > 0:
             words[:] = 0
             self._allow_ends(words)
@@ -219,6 +242,10 @@ class LlguidanceMatcher:
             self._allow_ends(words)
 
     def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        """Fill row i of ``words`` [matchers, words] for matcher i.
+
+        Return the indices of rows that failed; the content of these rows is undefined.
+        """
         rows = cast(Sequence[LlguidanceMatcher], matchers)
         count = (self._width + 31) // 32
         direct = count == words.shape[1] and words.flags.c_contiguous
@@ -260,13 +287,15 @@ class LlguidanceMatcher:
             bits[number // 32] |= np.uint32(1 << (number % 32))
 
     def _lexer_renewed(self) -> bool:
-        """Switch to a private lexer if the shared lexer may be full. Return False if the old matcher stays in
-        use.
+        """Switch to a private lexer if the shared lexer may be full.
 
-        Other outputs also add states to a shared lexer, and these states must not affect this output. A full
-        lexer appears as an error of a mask. A token that needs a new state, however, is refused without an
-        error. Therefore the first refusal without an error is tried again. Masks allow only valid samples, so
-        refusals are rare.
+        Return False if the old matcher stays in use.
+
+        At most one attempt per matcher: afterwards the lexer counts as private. A full lexer is noted on the
+        grammar. Other outputs also add states to a shared lexer, and these states must not affect this
+        output. A full lexer appears as an error of a mask. A token that needs a new state, however, is
+        refused without an error. Therefore the first refusal without an error is tried again. Masks allow
+        only valid samples, so refusals are rare.
         """
         failed = self._matcher.is_error()
         if self._shared is None or (failed and _FULL not in self._matcher.get_error()):

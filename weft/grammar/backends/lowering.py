@@ -164,6 +164,7 @@ class _Lowering:
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def node(self, part: g.Grammar) -> Node:
+        """Return the lowered form of ``part``, at any depth."""
         match part:
             case g.Text():
                 return self._text(part.text)
@@ -207,6 +208,7 @@ class _Lowering:
         return Until(without, end) if isinstance(node, Literal) else _chain([Until(without, ""), node])
 
     def _repeated(self, part: g.Repeated) -> Node:
+        """Return a loop of the part, with the separator between two repetitions."""
         inner = self.node(part.part)
         if not part.between:
             return _loop(inner, part.least, part.most)
@@ -220,6 +222,9 @@ class _Lowering:
         return whole if part.least > 0 else _loop(whole, 0, 1)
 
     def _triggered(self, part: g.Triggered) -> Node:
+        """Return a loop of free text up to the trigger and one of the parts, then free text without the
+        trigger.
+        """
         once = _chain(
             [
                 self._until((part.trigger,), (part.trigger,)),
@@ -235,7 +240,10 @@ def _choice(parts: list[Node]) -> Node:
 
 
 def _chain(parts: list[Node]) -> Node:
-    """Return a flat chain: nested chains are merged, and adjacent literals are joined."""
+    """Return a flat chain: nested chains are merged, adjacent literals joined, and empty literals dropped.
+
+    A single part is returned without a chain.
+    """
     flat: list[Node] = []
     for part in parts:
         for inner in part.parts if isinstance(part, Chain) else (part,):

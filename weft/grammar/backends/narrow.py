@@ -45,7 +45,7 @@ def narrow(schema: Any) -> Any:
 
 
 def _one(schema: Any) -> Any:
-    """Return one reduced schema. Raises InvalidRequest."""
+    """Return one reduced schema. Raises InvalidRequest for keywords that xgrammar would ignore or misread."""
     if schema is True or schema == {}:
         return True
     if schema is False:
@@ -71,7 +71,10 @@ def _one(schema: Any) -> Any:
 
 
 def _without_all_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return ``schema`` with the parts of allOf merged, if no keyword occurs twice. Raises InvalidRequest."""
+    """Return ``schema`` with the parts of allOf merged.
+
+    Raises InvalidRequest if a keyword occurs twice or cannot stand beside others.
+    """
     parts = schema.get("allOf")
     if parts is None:
         return schema
@@ -111,7 +114,10 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of one type in the form xgrammar enforces."""
+    """Return the keywords of one type in the form xgrammar enforces.
+
+    Raises InvalidRequest for combinations that xgrammar does not enforce.
+    """
     if kind == "integer":
         return {"type": kind, **_whole_bounds(keys)}
     if kind == "string" and "pattern" in keys:
@@ -150,6 +156,7 @@ def _whole_bounds(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of an array schema with reduced inner schemas. Raises InvalidRequest."""
     if "prefixItems" in keys and ("minItems" in keys or "maxItems" in keys):
         _refuse("prefixItems beside minItems or maxItems")
     result = dict(keys)
@@ -162,7 +169,10 @@ def _array(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords of an object schema: closed if any property is named."""
+    """Return the keywords of an object schema: closed if any property is named.
+
+    Raises InvalidRequest for combinations that xgrammar does not enforce.
+    """
     properties = {name: _one(inner) for name, inner in keys.get("properties", {}).items()}
     required = keys.get("required", [])
     # A required property without a schema accepts any value.

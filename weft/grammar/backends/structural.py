@@ -34,9 +34,10 @@ def to_format(
     json_format: Callable[[Json], dict[str, Any]],
     client_rules: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Return the structural-tag format of ``node``. Raises InvalidRequest.
+    """Return the structural-tag format of ``node``.
 
     ``json_format`` returns the format of a JSON value, ``client_rules`` the EBNF of a client's grammar.
+    Raises InvalidRequest for a part that xgrammar cannot express.
     """
 
     def convert(part: Node) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class XgrammarCompiler:
     name = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        """Give the library the tokens, with marked names for the control tokens and a spare id that ends an
+        output.
+
+        The library reads the whole vocabulary here.
+        """
         self._vocabulary = vocabulary
         spare = vocabulary.spare()
         width = max(vocabulary.size, spare + 1)
@@ -66,6 +71,10 @@ class XgrammarCompiler:
         return json.dumps({"type": "structural_tag", "format": tag})
 
     def build(self, source: str, nbytes: int = 0) -> XgrammarGrammar:
+        """Return the compiled grammar; see ``GrammarCompiler.build``.
+
+        Raises InvalidRequest for a grammar that does not compile, has no output, or has too slow masks.
+        """
         try:
             compiled = self._compiler.compile_structural_tag(source)
         except RuntimeError as error:
@@ -101,6 +110,7 @@ class XgrammarMatcher:
     """The xgrammar ``Matcher``."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, known: frozenset[int], width: int) -> None:
+        """``known``: ids of tokens with bytes. ``width``: number of ids in the library's masks."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._known = known
@@ -110,6 +120,7 @@ class XgrammarMatcher:
         """Number of end ids accepted at the end. The library's matcher does not see these ids."""
 
     def accept(self, token: int) -> bool:
+        """Accept ``token`` and return True, or return False if the grammar refuses ``token``."""
         if self._ends == 0 and token in self._known and self._matcher.accept_token(token):
             return True
         if token in self._vocabulary.end_ids and (self._ends > 0 or self._matcher.is_completed()):
@@ -124,6 +135,7 @@ class XgrammarMatcher:
             self._matcher.rollback(tokens - ends)
 
     def fill(self, words: np.ndarray) -> None:
+        """Overwrite ``words`` with the mask of the next token, one bit per id."""
         if self._ends > 0:
             words[:] = 0
         else:
@@ -145,8 +157,8 @@ class XgrammarMatcher:
         return fill_one_by_one(matchers, words)
 
     def _forbid_behind(self, words: np.ndarray) -> None:
-        """Clear the bits of the spare id and of all ids behind the spare id: the library leaves these bits
-        undefined.
+        """Clear, in place, the bits of the spare id and of all ids behind the spare id: the library leaves
+        these bits undefined.
         """
         word, bit = divmod(self._spare, 32)
         if word < words.size:
@@ -156,6 +168,10 @@ class XgrammarMatcher:
 
     @property
     def ended(self) -> bool:
+        """True if the output is complete and only end ids may follow.
+
+        Computes a mask unless an end id was accepted.
+        """
         if self._ends > 0:
             return True
         if not self._matcher.is_completed():

@@ -34,7 +34,11 @@ thread starts, hence two stacks.
 
 
 def main() -> None:
-    """Run a guard worker."""
+    """Run a guard worker: judge grammars from the parent process until its end, with confined memory.
+
+    A compile of more than ``LONG_S`` seconds continues at lower priority. A crash of the compile gives a
+    verdict without message.
+    """
 
     def prepare(greeting: bytes) -> Answer:
         backend = msgspec.msgpack.decode(greeting, type=Backend)
@@ -58,7 +62,11 @@ def main() -> None:
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
-    """Compile ``grammar`` and return the verdict, with the memory still in use after the compile."""
+    """Compile ``grammar`` and return the verdict: the lowered source and the memory still in use after the
+    compile, or the reason of the refusal.
+
+    An unexpected error is logged and gives a verdict with the message None. Nothing is raised.
+    """
     try:
         source = compiler.lower(grammar)
         before = heap_bytes()

@@ -93,8 +93,11 @@ class GuardedCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar, or a ``Proved`` without ``make``.
 
+        Blocks until the guard has answered.
+
         Raises InvalidRequest (400) for a grammar the backend cannot enforce or that costs too much. Raises
-        DeadlineExceeded (504) if the machine was too busy, WeftError for an internal error.
+        DeadlineExceeded (504) if the machine was too busy, WeftError for an internal error. A long compile
+        lowers the priority of the calling thread for good.
         """
         guard, compiler = self._parts()
         begin = time.monotonic()
@@ -134,7 +137,10 @@ class GuardedCompiler:
             guard.close()
 
     def _parts(self) -> tuple[Guard, GrammarCompiler | None]:
-        """Return the guard and the compiler of this process, made at the first call."""
+        """Return the guard and the compiler of this process (None without ``make``), made at the first call.
+
+        After ``close``, the guard is closed.
+        """
         with self._lock:
             if self._guard is None:
                 backend = self._backend()

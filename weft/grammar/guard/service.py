@@ -43,6 +43,7 @@ class Compile:
     """A running or finished compile for one request. Thread-safe; made by ``submit``."""
 
     def __init__(self, clock: Clock, deadline: float) -> None:
+        """``deadline``: seconds on ``clock``; from then on the compile is done without a result."""
         self._clock = clock
         self._deadline = deadline
         self._ended = threading.Event()
@@ -84,7 +85,7 @@ class Compile:
         return self.result()
 
     def end(self, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """Store the result and call the callbacks. Only the service calls this method."""
+        """Store the result and run the callbacks in this thread. Only the service calls this method."""
         self._compiled = compiled
         self._error = error
         self._ended.set()
@@ -125,6 +126,7 @@ class _Work:
     """One grammar to compile, and all waiting requests."""
 
     def __init__(self, key: _Key, grammar: Grammar) -> None:
+        """``key``: the key of the cache, see ``submit``."""
         self.key = key
         self.grammar = grammar
         self.waiters: list[Compile] = []
@@ -179,9 +181,12 @@ class GrammarService:
             return len(self._kept), self._size()
 
     def submit(self, grammar: Grammar, client: int = 0) -> Compile:
-        """Start a compile of ``grammar`` for ``client``, or return the cached result. Never blocks.
+        """Start a compile of ``grammar`` for ``client``, or return the cached result.
 
-        Errors of the grammar are raised by ``Compile.result``, not here.
+        Never blocks.
+
+        Equal grammars share one compile. Errors of the grammar, and refusals beyond the limits, are raised by
+        ``Compile.result``, not here.
         """
         key = (client if self._apart else 0, msgspec.msgpack.encode(grammar))
         with self._lock:
@@ -220,7 +225,10 @@ class GrammarService:
             self._under_way.clear()
 
     def _find(self, key: _Key) -> Compile | None:
-        """Return a cached result, or None. A spent grammar leaves the cache."""
+        """Return a cached result, or None.
+
+        The result becomes the most recently used. A spent grammar leaves the cache.
+        """
         found = self._kept.get(key)
         if found is None:
             return None
@@ -231,7 +239,11 @@ class GrammarService:
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
-        """Return the error for a new compile beyond the limits, or None."""
+        """Return the error for a new compile beyond the limits: Overloaded for this client, Unavailable for
+        all clients or after ``close``.
+
+        Return None if the compile may start. The lock must be held.
+        """
         if self._closed:
             return Unavailable("the server is stopping")
         if len(self._queues.get(client, ())) >= CLIENT_WAITING:
@@ -251,8 +263,11 @@ class GrammarService:
             with_stack(thread)
 
     def _next(self) -> tuple[_Work, int] | None:
-        """Return the next work and its client, or None if no place is free or no work is queued. The lock
-        must be held.
+        """Take the next work from the queues and return the work and its client; the work then counts as
+        running.
+
+        Return None if no place is free or no work is queued. Work without waiters is dropped. The lock must
+        be held.
         """
         if sum(self._running.values()) >= PLACES:
             return None
@@ -292,6 +307,10 @@ class GrammarService:
                 self._start_threads()
 
     def _compile(self, grammar: Grammar) -> tuple[CompiledGrammar | None, WeftError | None]:
+        """Return (compiled grammar, None) or (None, error).
+
+        Unexpected errors are logged. Nothing is raised.
+        """
         try:
             return self._compiler.compile(grammar), None
         except WeftError as refused:
@@ -302,8 +321,10 @@ class GrammarService:
             return None, WeftError("the grammar could not be compiled")
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """Deliver a result to all waiters and cache the result. Errors except InvalidRequest are not
-        cached.
+        """Deliver a result to all waiters and cache the result.
+
+        Beyond the limits, the least recently used results leave the cache. Errors except InvalidRequest are
+        not cached. The work is no longer under way. The lock must be held.
         """
         self._under_way.pop(work.key, None)
         for task in work.waiters:

@@ -19,6 +19,7 @@ class Disjoint:
     """
 
     def __init__(self, resolve: Callable[[str], Any]) -> None:
+        """``resolve`` returns the target of a reference, and may raise InvalidRequest."""
         self._resolve = resolve
         self._pairs = 0
         self._known: dict[int, tuple[dict[str, Any], frozenset[str] | None]] = {}
@@ -84,7 +85,10 @@ class Disjoint:
         return [*([self._resolve(reference)] if isinstance(reference, str) else ()), *schema.get("allOf", ())]
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """Return a superset of the types of valid values."""
+        """Return a superset of the types of valid values; all types in doubt.
+
+        "number" includes integers. Cached.
+        """
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -98,7 +102,7 @@ class Disjoint:
         return kinds
 
     def _possible(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """Return a superset of the valid values, as texts; None if the values are not listed."""
+        """Return a superset of the valid values, as texts; None if the values are not listed. Cached."""
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -138,7 +142,10 @@ class Disjoint:
         return found
 
     def _two(self, one: Any, other: Any, depth: int) -> bool:
-        """Return True if provably no value is valid under both schemas."""
+        """Return True if provably no value is valid under both schemas.
+
+        Return False in doubt, and after ``_MAX_PAIRS`` comparisons.
+        """
         # A bound on all comparisons together, because references can multiply the pairs.
         self._pairs += 1
         if depth > _MAX_DEPTH or self._pairs > _MAX_PAIRS:
@@ -220,6 +227,7 @@ def _plain(value: Any) -> str:
 
 
 def _type(value: Any) -> str:
+    """Return the JSON type of ``value``; "number" for every number."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -14,10 +14,10 @@ MAX_NODES = 100_000
 
 
 def loosened(schema: dict[str, Any], keywords: Keywords) -> tuple[dict[str, Any], list[LeftOut]]:
-    """Return ``schema`` without the keywords refused by ``read_schema``, and these keywords.
+    """Return (copy of ``schema`` without the keywords refused by ``read_schema``, these keywords).
 
-    A ``oneOf`` with overlapping schemas becomes ``anyOf``. Raises InvalidRequest for an invalid schema and
-    for a schema too large for any grammar.
+    ``schema`` does not change. A ``oneOf`` with overlapping schemas becomes ``anyOf``. Raises InvalidRequest
+    for an invalid schema and for a schema too large for any grammar.
     """
     check_nesting(schema)
     plain = normal(schema)

@@ -60,7 +60,7 @@ def step(key: str) -> str:
 
 
 def lookup(document: Any, pointer: str) -> Any:
-    """Return the value at a JSON pointer. Raises LookupError."""
+    """Return the value at a JSON pointer. Raises LookupError if the pointer leads to nothing."""
     found = document
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -86,7 +86,10 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _normal(schema: Any, names: _Names | None, at: str) -> Any:
-    """Return ``schema`` in normal form. With ``names`` None, only null keywords are removed."""
+    """Return a copy of ``schema`` in normal form.
+
+    With ``names`` None, only null keywords are removed. ``at``: pointer of the schema.
+    """
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
@@ -117,6 +120,7 @@ class _Names:
     """The ``$id`` and ``$anchor`` names of a document, and the named schemas."""
 
     def __init__(self, document: dict[str, Any]) -> None:
+        """Collect the names in ``document``, which does not change."""
         self._document = document
         draft = document.get("$schema")
         # Only the oldest drafts use ``id`` as a name. In later drafts ``id`` is an ordinary word.

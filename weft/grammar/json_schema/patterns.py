@@ -80,7 +80,10 @@ class _Reader:
         self._at = 0
 
     def whole(self) -> str:
-        """Return all alternatives, each anchored to the ends of the text or open at the ends."""
+        """Return all alternatives, each anchored to the ends of the text or open at the ends.
+
+        Every method of this class moves the cursor and raises InvalidRequest for an unsupported construct.
+        """
         result = [self._bound()]
         while self._take("|"):
             result.append(self._bound())
@@ -89,7 +92,7 @@ class _Reader:
         return f"(?:{'|'.join(result)})" if len(result) > 1 else result[0]
 
     def _bound(self) -> str:
-        """Read one top-level alternative, with its anchors made explicit."""
+        """Read one top-level alternative, with its anchors made explicit. Raises InvalidRequest."""
         start = "" if self._take("^") else self._dialect.anything
         inner = self._sequence(0)
         end = "" if self._take("$") else self._dialect.anything
@@ -104,7 +107,10 @@ class _Reader:
         return "|".join(result)
 
     def _sequence(self, depth: int) -> str:
-        """Return a sequence up to an alternative, a closing parenthesis or a final ``$``."""
+        """Return a sequence up to an alternative, a closing parenthesis or a final ``$``.
+
+        Raises InvalidRequest.
+        """
         result = ""
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             if self._text[self._at] == "$":
@@ -115,6 +121,10 @@ class _Reader:
         return result
 
     def _atom(self, depth: int) -> str:
+        """Read one character, class, group or escape and return the pattern without repetition.
+
+        Raises InvalidRequest.
+        """
         char = self._next()
         if char == "(":
             return self._group(depth)
@@ -131,7 +141,10 @@ class _Reader:
         return self._literal(char)
 
     def _group(self, depth: int) -> str:
-        """Read a group behind its opening parenthesis. The result never captures."""
+        """Read a group behind its opening parenthesis and return a group that never captures.
+
+        Raises InvalidRequest.
+        """
         if depth >= _MAX_DEPTH:
             self._refuse(f"groups nested more than {_MAX_DEPTH} deep")
         if self._take("?"):
@@ -150,7 +163,7 @@ class _Reader:
         return f"(?:{inner})"
 
     def _repeated(self, atom: str) -> str:
-        """Return ``atom`` with the repetition at the cursor, if any."""
+        """Return ``atom`` with the repetition at the cursor, if any. Raises InvalidRequest."""
         if self._at >= len(self._text):
             return atom
         char = self._text[self._at]
@@ -167,7 +180,10 @@ class _Reader:
         return atom + times
 
     def _counts(self) -> str | None:
-        """Read ``{n}``, ``{n,}`` or ``{n,m}``. Return None if the brace is a literal."""
+        """Read ``{n}``, ``{n,}`` or ``{n,m}`` and return the counts.
+
+        Return None, with the cursor at the brace, if the brace is a literal. Raises InvalidRequest.
+        """
         end = self._text.find("}", self._at)
         least, comma, most = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         if not least and comma and most.isdecimal():
@@ -183,7 +199,10 @@ class _Reader:
         return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
 
     def _escape(self) -> str:
-        """Return an escape outside a class."""
+        """Read an escape outside a class, behind its backslash, and return the pattern.
+
+        Raises InvalidRequest.
+        """
         char = self._next()
         if char == "d":
             return f"[{_DIGIT}]"
@@ -199,7 +218,10 @@ class _Reader:
         return self._literal(self._escaped_char(char))
 
     def _escaped_char(self, char: str) -> str:
-        """Return the character of an escape."""
+        """Return the character of the escape that begins with ``char``.
+
+        Reads hexadecimal digits. Raises InvalidRequest.
+        """
         if char in _CONTROLS:
             return _CONTROLS[char]
         if char in "xu":
@@ -217,7 +239,10 @@ class _Reader:
         return char
 
     def _class(self) -> str:
-        """Read a class behind its opening bracket."""
+        """Read a class behind its opening bracket and return the class in the dialect.
+
+        Raises InvalidRequest.
+        """
         negated = self._take("^")
         if self._at < len(self._text) and self._text[self._at] == "]":
             self._refuse("an empty class")
@@ -243,7 +268,10 @@ class _Reader:
                 items.append(self._in_class(low) if len(low) == 1 else low)
 
     def _class_item(self, negated: bool) -> str:
-        """Return one character, or a longer string for a set in class syntax."""
+        """Read one item of a class.
+
+        Return one character, or a longer string for a set in class syntax. Raises InvalidRequest.
+        """
         char = self._next()
         if char != "\\":
             return char

@@ -123,7 +123,10 @@ class SchemaReader:
     """Rewrites one document. Every reference target becomes a definition of the result."""
 
     def __init__(self, document: dict[str, Any], keywords: Keywords, *, loose: bool = False) -> None:
-        """``loose``: keywords a backend cannot enforce are recorded in ``left_out`` instead of refused."""
+        """``keywords``: the keywords that the backend enforces.
+
+        ``loose``: keywords a backend cannot enforce are recorded in ``left_out`` instead of refused.
+        """
         self.left_out: list[LeftOut] = []
         self._loose = loose
         self._step = step if loose else _step
@@ -183,7 +186,10 @@ class SchemaReader:
         return result
 
     def resolve(self, pointer: str, at: str = "") -> Any:
-        """Return the target of a reference in the client's own form. Raises InvalidRequest."""
+        """Return the target of a reference in the client's own form.
+
+        Raises InvalidRequest if the reference leads outside, to nothing, or to no schema.
+        """
         if pointer != "#" and not pointer.startswith("#/"):
             self._refuse("$ref", at, "points outside of the schema")
         try:
@@ -195,7 +201,10 @@ class SchemaReader:
         return found
 
     def _schema(self, schema: Any, at: str) -> Any:
-        """Return one rewritten schema. ``at`` is its JSON pointer."""
+        """Return one rewritten schema.
+
+        ``at`` is its JSON pointer. Raises InvalidRequest, and Unheld unless loose.
+        """
         self._count += 1
         if self._count > MAX_SCHEMAS:
             raise InvalidRequest(f"the JSON schema has more than {MAX_SCHEMAS} parts")
@@ -217,7 +226,11 @@ class SchemaReader:
         return self._joined(result, schema, at)
 
     def _keyword(self, key: str, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """Return the rewritten form of one keyword."""
+        """Return the rewritten form of one keyword, as keywords to merge.
+
+        The key "" stands for further parts of allOf. Raises InvalidRequest, or Unheld for a keyword that no
+        grammar can enforce.
+        """
         here = f"{at}/{self._step(key)}"
         if key in _COUNTS:
             return {key: count(value, here)}
@@ -228,7 +241,10 @@ class SchemaReader:
         self._refuse(key, at, _UNSUPPORTED)
 
     def _joined(self, result: dict[str, Any], schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """Merge the rewritten keywords and refuse any keyword without support by the backend."""
+        """Merge the rewritten keywords, in place, and return the schema.
+
+        Raises Unheld or InvalidRequest for a keyword without support by the backend.
+        """
         more = result.pop("", None)
         if more:
             result["allOf"] = [*result.get("allOf", ()), *more]
@@ -242,6 +258,7 @@ class SchemaReader:
     # lists schemas to add to ``allOf``.
 
     def _read_type(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the checked type or list of types. Raises InvalidRequest."""
         types = value if isinstance(value, list) else [value]
         for one in types:
             if one not in _TYPES:
@@ -251,6 +268,10 @@ class SchemaReader:
         return {"type": types[0] if len(types) == 1 else list(dict.fromkeys(types))}
 
     def _read_enum(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the checked values.
+
+        Raises InvalidRequest, or Unheld for a value without a unique spelling.
+        """
         if not isinstance(value, list) or not value:
             raise InvalidRequest(f"enum must be a list of at least one value (at {at})")
         for one in value:
@@ -262,6 +283,7 @@ class SchemaReader:
         return {"const": value}
 
     def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the reference and put a new target on the list to read. Raises InvalidRequest."""
         if not isinstance(value, str):
             self._refuse("$ref", at, "must be a string")
         if value not in self._targets:
@@ -280,6 +302,11 @@ class SchemaReader:
         return {"anyOf": self._list(value, at)}
 
     def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return ``anyOf`` with the rewritten schemas.
+
+        ``read`` checks later that the schemas exclude each other. Raises InvalidRequest for an invalid list
+        or schema.
+        """
         parts = self._list(value, at)
         self._exclusive.append((value, at))
         # ``anyOf`` already stands in the schema: both must hold.
@@ -302,6 +329,7 @@ class SchemaReader:
         }
 
     def _named(self, value: Any, at: str) -> dict[str, Any]:
+        """Return an object of schemas by name, each rewritten. Raises InvalidRequest."""
         if not isinstance(value, dict):
             raise InvalidRequest(f"an object of schemas is expected (at {at})")
         if len(value) > MAX_PROPERTIES:
@@ -311,6 +339,7 @@ class SchemaReader:
         return {key: self._schema(inner, f"{at}/{self._step(key)}") for key, inner in value.items()}
 
     def _read_required(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the checked names without repetitions; {} for an empty list. Raises InvalidRequest."""
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             raise InvalidRequest(f"required must be a list of names (at {at})")
         if len(value) > MAX_PROPERTIES:
@@ -323,6 +352,10 @@ class SchemaReader:
         return {"additionalProperties": self._schema(value, at)}
 
     def _read_min_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the count, or {} if the required properties satisfy the count.
+
+        Raises Unheld for other counts above 1 of an open object.
+        """
         least = count(value, at)
         required = schema.get("required")
         if isinstance(required, list) and len(set(map(str, required))) >= least:
@@ -352,6 +385,10 @@ class SchemaReader:
         return {"pattern": _anchored(self._pattern(value, at))}
 
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the pattern or the bounds of a known format; {} for an unknown format.
+
+        Raises Unheld if the backend cannot enforce the pattern.
+        """
         if value in NOTES:
             return {}
         if value in INTEGERS:

@@ -40,7 +40,10 @@ def bound(value: Any, at: str) -> float:
 
 
 def check_constant(value: Any, at: str) -> None:
-    """Raise Unheld for a value without a unique JSON spelling, at any depth."""
+    """Raise Unheld for a number without a unique JSON spelling, at any depth.
+
+    Strings are checked by ``check_text``.
+    """
     # An explicit stack: a client's constant may be deep.
     stack = [value]
     while stack:

@@ -37,6 +37,7 @@ def latent_weights(spec: ModelSpec, prefix: str, head: str) -> WeightMap:
 
 
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """Add the names of the feed-forward of one layer to ``made``: experts or a gated MLP."""
     theirs = f"{theirs}.mlp"
     if spec.moe is not None and layer in spec.moe.layers:
         add_experts(made, spec, theirs, f"{ours}.feed_forward", ("gate_proj", "up_proj", "down_proj"))

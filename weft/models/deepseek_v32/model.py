@@ -17,6 +17,9 @@ class IndexedDecoder(Decoder):
     """Decoder with layers that share the choice of the last indexer."""
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> IndexedInput:
+        """Return the shared input of the layers, with a plan per segment and KV cache group and no choice
+        yet.
+        """
         backend = backends["sparse"]
         assert isinstance(backend, SparseBackend)
         prefill, decode = step.segments

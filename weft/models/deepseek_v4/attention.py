@@ -73,6 +73,10 @@ class DownLinear(Linear):
         self._overlap = overlap
 
     def pack(self) -> None:
+        """Reorder the rows of the weight, in place, and pack the weight.
+
+        Quantized codes are dequantized first.
+        """
         take_codes(self.weight, allowed=False)
         if self._overlap > 1:
             rows = list[Tensor]()
@@ -99,6 +103,7 @@ class GroupedLinear(Packs):
         self._packed: list[object] = []
 
     def pack(self) -> None:
+        """Pack each group's part of the weight. If the operation packs, ``weight`` is dropped."""
         each = self.weight.data.chunk(self._groups)
         if self._op.pack is None:
             self._packed = list(each)
@@ -198,6 +203,10 @@ class SparseAttention(Layer):
     def _attend(
         self, q: Tensor, index_q: Tensor, index_weights: Tensor, shared: SparseInput, caches: LayerCache
     ) -> Tensor:
+        """Attend q [T, heads, head_dim] to window entries and groups; return the same shape.
+
+        With groups to choose, ``index_q`` and ``index_weights`` score the groups.
+        """
         backend = shared.backends["sparse"]
         mine = shared.types[self._type]
         assert isinstance(backend, SparseBackend)

@@ -45,10 +45,10 @@ class StreamsBlock(Block):
         caches: LayerCache,
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
-        """Run the block on the streams x [T, N, hidden]. ``delta`` is None, because outputs are added at
-        once.
+        """Run the block on the streams x [T, N, hidden].
 
-        Returns the streams of rows ``logits_indices`` (None: all), and None.
+        ``delta`` is None, because outputs are added at once. Returns the streams of rows ``logits_indices``
+        (None: all), and None. Writes the caches of the layer. Yields at each pending communication.
         """
         # [T, hidden], [T, N], [T, N, N]: input of the layer, weights of its output, mix of streams
         one, out, mix = self.attention_streams(x)
@@ -85,6 +85,9 @@ class StreamsDecoder(Decoder):
         self._reads = {kind: _reads(self.spec, kind, layer) for kind, layer in self._first_layers.items()}
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> SparseInput:
+        """Return the shared input of the layers: for each type of layer the angles, the plans and the
+        completed groups.
+        """
         backend = backends["sparse"]
         assert isinstance(backend, SparseBackend)
         group_angles = self._group_rope.angles(step.positions)
@@ -103,8 +106,11 @@ class StreamsDecoder(Decoder):
     def _completed(
         self, step: StepInput, kind: str, reads: Reads, caches: LayerCache, by_token: bool
     ) -> Completed | ByToken | None:
-        """Return the groups completed by the step in layers of type ``kind``; None for layers without
-        groups."""
+        """Return the groups completed by the step in layers of type ``kind``.
+
+        With ``by_token``, return the data for an operation that finds the groups. None for layers without
+        groups.
+        """
         if reads.groups is None:
             return None
         sources, rope = reads.groups - 1, self._group_rope

@@ -19,6 +19,7 @@ class _Map:
         self.made = WeightMap(ignored=[re.compile(r"(^|\.)mtp\."), re.compile(r"rotary_emb\.")])
 
     def add(self, names: tuple[str, ...], parameter: str, *index: int | slice) -> None:
+        """Map each of ``names`` to ``parameter``. Exactly one of several names is expected in the files."""
         names = tuple(dict.fromkeys(names))
         for name in names:
             self.made.add(name, parameter, *index)
@@ -59,6 +60,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _add_frame(found: _Map, layer: int) -> None:
+    """Add the norms and stream connections of one layer to ``found``."""
     found.of_layer(layer, "attn_norm.weight", "input_layernorm.weight", "attention_norm.weight")
     found.of_layer(layer, "ffn_norm.weight", "post_attention_layernorm.weight", "feed_forward_norm.weight")
     for short, ours in (("attn", "attention_streams"), ("ffn", "feed_forward_streams")):
@@ -67,6 +69,7 @@ def _add_frame(found: _Map, layer: int) -> None:
 
 
 def _add_attention(found: _Map, spec: ModelSpec, layer: int) -> None:
+    """Add the attention tensors of one layer to ``found``; tensors of groups only for layers with groups."""
     sparse = spec.sparse
     assert sparse is not None
 
@@ -116,6 +119,7 @@ def _add_attention(found: _Map, spec: ModelSpec, layer: int) -> None:
 
 
 def _add_feed_forward(found: _Map, spec: ModelSpec, layer: int) -> None:
+    """Add router, shared experts and experts of one layer to ``found``."""
     moe = spec.moe
     assert moe is not None
 
@@ -135,7 +139,7 @@ def _add_feed_forward(found: _Map, spec: ModelSpec, layer: int) -> None:
 
 
 def _add_experts(made: WeightMap, layer: int, experts: int, n: int) -> None:
-    """Map experts, published one by one (also below ``model.``) or stacked (in memory)."""
+    """Add experts to ``made``, published one by one (also below ``model.``) or stacked (in memory)."""
     ours = f"blocks.{layer}.feed_forward.experts"
     forms = list[tuple[str, ...]]()
     for prefix in (f"layers.{layer}.ffn.experts", f"model.layers.{layer}.ffn.experts"):

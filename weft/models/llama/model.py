@@ -10,7 +10,7 @@ from weft.models.decoder import Block
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Build layer ``layer`` with unset weights."""
+    """Build layer ``layer`` with unset weights: attention and a gated MLP."""
     return Block(
         spec,
         build,

@@ -10,7 +10,7 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Build layer ``layer`` with unset weights."""
+    """Build layer ``layer`` with unset weights: attention and routed experts."""
     assert spec.moe is not None
     return Block(
         spec,

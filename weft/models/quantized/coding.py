@@ -55,8 +55,10 @@ def read_codes(
 
 
 def arranged(codes: Codes, placement: Placement, piece: CodedPiece) -> Codes | None:
-    """Return ``codes`` with rows in the order of ``placement``; None if ``placement`` does more than reorder
-    rows."""
+    """Return ``codes`` with rows in the order of ``placement``.
+
+    Return None if ``placement`` does more than reorder rows.
+    """
     if placement.offset:
         return None
     if placement.read is None and not placement.parts:
@@ -98,6 +100,10 @@ def _sound(codes: Codes | None) -> Codes | None:
 
 
 def _words(parts: Mapping[str, Tensor], spec: QuantizedSpec) -> tuple[str, Iterator[CodedPiece]]:
+    """Return (format name, the one piece) of an AWQ or GPTQ weight.
+
+    The codes of the piece are None for uneven groups. Raises Misfit.
+    """
     qweight = parts["qweight"]
     qzeros = parts["qzeros"]
     scales = parts["scales"]
@@ -156,6 +162,10 @@ def _integers(
 
 
 def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | None:
+    """Return (format name, the one piece) of packed integers or E2M1 pairs.
+
+    Return None if the shape is missing or does not fit. Raises Misfit.
+    """
     values = parts["packed"]
     scale = parts["scale"]
     # int32 words hold integers of 4 or 8 bits; bytes hold pairs of E2M1 numbers.
@@ -178,6 +188,11 @@ def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | N
 def _with_scale(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, wanted: Callable[[int], bool]
 ) -> tuple[str, Iterator[CodedPiece]] | None:
+    """Return (format name, pieces) of a weight with its own name and a scale; None for a format without
+    codes.
+
+    Of a stack, only ``wanted`` matrices are returned. Raises Misfit, perhaps during iteration.
+    """
     values = parts[PLAIN]
     scale = parts["scale"]
     # Bytes with exponents or a factor are pairs of E2M1 numbers; other 8-bit values are FP8 or int8.
@@ -209,8 +224,11 @@ def _with_scale(
 
 
 def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
-    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element serves the whole
-    stack."""
+    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element (or None) serves the
+    whole stack.
+
+    Raises Misfit.
+    """
     if scale is None or scale.numel() == 1:
         return scale
     if scale.shape[0] != count:
@@ -219,7 +237,10 @@ def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
 
 
 def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> Codes | None:
-    """Build codes of FP8 or int8 [N, K]. scale: one element, [N], [N, 1], or a grid of blocks."""
+    """Return codes of FP8 or int8 [N, K], never None. scale: one element, [N], [N, 1], or a grid of blocks.
+
+    Raises Misfit.
+    """
     assert scale is not None
     rows, inputs = values.shape
     numbers = _scales(scale)

@@ -81,8 +81,10 @@ def _entries(span: tuple[int, int], each: int, size: int) -> tuple[int, int] | N
 
 
 def _even(shape: Shape, sizes: Shape, dim: int, span: tuple[int, int], across: bool) -> Slices | None:
-    """Return the slices of a part with equally many rows, and columns, per entry; None if the range cannot be
-    cut."""
+    """Return the slices of a part with equally many rows, and columns, per entry; () for the whole part.
+
+    Return None if the range cannot be cut.
+    """
     if len(sizes) == 1:  # one number per row
         if sizes[0] != shape[0]:
             return None

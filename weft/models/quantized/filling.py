@@ -84,10 +84,12 @@ class Target:
         self.parameters = {}
 
     def fill(self, source: Source, file: WeightFile) -> None:
-        """Copy this rank's part of ``source`` into the parameter. ``file``: the open file at ``source.path``.
+        """Copy this rank's part of ``source`` into the parameter, or attach the part as codes.
 
-        Reads no more than the part of this rank, where the part can be read alone. Raises ConfigError that
-        names the weight and a missing or misfitting part.
+        ``file``: the open file at ``source.path``.
+
+        Reads no more than the part of this rank, where the part can be read alone. Updates the statistics.
+        Raises ConfigError that names the weight and a missing or misfitting part.
         """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
@@ -152,8 +154,10 @@ class Target:
             self._count(kind, published, size, size)
 
     def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
-        """Attach a weight of a GGUF file to ``parameter`` as codes. Return False if the weight must be
-        dequantized."""
+        """Attach a weight of a GGUF file to ``parameter`` as codes.
+
+        Return False, without effect, if the weight must be dequantized.
+        """
         stored = file.gguf(source.name)
         if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
             return False
@@ -194,6 +198,10 @@ class Target:
         parameter: nn.Parameter,
         cut_to: list[Window] | None = None,
     ) -> bool:
+        """Attach all pieces as codes and count the bytes.
+
+        Return False at the first piece that codes cannot represent; earlier pieces of a stack stay attached.
+        """
         held = 0
         for piece in pieces:
             size = self._hold_piece(piece, placement, parameter, cut_to)
@@ -206,7 +214,11 @@ class Target:
     def _hold_piece(
         self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
     ) -> int | None:
-        """Attach the codes of one piece. Return their bytes; None if codes cannot represent the piece."""
+        """Attach the codes of one piece and return their bytes.
+
+        Return None, with nothing attached, if codes cannot represent the piece; a cut inside a group is
+        counted.
+        """
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
@@ -231,8 +243,10 @@ class Target:
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
     ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
-        """Return the parts cut to the single window ``taken``, and their format; None if the weight cannot be
-        cut."""
+        """Return (parts cut to the single window ``taken``, their format).
+
+        Return None, with nothing read, if the weight cannot be cut.
+        """
         placement = self.weights.placements[source.name]
         shape = part_shape(self.parameters[placement.parameter], placement.index)
         if self.quantized is None or placement.parts or len(taken) > 1 or len(source.parts) == 1:
@@ -252,8 +266,10 @@ class Target:
         return parts, msgspec.structs.replace(self.quantized, block=block)
 
     def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
-        """Read only the windows ``taken`` into the parameter. Return False, without effect, for other
-        weights."""
+        """Read only the windows ``taken`` into the parameter.
+
+        Return False, without effect, for other weights. Raises ConfigError for another shape.
+        """
         placement = self.weights.placements[source.name]
         parameter = self.parameters[placement.parameter]
         if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
@@ -269,8 +285,11 @@ class Target:
         return True
 
     def report(self, dtype: torch.dtype) -> None:
-        """Log one line about quantized weights, if any. Call after ``pack``, when layers have taken their
-        codes."""
+        """Log one line about quantized weights, if any, and warn of matrices dequantized by ``--tp``.
+
+        Adds the waiting weights to the statistics. Call once, after ``pack``, when layers have taken their
+        codes.
+        """
         if not self.counts:
             return
         for held in self.waiting:
@@ -327,7 +346,8 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
 def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
     """Attach this rank's part of ``values`` [.., N, K] as codes, if ``parameter`` wants whole rows rounded.
 
-    Return False if ``parameter`` takes plain values.
+    Return False if ``parameter`` takes plain values, or (logged) if ranks cut the rows inside quantization
+    groups.
     """
     rounds = rounding_of(parameter)
     if rounds is None:
@@ -371,8 +391,10 @@ def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[Weight
 def _fill_groups(
     name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
 ) -> bool:
-    """Read the groups of rows behind the windows ``taken``. Return False if the windows do not cover whole
-    groups."""
+    """Read the groups of rows behind the windows ``taken`` into the parameter.
+
+    Return False, without effect, if the windows do not cover whole groups.
+    """
     found = whole_groups(taken, placement.groups, placement.parts)
     if found is None:
         return False
@@ -400,9 +422,11 @@ def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
 def copy(
     name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
 ) -> int:
-    """Copy this rank's part of ``values``, which fill the placement or matrix ``index`` of the placement.
+    """Copy this rank's part of ``values`` into ``parameter``, or attach the part as rounded codes.
 
-    Return the bytes of the part. Raises ConfigError for another shape, and for numbers of less than 16 bits.
+    ``values`` fill the placement or matrix ``index`` of the placement. The largest magnitudes of rows are
+    noted where the parameter wants them. Return the bytes of the part. Raises ConfigError for another shape,
+    and for numbers of less than 16 bits.
     """
     whole = part_shape(parameter, placement.index)
     fits = not index or index[0] < whole[0]

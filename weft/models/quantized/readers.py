@@ -85,6 +85,7 @@ def _one(values: Tensor) -> Iterator[StoredPiece]:
 def _words(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype
 ) -> tuple[str, Iterator[StoredPiece]]:
+    """Return (format name, the one piece) of an AWQ or GPTQ weight. Raises Lacks or Misfit."""
     qweight, qzeros, scales = _need(parts, "qweight", "qzeros", "scales")
     if spec.method == "awq":
         return "AWQ 4 bits", _one(awq.dequantize(qweight, qzeros, scales, dtype))
@@ -95,6 +96,7 @@ def _words(
 
 
 def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[StoredPiece]]:
+    """Return (format name, the one piece) of packed integers or E2M1 pairs. Raises Lacks or Misfit."""
     values, scale = _need(parts, "packed", "scale")
     if values.dtype == torch.int32:
         (shape,) = _need(parts, "shape")
@@ -110,7 +112,7 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
 def _with_scale(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
 ) -> tuple[str, Iterator[StoredPiece]]:
-    """Read a weight with its own name and a scale."""
+    """Return (format name, pieces) of a weight with its own name and a scale. Raises Lacks or Misfit."""
     values = parts[PLAIN]
     if values.dtype not in (*float8.DTYPES, *_BYTES):
         raise Misfit(f"the values have type {values.dtype}")
@@ -132,6 +134,10 @@ def _exponents(parts: Mapping[str, Tensor]) -> bool:
 def _fours(
     parts: Mapping[str, Tensor], dtype: torch.dtype, wanted: _Wanted
 ) -> tuple[str, Iterator[StoredPiece]]:
+    """Return (format name, pieces) of E2M1 pairs with a scale and perhaps a factor.
+
+    Raises Lacks or Misfit.
+    """
     values, scale = _need(parts, PLAIN, "scale")
     factor = parts.get("factor")
     if not _exponents(parts) and factor is None:
@@ -166,8 +172,10 @@ def _eights(
 
 
 def _of_matrix(scale: Tensor, i: int, count: int) -> Tensor:
-    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element serves the whole
-    stack."""
+    """Return the part of ``scale`` for stacked matrix ``i``; a scale of one element serves the whole stack.
+
+    Raises Misfit.
+    """
     if scale.numel() == 1:
         return scale
     if scale.shape[0] != count:

@@ -40,10 +40,10 @@ def unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = Non
 
 
 def scale_groups(values: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor) -> Tensor:
-    """Compute ``(values - zeros) * scales`` for the group of each row, in place. Return ``values``.
+    """Compute ``(values - zeros) * scales`` for the group of each row, in place.
 
-    values: [K, N] in a wide dtype; scales: [G, N] and zeros: [G, N] or None, in the same dtype; groups: group
-    of each row, integers [K]. Raises Misfit.
+    Return ``values``. values: [K, N] in a wide dtype; scales: [G, N] and zeros: [G, N] or None, in the same
+    dtype; groups: group of each row, integers [K]. Raises Misfit, before any change.
     """
     if scales.dim() != 2 or scales.shape[1] != values.shape[1] or groups.shape != values.shape[:1]:
         raise Misfit(f"scales of {list(scales.shape)} do not fit {list(values.shape)} values")

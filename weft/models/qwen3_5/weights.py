@@ -18,6 +18,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> None:
+    """Add the input projections of a delta net to ``made``, published as four matrices."""
     key = delta.k_heads * delta.k_dim
     value = delta.v_heads * delta.v_dim
     heads = delta.v_heads

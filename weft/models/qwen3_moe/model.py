@@ -11,7 +11,10 @@ from weft.moe.block import RoutedMLP
 
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Build layer ``layer`` with unset weights."""
+    """Build layer ``layer`` with unset weights.
+
+    Experts stand in the layers of ``spec.moe.layers``, a gated MLP elsewhere.
+    """
     feed_forward: FeedForward
     if spec.moe is not None and layer in spec.moe.layers:
         feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)

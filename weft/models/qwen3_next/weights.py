@@ -39,6 +39,7 @@ def hybrid_weights(
 
 
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """Add the feed-forward of one layer to ``made``: experts or a gated MLP."""
     theirs = f"{theirs}.mlp"
     ours = f"{ours}.feed_forward"
     if spec.moe is not None and layer in spec.moe.layers:
@@ -48,6 +49,7 @@ def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str,
 
 
 def _add_delta(made: WeightMap, theirs: str, ours: str) -> None:
+    """Add the tensors of a delta net to ``made``, except the input projections."""
     made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
     made.add(f"{theirs}.A_log", f"{ours}.log_rate")
     made.add(f"{theirs}.dt_bias", f"{ours}.step_bias")
@@ -56,8 +58,9 @@ def _add_delta(made: WeightMap, theirs: str, ours: str) -> None:
 
 
 def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> None:
-    """Map projections published per key head: q, k, v and z heads of the key head; b and a of the key
-    head."""
+    """Add projections to ``made``, published per key head: q, k, v and z heads of the key head; b and a of
+    the key head.
+    """
     heads = delta.v_heads // delta.k_heads
     ends = [0]
     for size in (delta.k_dim, delta.k_dim, heads * delta.v_dim, heads * delta.v_dim):
@@ -77,8 +80,9 @@ def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) 
 
 
 def _add_mtp(made: WeightMap, spec: ModelSpec) -> None:
-    """Map the single MTP module: norms of the next token's embedding and of the hidden state, then a
-    layer."""
+    """Add the single MTP module to ``made``: norms of the next token's embedding and of the hidden state,
+    then a layer.
+    """
     made.add_norm(spec, "mtp.pre_fc_norm_embedding", "mtp.0.embedding_norm")
     made.add_norm(spec, "mtp.pre_fc_norm_hidden", "mtp.0.hidden_norm")
     made.add("mtp.fc.weight", "mtp.0.project.weight")

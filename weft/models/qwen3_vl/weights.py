@@ -29,7 +29,10 @@ def weight_map(spec: ModelSpec) -> WeightMap:
 
 
 def _add_experts(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map experts. Fused matrices are [experts, hidden, 2 n] and [experts, n, hidden]."""
+    """Add experts to ``made``.
+
+    Fused matrices are published as [experts, hidden, 2 n] and [experts, n, hidden].
+    """
     add_experts(made, spec, theirs, ours)
     assert spec.moe is not None
     n, hidden = spec.moe.intermediate, spec.hidden

@@ -99,6 +99,7 @@ class Tower(nn.Module, ABC):
         return [result[number] for number in range(len(images))]
 
     def _embed(self, images: list[Tensor], grids: list[Grid]) -> list[Embedding]:
+        """Encode images as one row of patches, in the given order. Return one embedding per image."""
         # [N, hidden]: patches of all images
         x = self.patch(_joined([patches(image, self._spec.media, self._colours) for image in images]))
         placed = [self._place(grid, x.device) for grid in grids]
@@ -195,6 +196,7 @@ def patches(image: Tensor, media: MediaFacts, colours: Tensor) -> Tensor:
 
 
 def _check(image: Tensor, media: MediaFacts) -> None:
+    """Raise ValueError unless ``image`` is uint8 [frames, height, width, 3] of whole tokens."""
     token = media.patch * media.merge
     if image.dtype != torch.uint8 or image.dim() != 4 or image.shape[3] != 3 or not image.numel():
         raise ValueError(f"image of {image.dtype} {tuple(image.shape)}, not uint8 [frames, height, width, 3]")

@@ -26,6 +26,7 @@ class MoonTower(Tower):
         self.merger = MLP(joined, joined, vision.output, "gelu", build)
 
     def _grid(self, image: Tensor) -> Grid:
+        """Return the grid of ``image``. Raises ValueError for more frames than the model accepts."""
         grid = super()._grid(image)
         if grid.frames > self._spec.frames:
             raise ValueError(
@@ -40,6 +41,7 @@ class MoonTower(Tower):
         return grid.rows * grid.columns // self._spec.media.merge**2
 
     def _place(self, grid: Grid, device: torch.device) -> Placed:
+        """Return learned positions [patches, hidden] and the two axes of rotation, column first."""
         spec = self._spec
         row, column = places(grid.frames, grid.rows, grid.columns, 1, device)
         learned = interpolated(
@@ -55,6 +57,7 @@ class MoonTower(Tower):
         return Placed(learned, (column, row))
 
     def _merge(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Return [tokens, output] for patches x [N, hidden]: frames averaged, patches of a token joined."""
         counts = [grid.count for grid in grids]
         pooled = [
             self._pooled(part, grid) for part, grid in zip(self.norm(x).split(counts), grids, strict=True)

@@ -47,6 +47,7 @@ class QwenTower(Tower):
         self.levels = nn.ModuleList(Merger(vision, build, after=True) for _ in vision.levels)
 
     def _place(self, grid: Grid, device: torch.device) -> Placed:
+        """Return learned positions [patches, hidden] and the two axes of rotation, row first."""
         spec = self._spec
         row, column = places(grid.frames, grid.rows, grid.columns, spec.media.merge, device)
         learned = interpolated(

@@ -31,6 +31,7 @@ def add_qwen_tower(made: WeightMap, spec: ModelSpec) -> None:
 
 
 def _add_qwen(made: WeightMap, vision: VisionSpec) -> None:
+    """Add the tensors of Qwen's tower, its merger and its deepstack mergers to ``made``."""
     theirs = "model.visual"
     _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
     made.add(f"{theirs}.pos_embed.weight", "vision.positions")
@@ -67,6 +68,7 @@ def add_moon_tower(made: WeightMap, spec: ModelSpec) -> None:
 
 
 def _add_moon(made: WeightMap, vision: VisionSpec) -> None:
+    """Add the tensors of MoonViT and its projector to ``made``."""
     theirs = "vision_tower"
     _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
     made.add(

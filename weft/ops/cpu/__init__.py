@@ -34,7 +34,7 @@ def load() -> bool:
     """Return True if ``torch.ops.weft_cpu`` can be called; the first call loads this machine's build.
 
     Logs once why the operations are unavailable, and the cost. ``load.cache_clear()`` makes the next call
-    look again.
+    look again. Raises ConfigError for a bad WEFT_CPU_LEVEL.
     """
     disabled = env.get("WEFT_DISABLE_CPU_OPS")
     if disabled == COMPILING:

@@ -37,7 +37,8 @@ log = get_logger(__name__)
 def built() -> bool:
     """Return True if a new engine finds the C++ operations or must not use them.
 
-    Also True if the cache folder cannot be read: ``cpu.load`` logs the reason.
+    Also True if the cache folder cannot be read: ``cpu.load`` logs the reason. Raises ConfigError for a bad
+    WEFT_CPU_LEVEL.
     """
     if env.get("WEFT_DISABLE_CPU_OPS") == "1":
         return True
@@ -51,7 +52,11 @@ class OperationsBuild:
     """One run of ``weft build-ops`` during the run of a server. ``close`` may be called at any time."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
-        """Start the build. ``ready`` is called once, from another thread, if the build succeeds."""
+        """Start the build at low priority.
+
+        ``ready`` is called once, from another thread, if the build succeeds before ``close``. The result and
+        failures are logged.
+        """
         self._ready = ready
         self._closed = False
         self._began = time.monotonic()
@@ -68,7 +73,10 @@ class OperationsBuild:
         threading.Thread(target=self._follow, name="weft-build-ops", daemon=True).start()
 
     def close(self) -> None:
-        """End the build if it runs, and wait up to ``_END_S``. Compiled objects stay for the next build."""
+        """End the build if it runs, and wait up to ``_END_S``; then kill.
+
+        ``ready`` is not called any more. Compiled objects stay for the next build.
+        """
         self._closed = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -78,7 +86,10 @@ class OperationsBuild:
                 self._process.kill()
 
     def _follow(self) -> None:
-        """Log the lines of the build and then its result; call ``ready`` after success."""
+        """Log the lines of the build and then its result; call ``ready`` after success.
+
+        After ``close`` neither happens. Body of a thread.
+        """
         assert self._process.stdout is not None
         last = ""
         for line in self._process.stdout:

@@ -95,7 +95,7 @@ def find() -> Path | None:
     """Return the newest library of the present sources, torch and CPU, or the wheel's library, or None.
 
     Ignores libraries in the cache that belong to other users (except root), because the library is loaded
-    into the process. Raises OSError.
+    into the process. Raises OSError, and ConfigError for a bad WEFT_CPU_LEVEL.
     """
     made = {}
     sources = sources_digest()
@@ -112,7 +112,10 @@ def find() -> Path | None:
 
 
 def find_compiler() -> Compiler:
-    """Return CXX if set, otherwise the first of g++, c++ and clang++ on PATH. Raises BuildError."""
+    """Return CXX if set, otherwise the first of g++, c++ and clang++ on PATH.
+
+    Starts each candidate once for its version. Raises BuildError without a working compiler.
+    """
     named = env.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
@@ -138,7 +141,7 @@ def base_key(sources: str) -> str:
 
 
 def sources_digest() -> str:
-    """Return the hash of all files in ``csrc``."""
+    """Return the hash of the names and contents of all files in ``csrc``."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
@@ -171,12 +174,12 @@ def build(
     say: Say = lambda line: None,
     show: Say | None = None,
 ) -> Path:
-    """Build the library if missing, and return its path.
+    """Build the library if missing, and return its path in the cache.
 
     ``force`` compiles everything again. Otherwise a suitable library of the wheel is returned without a
     build. ``say`` receives lines of progress. ``show``, if given, repeatedly receives a status line in place
-    of the previous line. Concurrent builds wait for the first build and return its library. Raises
-    BuildError.
+    of the previous line. Libraries and objects unused for a month are removed after a build. Concurrent
+    builds wait for the first build and return its library. Raises BuildError.
     """
     compiler = find_compiler()
     cache = cache_folder()
@@ -209,9 +212,11 @@ def build(
 def build_for_wheel(
     folder: Path, *, verbose: bool = False, say: Say = lambda line: None, show: Say | None = None
 ) -> str:
-    """Build a library for each of `prebuilt.LEVELS` into ``folder``, and return the wheel's platform tag.
+    """Build a library for each of `prebuilt.LEVELS` into ``folder``, write the manifest, and return the
+    wheel's platform tag.
 
-    ``verbose``, ``say`` and ``show``: see `build`. Objects stay in the cache. Raises BuildError and OSError.
+    ``verbose``, ``say`` and ``show``: see `build`. Objects stay in the cache. Waits for other builds. Raises
+    BuildError and OSError.
     """
     if platform.machine() != "x86_64":
         raise BuildError(f"wheels are for x86-64, and this machine is {platform.machine()}")
@@ -234,6 +239,9 @@ def build_for_wheel(
 
 @contextlib.contextmanager
 def _lock(cache: Path, say: Say) -> Iterator[None]:
+    """Hold the lock of the cache folder; blocks, with one line to ``say``, while another process holds the
+    lock.
+    """
     with (cache / "lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,6 +256,7 @@ def _hash(*parts: str) -> str:
 
 
 def _torch_folder() -> Path:
+    """Return the folder of the installed torch. Raises BuildError without torch or without its headers."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError("torch is not installed, and the C++ operations are built against it")
@@ -267,7 +276,7 @@ def _compile_all(
 ) -> list[Path]:
     """Return the objects of all sources for the CPUs of ``target``; compile missing objects.
 
-    Finished objects stay in the cache, even if another source does not compile.
+    Finished objects stay in the cache, even if another source does not compile. Raises BuildError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"
@@ -294,6 +303,7 @@ def _seconds(source: Path) -> float:
 
 
 def _announcement(sources: Sequence[Path], processes: int, compiler: Compiler) -> str:
+    """Return the line for the user before compiling, with an estimate of the seconds."""
     seconds = [_seconds(source) for source in sources]
     wall = max(max(seconds), sum(seconds) / processes)
     return (
@@ -323,7 +333,11 @@ def _with_headers(source: Path) -> list[str]:
 
 
 def _link(compiler: Compiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
-    """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads."""
+    """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads.
+
+    The file ``target`` is replaced when complete. With ``verbose``, ``say`` gets the command. Raises
+    BuildError.
+    """
     library = _torch_folder() / "lib"
     openmp = sorted([*library.glob("libgomp*.so*"), *library.parent.with_name("torch.libs").glob("libgomp*")])
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,10 @@ class _Compiler:
     """A running compiler. The object appears under its name when complete."""
 
     def __init__(self, command: Sequence[str], source: Path, made: Path) -> None:
+        """Start a compiler for ``source``.
+
+        ``made``: path of the complete object. Raises OSError if the compiler does not start.
+        """
         self.source = source
         self.command: list[str] = []
         self.began = time.monotonic()
@@ -129,7 +133,10 @@ def compile_files(
 
 
 def run(command: Sequence[str], failure: str, verbose: bool, say: Say) -> None:
-    """Run one command to its end. Raises BuildError with the message ``failure``."""
+    """Run one command to its end.
+
+    Raises BuildError with the message ``failure``. With ``verbose``, ``say`` gets the command and its output.
+    """
     if verbose:
         say(" ".join(command))
     ran = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -61,7 +61,7 @@ def qkv_rope_cache_fp8(
 ) -> Tensor:
     """Compute ``kv_fp8.qkv_rope_cache_fp8``, in one pass if the head size is a multiple of 16.
 
-    cos, sin: float32.
+    Writes ``cache`` and ``scales``, returns the queries. cos, sin: float32.
     """
     if cache.shape[4] % 16:
         return kv_fp8.qkv_rope_cache_fp8(

@@ -74,7 +74,7 @@ def latent_rope_cache_fp8(
 ) -> Tensor:
     """Compute ``latent_ops.latent_rope_cache_fp8``, in one pass if kv_lora is a multiple of 16.
 
-    cos, sin: float32.
+    Writes ``cache``, ``scales`` and ``keys``; returns the queries' part. cos, sin: float32.
     """
     if cache.shape[2] % 16:
         return latent_ops.latent_rope_cache_fp8(

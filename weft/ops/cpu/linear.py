@@ -81,7 +81,7 @@ def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
-    """Pack a matrix [N, K] of codes for ``linear``."""
+    """Pack a matrix [N, K] of codes for ``linear``. Mapped pages of the codes are released."""
     if isinstance(codes, Codes):
         return _packed_codes(codes, gated=False)
     parts = [_packed_codes(part, gated=False) for part in codes.parts]
@@ -161,6 +161,10 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
 
 
 def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
+    """Return a matrix of codes in the extension's layout.
+
+    ``gated``: the rows are a gate half and an up half.
+    """
     data, coding = code_blocks(codes, gated=gated)
     factors = None if codes.factors is None else codes.factors.float()
     return PackedMatrix(
@@ -221,6 +225,7 @@ def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activatio
 
 
 def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Tensor:
+    """Return ``x @ weight.T + bias`` with the activation ``code`` of the extension (0: none)."""
     ops = torch.ops.weft_cpu
     result: Tensor
     if weight.coding is None:

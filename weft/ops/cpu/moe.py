@@ -110,6 +110,11 @@ def pack_part_fp8(weights: Routed) -> Packed:
 
 
 def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
+    """Return the weights packed as one block of the extension.
+
+    ``bits``: storage of the plain matrices; inner rows of 8-bit forms stay unrounded. ``Unstacked`` stacks
+    are emptied.
+    """
     rule = weights.rule
     gate = weights.gate
     router, bias = _router(weights)
@@ -196,7 +201,10 @@ def _matrix(
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Return (packed, factors, coding) of codes. An ``Unstacked`` stack is emptied, matrix by matrix."""
+    """Return (packed, factors, coding) of codes; factors are None without factors.
+
+    An ``Unstacked`` stack is emptied, matrix by matrix.
+    """
     if isinstance(codes, Codes) and codes.values.dim() == 2:
         data, coding = linear.code_blocks(codes, gated=gated)
         return data, _floats(codes.factors), coding
@@ -234,10 +242,10 @@ def _floats(factors: Tensor | None) -> Tensor | None:
 
 
 def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
-    """Return (packed [experts (+ 1), hidden], bias) of the router. The shared expert's gate is the last row.
+    """Return (packed [experts (+ 1), hidden], bias or None) of the router.
 
-    The result is bf16 for bf16 models if rounding changes no number: products are exact and sums float32
-    anyway.
+    The shared expert's gate is the last row. The result is bf16 for bf16 models if rounding changes no
+    number: products are exact and sums float32 anyway.
     """
     rows = weights.router.detach()
     bias = weights.router_bias

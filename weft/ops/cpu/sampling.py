@@ -59,9 +59,8 @@ def sample(
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
-
     logits, rows, masks: see ``greedy``. temperature, min_p: float64 [R]; min_p 0 keeps everything. seed,
-    choice, position: int64 [R], the arguments of the noise.
+    choice, position: int64 [R], the arguments of the noise. error: the logits of the row cannot be sampled.
     """
     words, places = (None, None) if masks is None else masks
     ids, error = torch.ops.weft_cpu.sample.default(

@@ -43,7 +43,10 @@ def serve(
     mixes: bool = False,
     apart: bool = False,
 ) -> None:
-    """Register ``run`` as implementation of ``op``. Default: available wherever the extension is built."""
+    """Register ``run`` as the invariant implementation of ``op`` on CPUs, with priority 10.
+
+    Default: available wherever the extension is built. The other arguments: see ``Implementation``.
+    """
     implementation = Implementation(
         name="cpu",
         run=run,

@@ -147,7 +147,7 @@ def _attend(
     WIDEN: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Compute one tile, one KV head, one split (or all keys)."""
+    """Compute one tile, one KV head, one split (or all keys), and write outputs (with SPLIT: states)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // GROUP
     tile = tl.load(tiles_ptr + tl.program_id(0))

@@ -98,6 +98,7 @@ def _coded(
     WIDEN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Multiply one tile of x by dequantized weights; with PARTS, a part of K without ``finish``."""
     tiles_m = tl.cdiv(rows, TILE_M)
     tiles_n = tl.cdiv(N, TILE_N)
     band = tl.program_id(0) // (GROUP_M * tiles_n)
@@ -208,6 +209,7 @@ def _dequantize(
 
 
 def _packed(codes: Codes) -> Codes:
+    """Return the codes in the layout of the kernels: contiguous, with float32 factors and fitting groups."""
     codes = fitting(codes)
     return replace(
         codes,

@@ -34,6 +34,7 @@ def _add_rms_norm(
     N_P2: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    """Normalize one row; with ADD, add the row of delta first and store the sum, rounded, in the stream."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, N_P2)
     live = at < N
@@ -66,7 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute ``torch_ops.add_rms_norm``. The sum overwrites a contiguous x."""
+    """Compute ``torch_ops.add_rms_norm``: return (sum, normalized sum). The sum overwrites a contiguous x."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
     if x.shape[1] > LONGEST_ROW:
@@ -81,6 +82,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 def _normalize(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, stream: Tensor, normed: Tensor
 ) -> None:
+    """Launch the norm over rows [T, n]. Writes ``normed``, and with ``delta`` also ``stream``."""
     rows, size = x.shape
     if not rows:
         return
@@ -203,7 +205,10 @@ def qkv_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Compute ``torch_ops.qkv_rope_cache``. The cache must be contiguous; cos and sin are float32."""
+    """Compute ``torch_ops.qkv_rope_cache``: write keys and values into ``cache``, return the queries.
+
+    The cache must be contiguous; cos and sin are float32.
+    """
     tokens, dim, half = qkv.shape[0], cache.shape[4], cos.shape[1]
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
@@ -243,6 +248,7 @@ def _gated_silu(
     N,
     AT_ONCE: tl.constexpr,
 ):
+    """Compute ``silu(gate) * up`` for AT_ONCE columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     live = at < N

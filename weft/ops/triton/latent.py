@@ -60,7 +60,9 @@ def _attend_latent(
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute one tile, one part of the heads, one split (or all keys)."""
+    """Compute one tile, one part of the heads, one split (or all keys), and write outputs (with SPLIT:
+    states).
+    """
     QUERIES: tl.constexpr = TILE_M // GROUP
     WIDTH: tl.constexpr = LORA + ROPE
     tile = tl.load(tiles_ptr + tl.program_id(0))

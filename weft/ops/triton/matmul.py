@@ -41,6 +41,7 @@ def _linear(
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    """Compute one tile of ``x @ weight.T + bias``, as one chain over K."""
     tiles_m = tl.cdiv(rows, TILE_M)
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
     group = tl.program_id(0) // (GROUP * tiles_n)

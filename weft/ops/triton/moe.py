@@ -62,7 +62,10 @@ def _grouped(
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order."""
+    """Multiply one tile of slots of one expert.
+
+    GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order.
+    """
     expert = tl.load(expert_ptr + tl.program_id(0))
     if expert >= E:
         return
@@ -220,6 +223,7 @@ def _product_of_codes(
     tile_m: int,
     gather: bool,
 ) -> None:
+    """Write the product of each slot and its expert's codes to ``out``; see ``_product``."""
     experts, outputs, inputs = weight.shape
     form = replace(coded.NARROW if tile_m == TILES_M[0] else coded.MIDDLE, tile_m=tile_m)
     _grouped_codes[(len(tiles.experts), triton.cdiv(outputs, form.tile_n))](
@@ -251,6 +255,10 @@ def _product(
     tile_m: int,
     gather: bool,
 ) -> None:
+    """Write the product of each slot and its expert's matrix to ``out`` [slots, N].
+
+    ``gather``: see ``_grouped``.
+    """
     if isinstance(weight, Codes):
         return _product_of_codes(x, weight, bias, out, tiles, top_k, tile_m, gather)
     experts, outputs, inputs = weight.shape
@@ -281,7 +289,10 @@ def _product(
 
 
 def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) -> Tensor:
-    """Compute all tokens through their experts: x [T, hidden], ids int64 [T, k]; [T, k, hidden]."""
+    """Compute all tokens through their experts: x [T, hidden], ids int64 [T, k]; [T, k, hidden].
+
+    Results of ids without an expert here are arbitrary.
+    """
     (tokens, top_k), (experts, hidden, inner) = ids.shape, weights.down.shape
     made = torch.empty((tokens, top_k, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -315,6 +326,7 @@ def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
 
 
 def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor | None) -> Tensor:
+    """Return the weighted sum of the experts and the shared expert, [T, hidden], rounded once."""
     tokens, top_k, hidden = made.shape
     out = torch.empty((tokens, hidden), dtype=made.dtype, device=made.device)
     if not tokens:
@@ -337,6 +349,7 @@ def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor |
 
 
 def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
+    """Return the output of the whole block, [T, hidden], for x [T, hidden]."""
     chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
     made = pieces.experts(x, chosen, weights)
     shared = None

@@ -69,7 +69,8 @@ class CallReader:
     def read(self, call: Call, trigger: str) -> Reading[bool]:
         """Read a call at the cursor, where ``trigger`` stands, and the further calls of the same list.
 
-        Return False, with nothing given out, if no call stands here.
+        Return True if a call has begun, even if its arguments broke; the cursor then stands behind everything
+        given out. Return False, with nothing given out, if no call stands here. Sets or clears ``section``.
         """
         section = call.section
         outer = section is not None and trigger in section.head
@@ -96,11 +97,12 @@ class CallReader:
         return True
 
     def arguments_of(self, name: str, start: int, ends: tuple[str, ...]) -> Reading[bool]:
-        """Read the arguments of a call with the head already read. Return False if no arguments begin at the
-        cursor.
+        """Read the arguments of a call with the head already read.
+
+        Return False if no arguments begin at the cursor.
 
         The name stands at position ``start``. One of ``ends`` follows the arguments. Return True also for
-        arguments that break later.
+        arguments that break later. The cursor then stands behind everything given out.
         """
         tape = self._tape
         if name not in self._tools or not self.allowed or not (yield from tape.blank()):
@@ -115,7 +117,10 @@ class CallReader:
         return True
 
     def ending(self, marks: tuple[str, ...]) -> Reading[bool]:
-        """Skip one of ``marks`` at the cursor or behind white space. Return False without such a mark."""
+        """Skip one of ``marks`` at the cursor or behind white space.
+
+        Return False without such a mark; the cursor then goes back behind everything given out.
+        """
         tape = self._tape
         yield from tape.blank()
         if (yield from tape.literal(*marks)) is None:
@@ -125,8 +130,10 @@ class CallReader:
         return True
 
     def end_section(self) -> Reading[bool]:
-        """Read the tail of the open section, at the cursor or behind white space. Return True if the tail is
-        complete.
+        """Read the tail of the open section, at the cursor or behind white space.
+
+        Return True and close the section if the tail is complete; return False also without an open section
+        or without a tail.
         """
         section = self.section
         if section is None or not section.tail:
@@ -137,7 +144,11 @@ class CallReader:
         return whole
 
     def _one(self, call: Call, head: Syntax) -> Reading[Outcome]:
-        """Read one call from head to tail. The cursor ends behind everything read."""
+        """Read one call from head to tail.
+
+        Return the outcome: "none" (no call), "broken" or "whole". Unless the outcome is "none", the cursor
+        ends behind everything given out.
+        """
         tape = self._tape
         self._name = self._ident = None
         outcome: Outcome = "none"
@@ -155,8 +166,10 @@ class CallReader:
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
-        """Read the arguments in the declared spelling and return the outcome of the call. ``bare``: no exact
-        text stands before the arguments.
+        """Read the arguments in the declared spelling, begin the call, and return the outcome; "none" if no
+        call has begun.
+
+        ``bare``: no exact text stands before the arguments.
         """
         spelled = call.arguments
         ends = CallEnds(self._tape, call.closings, self._openings)
@@ -182,7 +195,10 @@ class CallReader:
         self._tape.begin(self._name, self._ident)
 
     def _items(self, items: Syntax) -> Reading[bool]:
-        """Read ``items`` in order. Return False at the first missing item; optional items may be absent."""
+        """Read ``items`` in order and set the call's name and id.
+
+        Return False at the first missing item, where the cursor stays; optional items may be absent.
+        """
         tape = self._tape
         for item in items:
             if isinstance(item, str):
@@ -204,7 +220,10 @@ class CallReader:
         return True
 
     def _known_name(self) -> Reading[bool]:
-        """Read the name of a known tool, with or without quotes. Return False for any other text."""
+        """Read a name, with or without quotes, and set the call's name.
+
+        Return False unless a known tool has the name.
+        """
         tape = self._tape
         quote = yield from tape.literal('"', "'")
         start = tape.at
@@ -213,7 +232,11 @@ class CallReader:
         return name in self._tools and (quote is None or (yield from tape.literal(quote)) is not None)
 
     def _identifier(self, item: Identifier) -> Reading[bool]:
-        """Read an id, and the name inside the id if the format puts the name there."""
+        """Read an id and set the id of the call.
+
+        If the format puts the name inside the id, set the name too. Return False for an empty id, or for an
+        id without a known tool's name.
+        """
         start = self._tape.at
         text = yield from self._tape.run(_IDENTIFIER, MAX_KEY)
         self._ident = (start, self._tape.at)
@@ -333,8 +356,9 @@ class CallReader:
         return "whole"
 
     def _key(self, spelled: CallObject) -> Reading[str | None]:
-        """Read the next known key with the colon and the white space around. Return None for anything
-        else.
+        """Read the next known key with the colon and the white space around.
+
+        Return the key without quotes, or None for anything else.
         """
         tape = self._tape
         if not (yield from tape.blank()):
@@ -368,8 +392,9 @@ class CallReader:
         return (yield from tape.literal(quote)) is not None
 
     def _separator(self) -> Reading[str | None]:
-        """Read the separator of two members or the end of the object; None for anything else. A comma before
-        the end belongs to the end.
+        """Read the separator of two members or the end of the object.
+
+        Return "," or "}", or None for anything else. A comma before the end belongs to the end.
         """
         tape = self._tape
         if not (yield from tape.blank()):
@@ -413,7 +438,10 @@ class CallReader:
     # -- other ways to write arguments
 
     def _parameters(self, spelled: Parameters, tool: Tool, ends: CallEnds) -> Reading[Outcome]:
-        """Read arguments in tags. The call begins only if the first parameter or the end is readable."""
+        """Read arguments in tags and return the outcome.
+
+        The call begins only if the first parameter or the end is readable; else the outcome is "none".
+        """
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
@@ -428,7 +456,8 @@ class CallReader:
         return "whole" if (yield from reader.read()) else "broken"
 
     def _keywords(self, ends: CallEnds) -> Reading[Outcome]:
-        """Read ``key=value, ...)`` behind the opening parenthesis of the head.
+        """Read ``key=value, ...)`` behind the opening parenthesis of the head, give the arguments out as
+        JSON, and return the outcome.
 
         One of ``ends``, or the end of the output, may replace the closing parenthesis.
         """

@@ -30,6 +30,10 @@ class ChannelReader:
     def __init__(
         self, tape: Tape, declared: Channels, reader: CallReader, *, thoughts: bool, calls: bool
     ) -> None:
+        """Without ``thoughts``, reasoning channels become content.
+
+        Without ``calls``, messages to tools are no calls.
+        """
         self.body: Body | None = None
         self._tape = tape
         self._declared = declared
@@ -51,8 +55,9 @@ class ChannelReader:
         return self._declared.ends
 
     def begin(self, *, in_thought: bool) -> Reading[None]:
-        """Read the start of the output. The prompt ends either behind the role or inside a reasoning
-        block.
+        """Read the start of the output and set ``body``.
+
+        The prompt ends either behind the role or inside a reasoning block (``in_thought``).
         """
         if in_thought:
             self.body = "reasoning"
@@ -69,8 +74,10 @@ class ChannelReader:
         self._tape.begin_part()
 
     def header(self, start: int) -> Reading[bool]:
-        """Read the header at ``start``, and the body too if the message is a call. Return False if no header
-        stands there.
+        """Read the header at ``start``, and the body too if the message is a call.
+
+        Set ``body``. Return False if no header stands there, with the cursor back at ``start``, or if a call
+        does not begin.
         """
         tape = self._tape
         read = yield from self._until_message(start)
@@ -90,7 +97,11 @@ class ChannelReader:
         return True
 
     def _until_message(self, start: int) -> Reading[str | None]:
-        """Return the text of the header without the mark at the end; None if no header ends here."""
+        """Return the text of the header without the mark at the end; None if no header ends within
+        ``MAX_HEADER`` characters.
+
+        Waits for more text. The cursor does not move.
+        """
         tape = self._tape
         used = self._declared
         while True:
@@ -132,8 +143,9 @@ class ChannelReader:
         return Header(channel=channel, recipient=recipient, recipient_at=place)
 
     def _call(self, header: Header, behind: int) -> Reading[bool]:
-        """Read the arguments of a message to a tool: the body of the message. Return False if no call
-        begins.
+        """Read the arguments of a message to a tool: the body of the message.
+
+        Set ``body``: None behind an end mark, else "content". Return False if no call begins.
         """
         name = header.recipient.removeprefix(self._declared.prefix)
         if not self._tells_calls:

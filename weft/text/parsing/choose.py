@@ -80,8 +80,9 @@ class ModelHints(msgspec.Struct, frozen=True, kw_only=True):
 def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> OutputFormat | None:
     """Return the declaration of a model, or None if the server separates nothing.
 
-    Explicit names win over the checkpoint's ``response_template``, which wins over the template's texts.
-    Raises ConfigError for an unknown name and for two formats in conflict.
+    Explicit names win over the checkpoint's ``response_template``, which wins over the template's texts. An
+    unsupported ``response_template`` is logged and ignored. Raises ConfigError for an unknown name and for
+    two formats in conflict.
     """
     calling = _named("tool_call_parser", tool_call_parser, CALLS)
     thinking = _named("reasoning_parser", reasoning_parser, THOUGHTS)
@@ -131,7 +132,7 @@ def _thoughts_of(hints: ModelHints) -> OutputFormat | None:
 
 
 def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
-    """Put the spelling of the model's own template first.
+    """Return ``made`` with the spelling of the model's own template first.
 
     Grammars use the first spelling of a call. Only Mistral's declaration depends on the tokenizer version.
     """
@@ -145,6 +146,10 @@ def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
 
 
 def _named(flag: str, name: str, known: Mapping[str, OutputFormat]) -> OutputFormat | None:
+    """Return the format of an explicit name; None for "auto" and "none".
+
+    Raises ConfigError for an unknown name.
+    """
     if name in ("auto", "none"):
         return None
     if name not in known:

@@ -234,6 +234,7 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
         return frozenset(text for text in self._texts() if text)
 
     def _texts(self) -> Iterator[str]:
+        """Yield all exact texts of the declaration, possibly "" and with repetitions."""
         for thought in self.thoughts:
             yield from (thought.open, thought.close)
         for call in self.calls:

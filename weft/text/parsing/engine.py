@@ -51,6 +51,10 @@ class OutputEngine:
     """The ``OutputParser`` for any declaration."""
 
     def __init__(self, declared: OutputFormat, spec: OutputSpec, tape: Tape | None = None) -> None:
+        """``declared`` names the parts to separate, ``spec`` the parts that the request wants.
+
+        ``tape`` may be a subclass that records more; None means a new tape.
+        """
         self.tape = Tape() if tape is None else tape
         self._format = declared
         tools = {tool.name: tool for tool in spec.tools} if spec.tool_calls else {}
@@ -134,10 +138,10 @@ class OutputEngine:
     # -- text up to a mark
 
     def _text(self) -> Reading[tuple[Mark, int] | None]:
-        """Give out text up to the next mark. Return the mark and its position, or None at the end of the
-        output.
+        """Give out text up to the next mark.
 
-        The white space before a trimming mark is not given out yet.
+        Return the mark and its position, or None at the end of the output, with all text given out. The white
+        space before a trimming mark is not given out yet.
         """
         tape = self.tape
         marks = self._marks()
@@ -164,9 +168,7 @@ class OutputEngine:
         return None
 
     def _find(self, marks: Marks) -> tuple[Mark, int] | None:
-        """Return the first mark in effect and its position, or None. Give out the text before a line-start
-        mark.
-        """
+        """Return (first mark in effect, position), or None. Give out the text before a line-start mark."""
         tape = self.tape
         start = tape.done
         while True:
@@ -249,8 +251,9 @@ class OutputEngine:
     # -- what marks do
 
     def _act(self, mark: Mark, start: int) -> Reading[bool]:
-        """Apply ``mark`` at ``start``. Return False, with nothing given out, if the text there turns out to
-        be no mark.
+        """Apply ``mark`` at ``start``: skip the markup and change the state.
+
+        Return False, with nothing given out, if the text there turns out to be no mark.
         """
         tape = self.tape
         if mark.action == "open":
@@ -279,9 +282,9 @@ class OutputEngine:
         return True
 
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
-        """Read a call at ``start`` with the first declared spelling that fits. Return False if none fits.
+        """Read a call at ``start`` with the first declared spelling that fits.
 
-        After a failure ``tape.at`` stands at the farthest position of all attempts.
+        Return False if none fits; ``tape.at`` then stands at the farthest position of all attempts.
         """
         farthest = start
         for call in self._ways:

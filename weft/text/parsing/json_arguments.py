@@ -24,8 +24,10 @@ class JsonReader:
         self._tape = tape
 
     def read(self, ends: CallEnds) -> Reading[bool]:
-        """Read an object and return True if the object is whole. The end of the call may replace the last
-        brackets. The text goes to the tape's arguments piece by piece, also the text of a broken object.
+        """Read an object and return True if the object is whole.
+
+        The end of the call may replace the last brackets. The text goes to the tape's arguments piece by
+        piece, also the text of a broken object. The cursor stands behind everything read.
 
         An unclosed string ends before a line with the end of the call. Otherwise the string would swallow the
         calls behind.
@@ -84,8 +86,10 @@ class JsonReader:
         return False
 
     def held(self) -> Reading[tuple[Span, str] | None]:
-        """Read an object without giving the object out. Return the position and the JSON text; None for a
-        broken object.
+        """Read an object of at most ``MAX_HELD`` characters without giving the object out.
+
+        Return ((start, end), JSON text), with the cursor behind the object; None for a broken or longer
+        object.
         """
         tape = self._tape
         start = tape.at
@@ -110,8 +114,9 @@ class JsonReader:
         return taken
 
     def _closes(self, scanner: JsonObjectScanner, ends: CallEnds) -> Reading[bool]:
-        """Close an incomplete object if the output ends here, or the end of the call or another call
-        follows. Return True if the object is whole then. Does not read past the object.
+        """Close an incomplete object if the output ends here, or the end of the call or another call follows.
+
+        Return True if the object is whole then. The cursor does not move.
         """
         tape = self._tape
         start = tape.at

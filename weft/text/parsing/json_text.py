@@ -57,10 +57,10 @@ class JsonObjectScanner:
         """Characters of the current number."""
 
     def take(self, text: str, start: int) -> int:
-        """Read ``text`` from ``start``. Return the index behind the last character taken.
+        """Read ``text`` from ``start`` and return the index behind the last character taken.
 
-        Reading stops at the end of the text, at the end of the object (``whole``), or at a character that
-        cannot be part of the object (``broken``).
+        Reading stops at the end of the text, at the end of the object (sets ``whole``), or at a character
+        that cannot be part of the object (sets ``broken``). The JSON text waits for ``written``.
         """
         at = start
         while at < len(text) and not self.whole and not self.broken:
@@ -89,8 +89,9 @@ class JsonObjectScanner:
         return text
 
     def finish(self) -> bool:
-        """Close the open brackets. Return False, and write nothing, if more than closing brackets is
-        missing.
+        """Close the open brackets, set ``whole`` and return True.
+
+        Return False, and write nothing, if more than closing brackets is missing.
         """
         # Only a complete number, a complete value or a trailing comma may stand before the closing brackets.
         after_number = self._state == "number" and self._number in _NUMBER_ENDS
@@ -119,7 +120,10 @@ class JsonObjectScanner:
         self._release()
 
     def _one(self, char: str) -> int:
-        """Take one character outside the plain part of a string. Return 1 if taken, else 0."""
+        """Take one character outside the plain part of a string.
+
+        Return 1 if taken, else 0: ``char`` is then read again or breaks the object.
+        """
         state = self._state
         if state in ("escape", "hex"):
             return self._in_escape(char)
@@ -154,7 +158,11 @@ class JsonObjectScanner:
         return self._close(char)
 
     def _begin_key(self, char: str) -> int:
-        """Begin a key with ``char``, or close the object. Return 1 if ``char`` was taken."""
+        """Begin a key with ``char``, or close the object.
+
+        A second first brace only sets ``doubled``. Return 1 if ``char`` was taken; any other character breaks
+        the object.
+        """
         if char == "}":
             return self._close(char)  # drops a comma before the brace
         if char == "{" and self._state == "first key" and self._stack == ["{"] and not self.doubled:
@@ -166,7 +174,10 @@ class JsonObjectScanner:
         return self._begin_string(char)
 
     def _begin_value(self, char: str) -> int:
-        """Begin a value with ``char``. Return 1 if ``char`` was taken."""
+        """Begin a value with ``char``.
+
+        Return 1 if ``char`` was taken; any other character breaks the object.
+        """
         if char in "{[":
             return self._open(char)
         if char in "'\"":
@@ -191,6 +202,7 @@ class JsonObjectScanner:
         return self._write('"', "string")
 
     def _open(self, char: str) -> int:
+        """Open a bracket and return 1. Break the object at more than ``MAX_DEPTH`` brackets."""
         if len(self._stack) >= MAX_DEPTH:
             return self._fail()
         self._release()
@@ -198,6 +210,10 @@ class JsonObjectScanner:
         return self._write(char, "first key" if char == "{" else "first")
 
     def _close(self, char: str) -> int:
+        """Close a bracket, drop a comma before the bracket, and return 1.
+
+        Break the object at a wrong bracket. Set ``whole`` at the last bracket.
+        """
         if (self._stack[-1], char) not in (("{", "}"), ("[", "]")):
             return self._fail()
         if self._held:
@@ -207,6 +223,7 @@ class JsonObjectScanner:
         return self._write(char, "after")
 
     def _in_string(self, char: str) -> int:
+        """Take a quote, a backslash or a control character inside a string. Return 1."""
         if char == self._quote:
             return self._write('"', "colon" if self._is_key else "after")
         if char == "\\":
@@ -217,8 +234,10 @@ class JsonObjectScanner:
         return 1
 
     def _in_escape(self, char: str) -> int:
-        """Take a character behind a backslash. An invalid escape becomes a literal backslash and
-        character.
+        """Take a character behind a backslash.
+
+        An invalid escape becomes a literal backslash and character. Return 0 if ``char`` ends an incomplete
+        hex escape and is read again.
         """
         if self._state == "escape" and char == "u":
             self._held.append(char)
@@ -241,7 +260,10 @@ class JsonObjectScanner:
         return 0
 
     def _in_word(self, char: str) -> int:
-        """Read a character of a word such as ``true``. The word is written in JSON spelling when complete."""
+        """Read a character of a word such as ``true``.
+
+        The word is written in JSON spelling when complete. Any other word breaks the object.
+        """
         word = "".join((*self._held, char))
         self._options = tuple(option for option in self._options if option.startswith(word))
         if not self._options:
@@ -289,7 +311,10 @@ class StringDecoder:
         self._escape = ""
 
     def push(self, char: str) -> str | None:
-        """Return the text completed by ``char``, possibly ""; None for an unescaped quote."""
+        """Return the text completed by ``char``, "" inside an escape; None for an unescaped quote.
+
+        An invalid escape is returned unchanged.
+        """
         if not self._escape:
             if char == '"':
                 return None

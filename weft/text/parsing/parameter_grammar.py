@@ -100,7 +100,10 @@ def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
 
 
 def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Grammar, ...]:
-    """Return the grammar from behind a key up to and including the closing tag of the value."""
+    """Return the grammar from behind a key up to and including the closing tag of the value.
+
+    Raises InvalidRequest if a strict tool uses a keyword that cannot be enforced for a string.
+    """
     types = types_of(schema, tool.parameters)
     if types and "string" not in types:
         value = JsonSchema(schema=_schema(tool, schema))

@@ -34,7 +34,9 @@ _CLOSES = {"[": "]", "(": ")", "{": "}"}
 
 
 def python_to_json(text: str) -> str | None:
-    """Return ``text`` as JSON if all of ``text`` is one value, else None."""
+    """Return ``text`` (a value in Python's or JSON's spelling) as JSON if all of ``text`` is one value, else
+    None.
+    """
     tape = Tape()
     tape.add(text)
     tape.ended = True
@@ -58,7 +60,10 @@ class PythonReader:
         self._into_call = into_call
 
     def value(self) -> Reading[bool]:
-        """Read one value. Return False, with the cursor there, at the first invalid character."""
+        """Read one value and give the value out as JSON.
+
+        Return False, with the cursor there, at the first invalid character; the JSON so far stays given out.
+        """
         tape = self._tape
         stack: list[str] = []
         while True:
@@ -107,7 +112,10 @@ class PythonReader:
         return True
 
     def _key(self) -> Reading[bool]:
-        """Read a dict key with the colon. A number becomes a string, as JSON requires."""
+        """Read a dict key with the colon.
+
+        A number becomes a string, as JSON requires. Return False for any other key or without a colon.
+        """
         tape = self._tape
         char = yield from tape.peek()
         if char in ("'", '"'):
@@ -126,8 +134,9 @@ class PythonReader:
         return True
 
     def _atom(self, char: str) -> Reading[bool]:
-        """Read a string, a number or a word. Return False, with the cursor at the start, for anything
-        else.
+        """Read a string, a number or a word and give the value out as JSON.
+
+        Return False, with the cursor at the start, for anything else.
         """
         tape = self._tape
         start = tape.at
@@ -146,7 +155,10 @@ class PythonReader:
         return True
 
     def _string(self, quote: str) -> Reading[bool]:
-        """Read a string in single or triple quotes."""
+        """Read a string in single or triple quotes and give the string out as JSON.
+
+        Return False if the output ends first or an escape is invalid.
+        """
         tape = self._tape
         mark = yield from tape.literal(quote * 3, quote)
         assert mark is not None
@@ -171,7 +183,10 @@ class PythonReader:
                 return False
 
     def _escape(self) -> Reading[bool]:
-        """Read an escape. Return False for an incomplete escape or an invalid code point."""
+        """Read an escape and give out the character.
+
+        Return False, with the cursor at the backslash, for an incomplete escape or an invalid code point.
+        """
         tape = self._tape
         start = tape.at
         tape.at += 1

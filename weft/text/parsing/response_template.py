@@ -50,8 +50,10 @@ class _Unreadable(Exception):
 
 
 def read_response_template(template: Any) -> OutputFormat | None:
-    """Return the declaration for a ``response_template``; None if a declaration cannot express the
-    template.
+    """Return the declaration for a ``response_template``.
+
+    Return None if a declaration cannot express the template, or if the template declares neither reasoning
+    nor calls.
     """
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping) or template.get("version", 1) != 1:
@@ -69,7 +71,7 @@ def read_response_template(template: Any) -> OutputFormat | None:
 
 
 def _thoughts(field: Any) -> list[Thought]:
-    """Return the reasoning tags of a field."""
+    """Return the reasoning tags of a field. Raise _Unreadable unless there is one closing text."""
     opens = _texts(field, "open")
     closes = _texts(field, "close")
     if len(closes) != 1 or field.get("content", "text") != "text":
@@ -118,7 +120,10 @@ def _call(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
 
 
 def _object(field: Mapping[str, Any]) -> Arguments:
-    """Return the keys of name and arguments in the JSON object of a call."""
+    """Return the keys of name and arguments in the JSON object of a call.
+
+    Raise _Unreadable for another form.
+    """
     transform = field.get("transform")
     function = transform.get("function") if isinstance(transform, Mapping) else "{content}"
     if function in ("{content}", {"name": "{name}", "arguments": "{arguments}"}):
@@ -135,7 +140,10 @@ def _object(field: Mapping[str, Any]) -> Arguments:
 
 
 def _tagged(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
-    """Return a call with arguments in tags, from a ``tag_pattern`` with the groups key and value."""
+    """Return a call with arguments in tags, from a ``tag_pattern`` with the groups key and value.
+
+    Raise _Unreadable for another pattern, or without a closing text.
+    """
     arguments = field.get("content_args")
     pattern = arguments.get("tag_pattern") if isinstance(arguments, Mapping) else None
     if not isinstance(pattern, str):
@@ -165,7 +173,7 @@ def _texts_of(items: Syntax) -> list[str]:
 
 
 def _texts(field: Any, key: str) -> list[str]:
-    """Return the texts under ``key``: several, one, or none."""
+    """Return the texts under ``key``: several, one, or none. Raise _Unreadable for anything except texts."""
     if not isinstance(field, Mapping):
         raise _Unreadable
     value = field.get(key)

@@ -28,6 +28,7 @@ class ContentScope:
     """
 
     def __init__(self, declared: OutputFormat, spec: OutputSpec) -> None:
+        """``spec`` names the parts to separate, as for the parser of the request."""
         self._tape = _Noted()
         self._engine = OutputEngine(declared, spec, self._tape)
         self._text = ""
@@ -47,6 +48,9 @@ class ContentScope:
         return self._taken()
 
     def _taken(self) -> list[tuple[bool, str]]:
+        """Return the newly decided stretches as (is content, text), neighbours of the same sort joined, and
+        forget the text.
+        """
         noted, self._tape.noted = self._tape.noted, []
         stretches: list[tuple[bool, str]] = []
         start = 0

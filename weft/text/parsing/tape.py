@@ -72,7 +72,7 @@ class Tape:
     # -- text in
 
     def add(self, text: str) -> None:
-        """Append the next piece of the output."""
+        """Append the next piece of the output. Decided text may be dropped from memory."""
         kept = self._text
         self._text = ""  # leave ``kept`` as the only reference: Python then appends in place
         # Drop decided text only when the dropped part is large, so that all copies together stay linear.
@@ -126,8 +126,10 @@ class Tape:
         return self._text[self.at - self._base]
 
     def literal(self, *options: str) -> Reading[str | None]:
-        """Read the longest of ``options`` at ``at`` and return the option. Return None and read nothing if no
-        option matches.
+        """Read the longest of ``options`` at ``at`` and return the option.
+
+        Return None and read nothing if no option matches. Waits for more text while a longer option may still
+        match.
         """
         ordered = sorted(options, key=len, reverse=True)
         while True:
@@ -146,8 +148,10 @@ class Tape:
             yield
 
     def blank(self, limit: int = MAX_BLANK) -> Reading[bool]:
-        """Read white space. Return False, with the cursor behind ``limit`` characters, if more than ``limit``
-        characters follow.
+        """Read white space and move ``at`` behind.
+
+        Return False, with the cursor behind ``limit`` characters, if more than ``limit`` characters follow.
+        Waits for more text at the end of the text so far.
         """
         start = self.at
         while True:
@@ -177,7 +181,10 @@ class Tape:
                 return self.slice(start, self.at)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Read the part of a run of characters received so far. More of the run may follow."""
+        """Read the part of a run of characters received so far, "" for none, and move ``at`` behind.
+
+        More of the run may follow.
+        """
         found = pattern.match(self._text, self.at - self._base)
         text = "" if found is None else found[0]
         self.work += len(text) + 1
@@ -187,7 +194,10 @@ class Tape:
     # -- what characters are
 
     def text(self, end: int, *, thought: bool) -> None:
-        """Give out everything up to ``end`` as reasoning (``thought``) or content."""
+        """Give out everything up to ``end`` as reasoning (``thought``) or content, and move ``done`` there.
+
+        Do nothing if ``end`` is not behind ``done``.
+        """
         if end <= self.done:
             return
         piece = self.slice(self.done, end)
@@ -211,6 +221,7 @@ class Tape:
         self.fenced = False
 
     def _follow_lines(self, piece: str) -> None:
+        """Update ``fenced`` and the start of the current line with text given out."""
         first, *others = piece.split("\n")
         self._line = (self._line + (first if self._line else first.lstrip(BLANKS)))[:_FENCE]
         for line in others:
@@ -222,10 +233,10 @@ class Tape:
         self.mark("markup", end)
 
     def begin(self, name: tuple[int, int], ident: tuple[int, int] | None = None) -> int:
-        """Begin a call and return the number of the call.
+        """Begin a call, add its event, count the call in ``calls`` and return the number of the call.
 
-        ``name`` and ``ident`` are the positions of the tool name and of the id. Every other undecided
-        character up to ``at`` is markup.
+        ``name`` and ``ident`` are the (start, end) of the tool name and of the id. Every other undecided
+        character up to ``at`` is markup. ``done`` moves to ``at``.
         """
         text = self.slice(*name)
         own = "" if ident is None else self.slice(*ident)
@@ -246,8 +257,10 @@ class Tape:
     def begin_behind(
         self, name: tuple[int, int], ident: tuple[int, int] | None, early: tuple[int, int], text: str
     ) -> None:
-        """Begin a call with arguments before the name: ``early`` is the position of the arguments, ``text``
-        their JSON.
+        """Begin a call with arguments before the name, add its events, and count the call in ``calls``.
+
+        ``early`` is the (start, end) of the arguments, ``text`` their JSON. ``done`` moves behind the last of
+        the spans.
         """
         own = "" if ident is None else self.slice(*ident)
         self._push(CallBegin(call=self.calls, name=self.slice(*name), id=own))
@@ -301,6 +314,7 @@ class Tape:
         self._pieces.append(piece)
 
     def _flush(self) -> None:
+        """Turn the gathered pieces into one event and forget the pieces; do nothing without text."""
         text = "".join(self._pieces)
         self._pieces.clear()
         if not text:

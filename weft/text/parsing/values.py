@@ -26,9 +26,9 @@ def types_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, .
 
 
 def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: set[str]) -> list[str]:
-    """Return the types, with repetitions.
+    """Return the JSON types allowed by ``schema``, with repetitions; empty if unknown or nested too deep.
 
-    ``followed`` holds the references already resolved. A second visit adds no type. Without the set,
+    ``followed`` is extended with each resolved reference. A second visit adds no type. Without the set,
     definitions with many mutual references would take exponential time.
     """
     if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
@@ -119,7 +119,10 @@ def _as_type(raw: str, stripped: str, name: str) -> str | None:
 
 
 def _nested(text: str) -> str | None:
-    """Return an object or array as JSON, or None. Accept Python spelling too."""
+    """Return an object or array as JSON.
+
+    Accept Python spelling too. Return None for other text, or deeper than ``MAX_DEPTH``.
+    """
     try:
         json.loads(text, parse_constant=_refuse)
         return text if _depth(text) <= MAX_DEPTH else None

@@ -21,6 +21,10 @@ class ParameterReader:
     """
 
     def __init__(self, tape: Tape, spelled: Parameters, tool: Tool, ends: CallEnds) -> None:
+        """``ends`` recognizes the end of the call.
+
+        The cursor of ``tape`` stands behind the head of the call.
+        """
         self._tape = tape
         self._spelled = spelled
         self._tool = tool
@@ -42,8 +46,9 @@ class ParameterReader:
         """Position and text of the next ``_ahead`` match; "" stands for the end of the output."""
 
     def begins(self) -> Reading[bool]:
-        """Return True if a readable parameter, or the end of a call without parameters, stands at the
-        cursor.
+        """Return True if a readable parameter, or the end of a call without parameters, stands at the cursor.
+
+        The cursor may move; nothing is given out.
         """
         tape = self._tape
         found = yield from tape.literal(self._spelled.key_open, self._spelled.end)
@@ -52,9 +57,9 @@ class ParameterReader:
         return found is not None or (yield from self._ends.here(closed=False)) is True
 
     def read(self) -> Reading[bool]:
-        """Read the parameters up to and including ``end``. Return False if the parameters break.
+        """Read the parameters up to and including ``end``, and give the arguments out as JSON.
 
-        After False, the text from ``done`` on is not part of the call.
+        Return False if the parameters break. After False, the text from ``done`` on is not part of the call.
         """
         tape = self._tape
         spelled = self._spelled
@@ -76,7 +81,11 @@ class ParameterReader:
                 return False
 
     def _one(self) -> Reading[bool]:
-        """Read one parameter behind ``key_open``, up to the end of the value."""
+        """Read one parameter behind ``key_open``, up to the end of the value, and give key and value out as
+        JSON.
+
+        Return False if the head is unreadable or the value is cut off.
+        """
         tape = self._tape
         start = tape.at
         head = yield from self._head()
@@ -130,8 +139,9 @@ class ParameterReader:
         return None
 
     def _up_to(self, close: str) -> Reading[str | None]:
-        """Return the key and read ``close``. Return None for an invalid key: empty, longer than a line, or
-        with a tag inside.
+        """Return the key and read ``close``.
+
+        Return None for an invalid key: empty, longer than a line or ``MAX_KEY``, or with a tag inside.
         """
         tape = self._tape
         start = tape.at
@@ -148,7 +158,10 @@ class ParameterReader:
                 return None
 
     def _string(self) -> Reading[bool]:
-        """Stream a string value. Return False if the output ends first."""
+        """Stream a string value as JSON, with the closing tag skipped.
+
+        Return False if the output ends first; the JSON string then stays open.
+        """
         tape = self._tape
         tape.arguments('"', tape.done)
         while True:
@@ -162,7 +175,10 @@ class ParameterReader:
                 return True
 
     def _other(self, types: tuple[str, ...]) -> Reading[bool]:
-        """Gather a value that is not only a string and write the value as JSON. Return False if cut off."""
+        """Gather a value that is not only a string and give the value out as JSON.
+
+        If the output ends first, give out the raw text and return False.
+        """
         tape = self._tape
         pieces: list[str] = []
         while True:
@@ -224,9 +240,10 @@ class ParameterReader:
         return self._tape.slice(self._tape.done, end).removesuffix("\n")
 
     def _ending(self, mark: str, start: int) -> Reading[int | None]:
-        """Decide if ``mark`` at ``start`` ends the value. Return None if ``mark`` is part of the value.
+        """Decide if ``mark`` at ``start`` ends the value.
 
-        Return the position behind the closing tag, or ``start`` if the closing tag is missing.
+        Return None if ``mark`` is part of the value. Return the position behind the closing tag, or ``start``
+        if the closing tag is missing. The cursor moves.
         """
         tape = self._tape
         behind = start + len(mark)
@@ -245,7 +262,7 @@ class ParameterReader:
     def _is_end(self, mark: str) -> Reading[bool]:
         """Return True if the next parameter or the end of the call follows ``mark``.
 
-        An output cut off inside the following tag counts too.
+        An output cut off inside the following tag counts too. The cursor may move.
         """
         tape = self._tape
         spelled = self._spelled
@@ -267,6 +284,7 @@ class ParameterReader:
 
         The key must be a property of the tool not seen yet. Without ``value_open``, the tag must begin a
         line. A complete parameter inside a value is text: the value continues behind the inner closing tag.
+        The cursor moves.
         """
         tape = self._tape
         spelled = self._spelled
@@ -298,6 +316,8 @@ class ParameterReader:
     def _first_ahead(self, start: int) -> Reading[tuple[int, str]]:
         """Return position and text of the first closing tag, or of the first call opening at the start of a
         line.
+
+        Return (end, "") if the output ends first.
         """
         tape = self._tape
         while True:

@@ -34,10 +34,13 @@ def tokenizer_json(
     first_id: int = 0,
     begin: str | None = None,
 ) -> str:
-    """Return a tokenizer.json. ``tokens`` are in rank order; the first has the id ``first_id``.
+    """Return a tokenizer.json.
+
+    ``tokens`` are in rank order; the first has the id ``first_id``.
 
     ``begin``: text of the special token at the start of a sequence. Raises ConfigError with the file's
-    ``name`` for contradictory tokens.
+    ``name`` for contradictory tokens. The same error reports bytes without a token and an unsupported
+    ``pattern``.
     """
     letters = [level_text(token) for token in tokens]
     ids = {text: first_id + rank for rank, text in enumerate(letters)}

@@ -53,6 +53,10 @@ def _tiktoken(root: Path, config: dict[str, Any]) -> Converted:
 
 
 def _sentencepiece(root: Path, config: dict[str, Any]) -> Converted:
+    """Return the vocabulary of the folder's tokenizer.model, from the cache if possible.
+
+    Raises ConfigError.
+    """
     source = _read(root / sentencepiece.NAME)
     added = _read(root / _ADDED) if (root / _ADDED).is_file() else b"{}"
     try:
@@ -117,7 +121,7 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
 
 
 def _patterns(part: Any) -> Iterator[str]:
-    """Yield the word patterns of a pre-tokenizer, at any depth."""
+    """Yield the word patterns of a pre-tokenizer, at any depth; nothing for other values."""
     if not isinstance(part, dict):
         return
     for inner in part.get("pretokenizers") or ():

@@ -38,9 +38,9 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
     """Return the result of ``make`` for the file content ``source`` and ``settings``, from the user's cache
     if present.
 
-    The file name is a digest of the content, so a changed file is converted again. Files are replaced
-    atomically, and concurrent processes write the same content. A cache that cannot be written only costs
-    time.
+    A new result is stored in the cache. The file name is a digest of the content, so a changed file is
+    converted again. Files are replaced atomically, and concurrent processes write the same content. A cache
+    that cannot be written is logged and only costs time. Errors of ``make`` pass through.
     """
     seen = hashlib.sha256(f"{_VERSION}\0{len(source)}\0".encode())
     seen.update(source)
@@ -64,6 +64,10 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
 
 
 def _replace(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path`` atomically and create the folder.
+
+    Raises OSError; the temporary file is then removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=".making-", dir=path.parent)
     try:

@@ -137,7 +137,10 @@ def _message(value: Value) -> bytes:
 
 
 def _piece(value: Value) -> Piece:
-    """Return one vocabulary entry of a SentencePiece message. Fields: 1 text, 2 score, 3 type."""
+    """Return one vocabulary entry of a SentencePiece message.
+
+    Fields: 1 text, 2 score, 3 type. Raises ValueError or struct.error for invalid data.
+    """
     piece = Piece()
     for number, part in fields(_message(value)):
         if number == 1:
@@ -150,7 +153,7 @@ def _piece(value: Value) -> Piece:
 
 
 def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
-    """Read the fields ``names`` of a nested message into ``model``."""
+    """Read the fields ``names`` of a nested message into ``model``. Raises ValueError for invalid data."""
     for number, part in fields(_message(value)):
         name = names.get(number, "")
         if name in model.ids:
@@ -162,7 +165,9 @@ def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
 
 
 def _check(model: Model) -> None:
-    """Raise ConfigError for a model that the conversion cannot reproduce exactly."""
+    """Raise ConfigError for a model that the conversion cannot reproduce exactly: not BPE, a normalizer,
+    unused pieces, other white space, or ties of scores.
+    """
     if model.algorithm != 2:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise unusable(NAME, f"its algorithm is {kind}; only BPE is supported")
@@ -232,9 +237,10 @@ def _runs_agree(lengths: list[int]) -> bool:
 
 
 def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str, int]) -> None:
-    """Add the tokens named by the files beside the model, behind the pieces of the model.
+    """Append the tokens named by the files beside the model to ``pieces``.
 
-    Raises ConfigError if such a file names a piece differently from the model.
+    Gaps between ids become unused pieces. Raises ConfigError if such a file names a piece differently from
+    the model.
     """
     named = {number: Piece(text, 0.0, _USER) for text, number in added.items()}
     for key, entry in (config.get("added_tokens_decoder") or {}).items():

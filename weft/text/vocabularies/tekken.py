@@ -75,7 +75,10 @@ def convert(source: bytes) -> Converted:
 
 
 def _specials(file: _File) -> list[Special]:
-    """Return all special tokens: the listed tokens, then fillers up to the number in the file."""
+    """Return all special tokens: the listed tokens, then fillers up to the number in the file.
+
+    Raises ConfigError for a missing or inconsistent list, and without ``<s>``.
+    """
     count = file.config.default_num_special_tokens
     if file.special_tokens is not None:
         listed = sorted(file.special_tokens, key=lambda special: special.rank)

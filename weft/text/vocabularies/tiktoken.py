@@ -107,7 +107,7 @@ def _specials(config: dict[str, Any], first: int, count: int) -> list[Special]:
     """Return ``count`` special tokens from the id ``first`` on, named by ``added_tokens_decoder``.
 
     An id without a name keeps its place under a reserved name. Numbering only the named tokens consecutively
-    would give wrong ids.
+    would give wrong ids. Raises ConfigError for a named token with any other id.
     """
     named = config.get("added_tokens_decoder") or {}
     # Reserve all ids first, then replace the named ids.

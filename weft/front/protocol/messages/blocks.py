@@ -153,7 +153,7 @@ class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def tool(value: Any, where: str) -> ToolBlock:
-    """Return a tool. Raises InvalidRequest, naming the tool, for a tool that the server cannot offer."""
+    """Return a tool. Raises InvalidRequest, naming ``where``, for a tool that the server cannot offer."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise InvalidRequest(

@@ -50,9 +50,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 def conversation(
     asked: CountRequest, *, system_inside: bool, keep_attribution: bool
 ) -> tuple[Conversation, Facts]:
-    """Return the request in common form, and the facts for the answer. Raises InvalidRequest.
+    """Return (request in common form, facts for the answer).
 
-    ``system_inside``: see ``Turns``. ``keep_attribution``: keep attribution lines in the prompt.
+    ``system_inside``: see ``Turns``. ``keep_attribution``: keep attribution lines in the prompt. Raises
+    InvalidRequest.
     """
     turns = Turns(system_inside=system_inside, join_users=True)
     system, moved = _system(asked.system, keep_attribution)
@@ -83,6 +84,7 @@ def conversation(
 
 
 def _sampling(asked: MessagesRequest) -> SamplingParams:
+    """Return the sampling parameters; absent parameters get the defaults. Raises InvalidRequest."""
     given: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences,
@@ -102,7 +104,10 @@ def _constraint(asked: CountRequest) -> Constraint | None:
 
 
 def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -> tuple[str, bool]:
-    """Return (system prompt, True if an attribution line was dropped)."""
+    """Return (system prompt, True if an attribution line was dropped); ("", False) without a system prompt.
+
+    Raises InvalidRequest.
+    """
     if not system:
         return "", False
     texts = [block.text for block in b.blocks(system, "system", "system")]
@@ -114,6 +119,7 @@ def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -
 
 
 def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
+    """Add one message of the request to ``turns``. Raises InvalidRequest, naming ``where``."""
     role = message.get("role")
     unknown = message.keys() - {"role", "content", "id", "cache_control"}
     # An answer sent back by the client has all fields of its server.
@@ -135,6 +141,10 @@ def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
 
 
 def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
+    """Add a user's blocks to ``turns``: results as messages of their own, other blocks as user messages.
+
+    Raises InvalidRequest.
+    """
     parts: Parts = []
     results = False
     for number, block in enumerate(found):
@@ -164,8 +174,10 @@ def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
 
 
 def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
-    """Return the result of a call: plain text if there are no images. The text of a failed call starts with
-    "Error"."""
+    """Return the result of a call: plain text if there are no images.
+
+    The text of a failed call starts with "Error". Raises InvalidRequest.
+    """
     found = [] if block.content is None else b.blocks(block.content, "result", where)
     if any(isinstance(part, b.ImageBlock) for part in found):
         # With images the parts stay separate; otherwise the texts are joined.
@@ -176,6 +188,10 @@ def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
 
 
 def _add_assistant(turns: Turns, block: b.Block) -> None:
+    """Add a block of the assistant to ``turns``: text, call or reasoning.
+
+    Unreadable reasoning is left out.
+    """
     if isinstance(block, b.TextBlock):
         turns.says(block.text)
     elif isinstance(block, b.ToolUseBlock):
@@ -217,6 +233,7 @@ def _tools(asked: CountRequest) -> ToolUse:
 
 
 def _tool(value: dict[str, Any], where: str) -> Tool:
+    """Return a tool in common form, with its examples in the description. Raises InvalidRequest."""
     tool = b.tool(value, where)
     about = tool.description or ""
     if tool.input_examples:

@@ -120,6 +120,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
     workspace_id: str | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest for parameters that are out of range, unsupported or exclude each other."""
         if self.model is not None:
             short("model", self.model)
         for label in ("user_profile_id", "workspace_id"):
@@ -145,6 +146,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
                 )
 
     def _edits(self) -> list[Any]:
+        """Return the edits of the context. Raises InvalidRequest for another form."""
         asked = dict(self.context_management or {})
         edits = asked.pop("edits", [])
         if asked or not isinstance(edits, list):
@@ -175,6 +177,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest for a parameter out of range, besides the checks of ``CountRequest``."""
         super().check()
         between("max_tokens", self.max_tokens, 1, 1 << 31)
         label = None if self.metadata is None else self.metadata.user_id

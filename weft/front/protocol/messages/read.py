@@ -27,6 +27,7 @@ def read_count(reader: Reader, body: bytes) -> Job:
 
 
 def _read(reader: Reader, asked: CountRequest) -> Job:
+    """Return the job of a request. Raises InvalidRequest with names of this API."""
     asked = reader.named(asked)
     try:
         made, facts = conversation(

@@ -71,9 +71,10 @@ def unpacked(data: bytes) -> Facts:
 def conversation(
     asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
 ) -> tuple[Conversation, Facts]:
-    """Return the request in common form, and the facts for the answer. Raises WeftError.
+    """Return (request in common form, facts for the answer).
 
-    ``system_inside``, ``join_users``: see ``Turns``.
+    ``system_inside``, ``join_users``: see ``Turns``. Raises InvalidRequest, or NotFound for a reference to an
+    item that is not stored.
     """
     turns = Turns(system_inside=system_inside, join_users=join_users)
     if asked.instructions:
@@ -139,8 +140,10 @@ def _resolved(
 
 
 def reference_of(item: Mapping[str, Any]) -> str | None:
-    """Return the id of the stored item that ``item`` refers to; None for a normal item. Raises
-    InvalidRequest."""
+    """Return the id of the stored item that ``item`` refers to; None for a normal item.
+
+    Raises InvalidRequest for a reference without an id.
+    """
     if item.get("type") == "item_reference":
         named = item.get("id")
         if not isinstance(named, str):
@@ -150,6 +153,7 @@ def reference_of(item: Mapping[str, Any]) -> str | None:
 
 
 def _sampling(asked: ResponsesRequest) -> SamplingParams:
+    """Return the sampling parameters; absent parameters get the defaults. Raises InvalidRequest."""
     given: dict[str, Any] = {
         "max_tokens": asked.max_output_tokens,
         "stop": asked.stop,
@@ -167,6 +171,7 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
 
 
 def _constraint(asked: TokensRequest) -> Constraint | None:
+    """Return the required form of the answer; None for text. Raises InvalidRequest."""
     form = None if asked.text is None else asked.text.format
     param = "text.format"
     if isinstance(form, NamedFormat):
@@ -186,6 +191,9 @@ def _effort(asked: TokensRequest) -> str | None:
 def _facts(
     asked: ResponsesRequest, tools: Offered, items: list[dict[str, Any]], params: SamplingParams
 ) -> Facts:
+    """Return the facts for the answer: settings to repeat, names of tools, and items to store (none without
+    ``store``).
+    """
     reasoning = asked.reasoning
     summarizes = reasoning is not None and reasoning.summarizes
     store = asked.store is not False
@@ -202,6 +210,7 @@ def _facts(
 
 
 def _repeats(asked: ResponsesRequest, tools: Offered, params: SamplingParams, store: bool) -> dict[str, Any]:
+    """Return the settings that the answer repeats, with the defaults of absent settings."""
     # Clients expect every field of OpenAI's answer, with its default where the request sets none.
     reasoning, text = asked.reasoning, asked.text
     form = None if text is None else text.format
@@ -249,7 +258,7 @@ def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item in stored form: with an id, and with content in parts."""
+    """Return a copy of an item in stored form: with an id (new if missing), and content in parts."""
     kind = item.get("type") or "message"
     item = _kept(kind, item)
     content = item.get("content")
@@ -277,8 +286,10 @@ _PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "detail"})
 
 
 def _kept(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item without fields that no prompt shows. Otherwise a client could fill the store at no
-    cost."""
+    """Return a copy of an item without fields that no prompt shows.
+
+    Otherwise a client could fill the store at no cost.
+    """
     fields = _FIELDS.get(kind, frozenset()) | {"id", "type", "status"}
     kept = {name: value for name, value in item.items() if name in fields and _is_kept(name, value)}
     for name in ("content", "output", "summary"):

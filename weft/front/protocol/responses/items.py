@@ -56,6 +56,7 @@ class Adder:
     """Adds items to turns, in order. Raises InvalidRequest, naming the item."""
 
     def __init__(self, turns: Turns) -> None:
+        """``turns`` receives the items."""
         self._turns = turns
         self._kinds: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
             "message": (MessageItem, self._message),
@@ -67,7 +68,10 @@ class Adder:
         }
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
-        """Add one item. Raises InvalidRequest."""
+        """Add one item.
+
+        Raises InvalidRequest, naming ``where``, for an unsupported type or an invalid item.
+        """
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
@@ -85,6 +89,7 @@ class Adder:
         add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
 
     def _message(self, item: MessageItem, where: str) -> None:
+        """Add a message of any role. Raises InvalidRequest for an unknown role."""
         if item.role in ("system", "developer"):
             self._turns.system(_text(item.content, where))
         elif item.role == "user":
@@ -109,6 +114,10 @@ class Adder:
         self._turns.result(item.call_id, "\n".join(texts) if len(texts) == len(parts) else parts)
 
     def _reasoning(self, item: ReasoningItem, where: str) -> None:
+        """Add reasoning: the text, else the encrypted content, else the summary.
+
+        Unreadable reasoning is left out.
+        """
         thought = _parts_of(item.content, "reasoning_text", where)
         thought = thought or unsealed(item.encrypted_content or "")
         thought = thought or _parts_of(item.summary, "summary_text", where)
@@ -144,6 +153,10 @@ def _parts(content: str | list[dict[str, Any]], where: str, field: str = "conten
 
 
 def _image(part: dict[str, Any], where: str) -> ImagePart:
+    """Return the image of a part.
+
+    Raises InvalidRequest without a URL, for a bad detail, and for other fields.
+    """
     url = part.get("image_url")
     rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
     if rest or not isinstance(url, str):
@@ -156,6 +169,7 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
 
 
 def _part(part: dict[str, Any], where: str) -> str:
+    """Return the text of a part. Raises InvalidRequest for a part without text."""
     kind = part.get("type")
     text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
     if isinstance(text, str):
@@ -169,6 +183,7 @@ def _part(part: dict[str, Any], where: str) -> str:
 
 
 def _parts_of(parts: list[dict[str, Any]] | None, kind: str, where: str) -> str:
+    """Return the texts of parts of ``kind``, one per line. Raises InvalidRequest for other parts."""
     texts = []
     for part in parts or ():
         if part.get("type") not in (kind, "text") or not isinstance(part.get("text"), str):

@@ -164,6 +164,7 @@ class TokensRequest(Body, frozen=True, kw_only=True):
     text: TextConfig | None = None
 
     def check(self) -> None:
+        """Raise InvalidRequest for a label that is too long, and without input or a previous response."""
         if self.model is not None:
             short("model", self.model)
         if not self.input and self.previous_response_id is None:
@@ -202,6 +203,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     """No effect: all tiers are served alike, and the answer reports ``default``."""
 
     def check(self) -> None:
+        """Raise InvalidRequest for parameters out of range, unsupported, or without a needed parameter."""
         super().check()
         # Only the length of labels is bounded.
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):

@@ -86,6 +86,10 @@ def read_tokens(reader: Reader, payload: bytes) -> Job:
 
 
 def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
+    """Return the job of a payload: a line with the history, then the body.
+
+    Raises InvalidRequest or NotFound.
+    """
     line, _, body = payload.partition(b"\n")
     history = msgspec.json.decode(line, type=History)
     asked = make(decode(body), kind)

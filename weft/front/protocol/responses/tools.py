@@ -104,7 +104,10 @@ def joined(namespace: str | None, name: str) -> str:
 def offered(
     tools: Sequence[dict[str, Any]] | None, choice: ResponseToolChoice | None, parallel: bool | None
 ) -> Offered:
-    """Return the tools of a request. Raises InvalidRequest."""
+    """Return the tools of a request, without tool search.
+
+    Raises InvalidRequest for an unsupported tool or choice.
+    """
     made: list[Tool] = []
     names: dict[str, Named] = {}
     shown: list[dict[str, Any]] = []
@@ -121,6 +124,10 @@ def offered(
 
 
 def _tools(value: dict[str, Any], where: str) -> Iterator[tuple[Tool, Named | None]]:
+    """Yield the tools of one entry, each with its own name if the model sees another name (else None).
+
+    Raises InvalidRequest.
+    """
     if value.get("type") != "namespace":
         yield _tool(value, where, None)
         return
@@ -130,6 +137,7 @@ def _tools(value: dict[str, Any], where: str) -> Iterator[tuple[Tool, Named | No
 
 
 def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Tool, Named | None]:
+    """Return the tool, and its own name if the model sees another name (else None). Raises InvalidRequest."""
     kind = value.get("type")
     if kind == "function":
         tool: FunctionTool = convert(where, value, FunctionTool)
@@ -156,8 +164,9 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
 def _custom(tool: CustomTool, name: str) -> Tool:
     """Return the function shown to the model.
 
-    A grammar is appended to the description. A grammar that is a single regular expression is also
-    enforced, if the model's form of calls allows enforcement.
+    A grammar is appended to the description. A grammar that is a single regular expression is also enforced,
+    if the model's form of calls allows enforcement; another grammar is logged. Raises InvalidRequest for a
+    grammar that is too long.
     """
     about, form = tool.description or "", tool.format
     if not isinstance(form, GrammarInput):
@@ -181,6 +190,7 @@ def _input(pattern: str | None = None) -> dict[str, Any]:
 
 
 def _chosen(tools: Sequence[Tool], choice: ResponseToolChoice | None, parallel: bool) -> ToolUse:
+    """Return the tools with the choice among them. Raises InvalidRequest."""
     if isinstance(choice, ChooseFunction | ChooseCustom):
         # Exactly one call, as in chat: the API specifies "exactly one specific function".
         return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=False)
