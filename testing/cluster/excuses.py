@@ -91,7 +91,7 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
         require(images or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
     awaited = any(
         (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
-        for one in fleet.table.instances.values()
+        for one in fleet.table.wanted
     )
     # An expected instance justifies the longer wait of `recovery`.
     patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role

@@ -122,6 +122,8 @@ class FrontProcess:
             cluster.at(
                 cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head
             )
+        elif isinstance(action, e.Forget):
+            self._forget(action.instance)
         elif isinstance(action, e.Failed):
             cluster.note(self.name, "..", "", f"failed: {action.error.message}")
             cluster.front_failed(self)
@@ -187,6 +189,18 @@ class FrontProcess:
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
+
+    def _forget(self, instance: str) -> None:
+        """Close the links of an instance that has left. Raise Violation if a sequence is still there."""
+        for link in self.links.values():
+            if link.head.instance != instance or link.unlinked:
+                continue
+            there = [one.sequence for one in self.streams.values() if one.open and link.number in one.links]
+            require(not there, f"{self.name} forgot {instance}, and sequences {there} are there")
+            link.unlinked = True
+            self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: forgotten")
+            if link.up:
+                self.cluster.disconnect(link)
 
     def _stays(self, stream: Stream, lost: Link) -> bool:
         """Return True if the sequence may stay where it is after the loss of one of its instances.
@@ -277,7 +291,8 @@ class FrontProcess:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):
-            half_open = self.fleet.table.instances[link.head.instance].state is InstanceState.HALF_OPEN
+            instance = self.fleet.table.instances.get(link.head.instance)
+            half_open = instance is not None and instance.state is InstanceState.HALF_OPEN
             self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
@@ -356,6 +371,14 @@ class FrontProcess:
         """Learn from the registry of the retirement of an instance."""
         self.retired_instances.add(instance)
         self.feed(e.Retired(instance, error))
+
+    def joined(self, instance: str) -> None:
+        """Learn from the registry of a new member."""
+        self.feed(e.Joined(instance))
+
+    def left(self, instance: str) -> None:
+        """Learn from the registry of an instance that leaves the server."""
+        self.feed(e.Left(instance))
 
     def draining(self, instance: str) -> None:
         """Learn from the registry of an instance about to drain."""

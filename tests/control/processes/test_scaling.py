@@ -87,7 +87,7 @@ def test_a_later_process_of_the_name_has_a_new_incarnation() -> None:
 
 
 def test_work_that_does_not_end_is_cut_after_the_drain_time() -> None:
-    table, rolling = made()
+    _, rolling = made()
     rolling.remove(["decode1"], 1.0)
     rolling.seen("decode1", 1, False)
     assert rolling.tick(30.9) == []

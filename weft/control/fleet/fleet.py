@@ -119,8 +119,10 @@ class Fleet:
 
     def _opened(self, event: e.Opened) -> None:
         self.open.open(event)
-        if event.pinned is not None and not self.table.instances[event.pinned].alive:
-            self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
+        if event.pinned is not None:
+            pinned = self.table.instances.get(event.pinned)
+            if pinned is None or not pinned.alive:
+                self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
 
     def _end_pinned(self, name: str, error: WeftError) -> None:
         for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
@@ -208,7 +210,8 @@ class Fleet:
     def _received(self, event: e.Received) -> None:
         """Apply a message of an instance and note the time.
 
-        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up or forgotten, are dropped.
+        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up or forgotten,
+        are dropped.
         """
         instance, message = self.table.instances.get(event.instance), event.message
         # A message over an old link comes from a process already given up, or from an instance that has left.
@@ -403,6 +406,9 @@ class Fleet:
                 self._send(instance, m.Goodbye())
             self._actions.append(e.Forget(instance.name))
             log.info("engine %s has left", instance.name)
+        # Without members the server waits for new ones. Retired members never come back.
+        if self.table.over and any(one.state is InstanceState.RETIRED for one in self.table.wanted):
+            self._fail(EngineDead("no engine is left"))
 
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]

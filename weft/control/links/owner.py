@@ -50,7 +50,9 @@ class Owner(Protocol):
         """Return all members of the server, in start order."""
 
     def scale(self, base: str, groups: int) -> Scaled:
-        """Start or end groups until ``groups`` groups have the name ``base`` and a number. Return the changes.
+        """Start or end groups until ``groups`` groups have the name ``base`` and a number.
+
+        Return the changes.
 
         Groups to end drain first. Raises NotFound, InvalidRequest or Unavailable.
         """
