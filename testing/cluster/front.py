@@ -60,6 +60,7 @@ class FrontProcess:
         self.replaced: set[int] = set()
         """Links for which the fleet has requested a replacement."""
         self.retired_instances: set[str] = set()
+        self.left_instances: set[str] = set()
         self.registry_at = 0.0
         """Arrival time of the latest event of the registry."""
         self._ticks_at = float("inf")
@@ -147,6 +148,8 @@ class FrontProcess:
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
             again = f"{self.name}: sequence {message.sequence} was sent again, and had ended where it was"
             require(not stream.ended_elsewhere, again)
+            leaves = link.head.instance in self.left_instances
+            require(not leaves, f"{self.name}: sequence {message.sequence} was sent to one that has left")
             self._lands(stream)
             stream.links.add(link.number)
             if stream.times_given_back and link.head.instance not in stream.given_back:
@@ -374,10 +377,12 @@ class FrontProcess:
 
     def joined(self, instance: str) -> None:
         """Learn from the registry of a new member."""
+        self.left_instances.discard(instance)
         self.feed(e.Joined(instance))
 
     def left(self, instance: str) -> None:
         """Learn from the registry of an instance that leaves the server."""
+        self.left_instances.add(instance)
         self.feed(e.Left(instance))
 
     def draining(self, instance: str) -> None:

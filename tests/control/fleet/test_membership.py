@@ -102,6 +102,14 @@ def test_a_name_that_left_may_join_again() -> None:
     assert one.open(2, request=2) == "b"
 
 
+def test_a_paused_sequence_of_one_that_left_ends_if_no_other_may_take_it() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.open(1, pinned="b")
+    one.on(e.Paused((1,)))
+    one.on(e.Left("b"))
+    assert [event.finish for event in one.told()] == ["error"]
+
+
 def test_requests_fail_in_time_after_the_last_has_left_and_go_on_with_the_next() -> None:
     one = Driver("a").up()
     one.on(e.Left("a"))

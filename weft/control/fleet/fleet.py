@@ -405,6 +405,8 @@ class Fleet:
             if instance.alive and instance.version > 1:
                 self._send(instance, m.Goodbye())
             self._actions.append(e.Forget(instance.name))
+            # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
+            self._end_pinned(instance.name, Unavailable("the requested engine has left the server"))
             log.info("engine %s has left", instance.name)
         # Without members the server waits for new ones. Retired members never come back.
         if self.table.over and any(one.state is InstanceState.RETIRED for one in self.table.wanted):
