@@ -30,7 +30,7 @@ import httpx
 
 from bench import record
 from bench.compare import default_folder, model_folder
-from bench.drill import processes
+from bench.observed import processes
 from bench.pictures import messages, picture
 from bench.rounds import say
 from weft.bench.process import ServerProcess

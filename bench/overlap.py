@@ -29,7 +29,7 @@ from weft.engine.core import EngineCore
 from weft.overlap.policy import OverlapPolicy
 
 MODES = ("off", "prefill", "all", "auto")
-#: A config.json of a model whose steps take tens of milliseconds on a CPU core.
+#: A config.json of a model with steps of tens of milliseconds on a CPU core.
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from bench.drill import pools, processes, title_of
+from bench.observed import pools, processes, title_of
 from bench.pictures import messages, noise
 from weft.bench.process import ServerProcess
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bench import record
-from weft.attention.base import SegmentInput
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.attention.sparse.sparse_cpu import CpuSparse
 from weft.attention.sparse.sparse_torch import TorchSparse
@@ -81,11 +81,10 @@ class Work:
         """Return the seconds of (plan and selection, core attention)."""
         began = time.perf_counter()
         plan = backend.plan(self.segment, self.reads, self.caches)
-        chosen = backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
+        core = CoreInput(self.segment, self.caches, self.reads.dim**-0.5, plan)
+        chosen = backend.select(self.index_q, self.weights, core, self.reads)
         between = time.perf_counter()
-        backend.attend(
-            self.q, self.out, self.caches, self.segment, self.reads, plan, chosen, None, self.reads.dim**-0.5
-        )
+        backend.attend(self.q, self.out, core, self.reads, chosen)
         return between - began, time.perf_counter() - between
 
 

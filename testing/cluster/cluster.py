@@ -33,6 +33,11 @@ from weft.types.messages import ids_to_bytes
 
 HORIZON = 90.0
 """Virtual seconds within which every schedule must end."""
+EAGER = (2, 4, 5, 8, 9)
+"""Last digits of the seeds of eager schedules: more faults, and most faults meet requests under way.
+
+Seeds that once showed bugs have other last digits, so the schedules of these seeds stay as before.
+"""
 QUIET = 6
 """Consecutive quiet checks that end a schedule with roles. Blocked sequences there are no work of the engine,
 so API servers learn of the end of a sequence only with the next heartbeat."""
@@ -49,6 +54,8 @@ class Cluster(Timeline):
         """Build the schedule of ``seed``. ``log`` receives (virtual seconds, text) for every event."""
         super().__init__(seed, log)
         self.seed = seed
+        self.eager = seed % 10 in EAGER
+        """True for an eager schedule: see ``EAGER``."""
         rng = self.rng
         self.faults: Counter[str] = Counter()
         """Faults with a visible effect, by kind."""
@@ -90,9 +97,8 @@ class Cluster(Timeline):
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)))
         self.network.remakes = rng.random() < 0.7
-        old = rng.random() < 0.3 and not paired
-        """True if an upgrade is under way: some processes speak version 1."""
-        self._start(fronts, old)
+        rng.random()  # unused: keeps the schedules of the seeds recorded in tests/testing
+        self._start(fronts)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
         self.counts["clusters that encode images apart"] += self.rooms.images.there
         """Number of schedules with encode groups."""
@@ -101,23 +107,19 @@ class Cluster(Timeline):
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
 
-    def _start(self, fronts: int, old: bool) -> None:
-        """Start API servers and engines. With ``old``, some of the processes speak version 1."""
+    def _start(self, fronts: int) -> None:
+        """Start API servers and engines."""
         rng = self.rng
         # The first API server always waits for all instances; later ones may join a running cluster.
         for number in range(fronts):
-            version = 1 if old and rng.random() < 0.4 else 2
-            self.counts["fronts of version 1"] += version == 1
             joins = number > 0 and rng.random() < 0.1
-            front = FrontProcess(self, f"front{number}", self.instances, version, joins)
+            front = FrontProcess(self, f"front{number}", self.instances, joins)
             if joins:
                 self.at(rng.uniform(0.3, 1.0), None, self._join, front)
             else:
                 self.fronts.append(front)
         for name in self.instances:
-            version = 1 if old and rng.random() < 0.5 else 2
-            self.counts["heads of version 1"] += version == 1
-            self.supervisor.start(name, version)
+            self.supervisor.start(name)
 
     # -- time
 

@@ -11,7 +11,7 @@ from weft.control.fleet import events as e
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import ALIVE, SERVING, Instance
 from weft.control.fleet.lateness import LATE, NO_ROLE, UNFIT
-from weft.control.fleet.pairs import PREFIXES_SINCE, serve
+from weft.control.fleet.pairs import serve
 from weft.control.fleet.parked import MOST_REFUSALS
 from weft.types import messages as m
 
@@ -56,7 +56,7 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
 def check_prefixes(front: FrontProcess, instance: Instance) -> None:
     """Raise Violation if the API server's view of the instance's prefix cache is wrong in a quiet cluster."""
     head = front.cluster.supervisor.heads.get(instance.name)
-    if head is None or not head.alive or not instance.alive or instance.version < PREFIXES_SINCE:
+    if head is None or not head.alive or not instance.alive:
         return
     followed = head.engine.follow_prefixes()
     if followed is None or len(front.fleet.table.instances) == 1:
@@ -89,10 +89,8 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
     waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
     if message != LATE and "encode" not in named and "decode" in present:
         require(images or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
-    awaited = any(
-        (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
-        for one in fleet.table.wanted
-    )
+    left = [one for one in fleet.table.wanted if one.name not in front.retired_instances]
+    awaited = any(one.state not in SERVING or one.shunned for one in left)
     # An expected instance justifies the longer wait of `recovery`.
     patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role
     require(waited >= patience - 1e-6, f"{why} after {waited:.3f} of {patience:g} seconds")

@@ -32,9 +32,10 @@ def plan(cluster: Cluster) -> int:
     if rng.random() < 0.1:
         return 0
     kinds = {kind: weight for kind, (weight, _) in KINDS.items() if _can_happen(cluster, kind)}
+    numbers = (1, 2, 3, 4) if cluster.eager else (1, 1, 2, 3)
     planned = 0
-    for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
-        at = 0.4 + rng.random() * 0.9
+    for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice(numbers)):
+        at = _during_a_request(cluster) if cluster.eager else 0.4 + rng.random() * 0.9
         # Repeated kills lead to half-open and retired instances.
         if kind == "head killed" and rng.random() < 0.3:
             planned += _plan_row(cluster, at)
@@ -54,6 +55,12 @@ def _plan_leave(cluster: Cluster) -> int:
     for at in times:
         cluster.at(at, None, _fire, cluster, _leave, "instance left")
     return len(times)
+
+
+def _during_a_request(cluster: Cluster) -> float:
+    """Return a time soon after a random client's request, when messages and steps are under way."""
+    rng = cluster.rng
+    return rng.choice(cluster.clients).at + rng.random() * rng.choice((0.02, 0.1, 0.3))
 
 
 def _can_happen(cluster: Cluster, kind: str) -> bool:
@@ -100,12 +107,10 @@ def _front(cluster: Cluster) -> FrontProcess | None:
     return cluster.rng.choice(busy or alive) if alive else None
 
 
-def _link(cluster: Cluster, version: int = 1) -> Link | None:
+def _link(cluster: Cluster) -> Link | None:
     """Return a random connected link, preferably to an engine with work; None if there is none."""
     front = _front(cluster)
-    links = (
-        [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
-    )
+    links = [] if front is None else [one for one in front.links.values() if one.up]
     busy = [one for one in links if one.head.engine.has_work()]
     return cluster.rng.choice(busy or links) if links else None
 
@@ -271,7 +276,7 @@ def _delay(cluster: Cluster) -> bool:
 
 def _duplicate(cluster: Cluster) -> bool:
     """Duplicate the next Submit of a link. Return False: counted when the Submit is sent twice."""
-    link = _link(cluster, version=2)
+    link = _link(cluster)
     if link is not None:
         link.duplicate = True
     return False

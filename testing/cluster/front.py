@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from testing.cluster.check import Stream, output, require, token_key
 from testing.cluster.clients import Client
 from testing.cluster.excuses import PATIENCE, check_books, check_wait, explain, goes_on, there
@@ -36,13 +34,11 @@ class FrontProcess:
         cluster: Cluster,
         name: str,
         instances: dict[str, str],
-        version: int,
         joining: bool = False,
     ) -> None:
         """Create the process. ``version``: of its messages. For ``joining`` see ``Fleet``."""
         self.cluster = cluster
         self.name = name
-        self.version = version
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
@@ -105,9 +101,8 @@ class FrontProcess:
         if isinstance(action, e.Send):
             link = self.links[action.link]
             require(not link.unlinked, f"{self.name}: {type(action.message).__name__} over a link given up")
-            # Track first: sending may raise Violation for a wrong version.
             self._track(link, action.message)
-            cluster.network.to_head(link, self._outgoing(action.message))
+            cluster.network.to_head(link, action.message)
         elif isinstance(action, e.Deliver):
             for token_event in action.events:
                 self._deliver(token_event)
@@ -130,12 +125,6 @@ class FrontProcess:
             cluster.front_failed(self)
         else:
             cluster.note(self.name, "..", "", "all instances have answered")
-
-    def _outgoing(self, message: m.ToHead) -> m.ToHead:
-        """Return ``message`` in the version of this API server: an old server offers only version 1."""
-        if self.version < 2 and isinstance(message, m.Hello):
-            return msgspec.structs.replace(message, versions=(1, 1))
-        return message
 
     def _track(self, link: Link, message: m.ToHead) -> None:
         """Record at the stream where a sequence is after an outgoing ``message``.
@@ -188,6 +177,7 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
+                    stream.lands_by = math.inf  # the attempt is over: its deadline counts no second loss
                     stream.ended_elsewhere = False  # the report of the end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:
@@ -290,8 +280,6 @@ class FrontProcess:
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
-        elif isinstance(message, m.Welcome) and self.version < 2:
-            message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):
             instance = self.fleet.table.instances.get(link.head.instance)
@@ -307,7 +295,7 @@ class FrontProcess:
         if stream is None or link.number not in stream.links:
             return
         entry = self.fleet.entries.get(event.sequence)
-        if entry is None or (link.version > 1 and entry.attempt != event.attempt):
+        if entry is None or entry.attempt != event.attempt:
             return
         refused = event.error is not None and event.error.blame == "capacity"
         why = "" if event.error is None else event.error.code

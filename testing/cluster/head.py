@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from testing.cluster.check import TokenModel, Violation, require
+from testing.cluster.check import TokenModel, Violation
 from testing.cluster.group import Group
 from testing.cluster.head_engine import Engine
 from testing.cluster.idle import check_reservations
@@ -41,26 +39,6 @@ ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remembe
 """Shorter than the product's patience, so every transfer ends soon."""
 
 
-class OldHeadProtocol(HeadProtocol):
-    """The protocol of an engine that speaks only version 1."""
-
-    def on(self, front: bytes, message: m.ToHead) -> Outgoing:
-        """Answer as an engine of version 1. Raise Violation for a message of version 2."""
-        if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
-            raise Violation(f"a head of version 1 got {type(message).__name__} of version 2")
-        if not isinstance(message, m.Hello):
-            return super().on(front, message)
-        require(message.versions[0] <= 1, "a front that speaks version 1 no more")
-        answers = super().on(front, msgspec.structs.replace(message, versions=(1, 1)))
-        return [
-            (
-                to,
-                msgspec.structs.replace(answer, versions=(1, 1)) if isinstance(answer, m.Welcome) else answer,
-            )
-            for to, answer in answers
-        ]
-
-
 class HeadProcess:
     """An engine process: listens, loads, serves, and ends.
 
@@ -68,14 +46,10 @@ class HeadProcess:
     reads nothing while waiting for a step.
     """
 
-    def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
-        """Create a process of ``instance``, not started.
-
-        ``number``: start number, over all engine processes. ``version``: of its messages.
-        """
+    def __init__(self, cluster: Cluster, instance: str, number: int) -> None:
+        """Create a process of ``instance``, not started. ``number``: start number, over all processes."""
         self.cluster = cluster
         self.instance = instance
-        self.version = version
         self.name = f"{instance}#{number}"
         self.alive = True
         self.stalled_until = 0.0
@@ -108,8 +82,7 @@ class HeadProcess:
         caches = cluster.rooms.caches(instance)
         section = cluster.rooms.images.section(cluster.section, transfer.role)
         self.engine = Engine(caches, section, model, cluster.clock, transfer)
-        kind = HeadProtocol if version > 1 else OldHeadProtocol
-        self.protocol = kind(self.engine, self.incarnation)
+        self.protocol = HeadProtocol(self.engine, self.incarnation)
         self.links: dict[bytes, Link] = {}
         """Connection -> link."""
         self.connecting: list[Link] = []
@@ -408,14 +381,13 @@ class HeadProcess:
     def evict(self, moving: bool = False) -> int | None:
         """Return a sequence to the API server. Return the sequence's id; None if no sequence qualifies.
 
-        The API server must speak version 2. With ``moving``, the sequence must have an unfinished transfer.
+        With ``moving``, the sequence must have an unfinished transfer.
         """
         there = self.engine.live()
         for sequence, owner in self.protocol._owners.items():
-            link = self.links.get(owner.front)
             if sequence not in there or (moving and not self.engine.moves(sequence)):
                 continue
-            if link is not None and link.version > 1:
+            if owner.front in self.links:
                 event = m.TokenEvent(sequence=sequence, finish="evicted")
                 ended = [one for one in self.engine.finish(sequence) if one.sequence != sequence]
                 self._send(self.protocol.events([event, *ended]))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from testing.cluster.check import Violation
 from weft.control.fleet import events as e
 from weft.types import messages as m
 
@@ -37,7 +36,6 @@ class Link:
         "to_head",
         "unlinked",
         "up",
-        "version",
     )
 
     def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
@@ -48,8 +46,6 @@ class Link:
         self.connection = f"{front.name}/{number}".encode()
         """The link's name at the engine. Each connection over the link has another name."""
         self.latency = latency
-        self.version = min(front.version, head.version)
-        """Common version of the messages of both ends."""
         self.up = False
         self.unlinked = False
         """True if the API server has given the link up."""
@@ -84,14 +80,8 @@ class Network:
         """True if broken links reconnect: between hosts, where processes outlive a connection."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
-        """Queue ``message`` for the engine; lost without a connection.
-
-        Raise Violation for a message unknown to the link's version. A planned fault sends a Submit twice.
-        """
+        """Queue ``message`` for the engine, twice for a planned fault; lost without a connection."""
         cluster = self._cluster
-        new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
-        if new and link.version < 2:
-            raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
         if cluster.logs:
             cluster.note(link.front.name, "->", link.head.name, message)
         # A message over a broken link is lost: the sender has not noticed the break yet.
@@ -110,15 +100,8 @@ class Network:
             cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
 
     def to_front(self, link: Link, message: m.ToFront) -> None:
-        """Queue ``message`` for the API server; lost without a connection.
-
-        Raise Violation for an event unknown to the link's version.
-        """
+        """Queue ``message`` for the API server; lost without a connection."""
         cluster = self._cluster
-        if link.version < 2 and isinstance(message, m.Tokens):
-            for event in message.events:
-                if event.attempt or event.finish in ("moved", "evicted"):
-                    raise Violation("an event of version 2 to a front that speaks version 1")
         # A message over a broken link is lost: the sender has not noticed the break yet.
         if not link.up:
             self.lost += 1
@@ -160,6 +143,10 @@ class Network:
         rng, now = cluster.rng, cluster.now
         self.cut(link, lingers=False)
         seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        unnoticed = rng.random() * rng.choice((0.05, 0.05, 4.0))
+        # A connection that comes back while steps still run meets what the old connection left behind.
+        if cluster.eager and rng.random() < 0.6:
+            seconds, unnoticed = seconds / 20.0, rng.random() * 4.0
         # The new connection keeps the link's number, but the engine sees another name.
         again = Link(link.number, link.front, link.head, link.latency)
         again.connection = link.connection + b"+"
@@ -172,7 +159,7 @@ class Network:
         if seconds >= 1.0:
             cluster.at(now + 0.5, link.front, self._unreachable, again)
         cluster.at(now + seconds, None, self._connect_again, again)
-        cluster.at(now + rng.random() * rng.choice((0.05, 0.05, 4.0)), link.head, link.head.forget, link)
+        cluster.at(now + unnoticed, link.head, link.head.forget, link)
         return True
 
     def _unreachable(self, link: Link) -> None:

@@ -39,17 +39,17 @@ class Supervisor:
         self._started = 0
         self._upgrading: set[str] = set()
 
-    def start(self, instance: str, version: int) -> None:
+    def start(self, instance: str) -> None:
         """Start a process and announce it, unless the instance was retired in the meantime."""
         cluster = self._cluster
         if instance in self.retired:
             return
         rng = self._cluster.rng
-        head = HeadProcess(cluster, instance, self._started, version)
+        head = HeadProcess(cluster, instance, self._started)
         self._started += 1
         self.heads[instance] = head
         head.start(*cluster.start_times(head, rng.uniform(0.01, 0.1), rng.uniform(0.02, 0.3)))
-        cluster.note("supervisor", "..", head.name, f"started, version {version}")
+        cluster.note("supervisor", "..", head.name, "started")
         for front in cluster.fronts:
             self.tell(front, front.started, head)
 
@@ -136,7 +136,7 @@ class Supervisor:
         cluster.replicas[instance].reopen()
         for front in cluster.fronts:
             self.tell(front, front.joined, instance)
-        self.start(instance, self.heads[instance].version)
+        self.start(instance)
 
     def drained(self, head: HeadProcess) -> None:
         """End a drained process without work."""
@@ -175,8 +175,7 @@ class Supervisor:
             self._retire(instance, why)
             return
         self.restarts += 1
-        version = 2 if upgrade else head.version
-        cluster.at(cluster.now + cluster.rng.random() * 0.05, None, self.start, instance, version)
+        cluster.at(cluster.now + cluster.rng.random() * 0.05, None, self.start, instance)
 
     def _retire(self, instance: str, why: str) -> None:
         """Retire an instance, with the whole expert-parallel group. An operator may revive the group
@@ -214,4 +213,4 @@ class Supervisor:
             cluster.note("supervisor", "..", name, "revived")
             self.retired.discard(name)
             cluster.replicas[name].reopen()
-            self.start(name, self.heads[name].version)
+            self.start(name)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft.attention.base import SegmentInput
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.attention.sparse.sparse_torch import TorchSparse
 
@@ -106,21 +106,20 @@ class Scene:
         self.weights = torch.randn(tokens, index_heads, dtype=torch.float64)
         self.sinks = torch.randn(heads, dtype=torch.float64) if sinks else None
 
-    def select(self) -> Tensor | None:
+    def core(self) -> CoreInput:
         plan = self.backend.plan(self.segment, self.reads, self.caches)
-        return self.backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
+        return CoreInput(self.segment, self.caches, 0.4, plan, self.sinks)
+
+    def select(self) -> Tensor | None:
+        return self.backend.select(self.index_q, self.weights, self.core(), self.reads)
 
     def run(self) -> Tensor:
-        plan = self.backend.plan(self.segment, self.reads, self.caches)
+        core = self.core()
         selected = None
         if self.reads.top:
-            selected = self.backend.select(
-                self.index_q, self.weights, self.caches, self.segment, self.reads, plan
-            )
+            selected = self.backend.select(self.index_q, self.weights, core, self.reads)
         out = torch.full((len(self.q), self.sizes.heads, self.values), torch.nan, dtype=self.q.dtype)
-        self.backend.attend(
-            self.q, out, self.caches, self.segment, self.reads, plan, selected, self.sinks, 0.4
-        )
+        self.backend.attend(self.q, out, core, self.reads, selected)
         return out
 
     def alone(self, row: int, position: int) -> SegmentInput:

@@ -13,7 +13,7 @@ import torch
 from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
-from weft.attention.base import SegmentInput
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
@@ -232,9 +232,8 @@ def test_as_a_backend_on_slices_of_merged_rows(rows: list[tuple[int, int]]) -> N
     merged = torch.zeros(tokens + 5, 12, 64, dtype=torch.bfloat16)
     merged[3 : 3 + tokens] = scene.q[:tokens]
     out = torch.zeros_like(merged)
-    CpuAttention().attend(
-        merged[3 : 3 + tokens], out[3 : 3 + tokens], scene.cache, segment(scene), 0, spec, scene.scale
-    )
+    core = CoreInput(segment(scene), {0: (scene.cache,)}, scene.scale)
+    CpuAttention().attend(merged[3 : 3 + tokens], out[3 : 3 + tokens], core, 0, spec)
     assert torch.equal(out[3 : 3 + tokens], whole)
     assert not out[:3].any()
     assert not out[3 + tokens :].any()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.specs import model_spec
 from weft.attention.base import SegmentInput
 from weft.attention.delta import delta_torch
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
 from weft.attention.registry import choose
@@ -133,11 +133,7 @@ class Scene:
             qkvz[3:-2],
             gates[3:-2],
             out[3:-2],
-            self.state,
-            segment,
-            self.weights,
-            each=each,
-            prepared=prepared,
+            DeltaInput(segment, self.state, self.weights, each, prepared),
         )
         assert out[:3].isnan().all()
         assert out[-2:].isnan().all()
@@ -394,7 +390,7 @@ def test_rows_of_equal_counts_ask_the_host_nothing(
     out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=qkvz.dtype)
     with Guard():
         prepared = backend.prepare(segment, 0, state_cache(scene.spec), 64, qkvz.dtype)
-        backend.run(qkvz, gates, out, scene.state, segment, scene.weights, each=True, prepared=prepared)
+        backend.run(qkvz, gates, out, DeltaInput(segment, scene.state, scene.weights, True, prepared))
     assert backend.capturable
     assert not out.isnan().any()
 

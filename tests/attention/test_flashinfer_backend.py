@@ -77,5 +77,5 @@ def test_equals_attention_written_out(rows: list[tuple[int, int]], window: int) 
     """The cache has NaN in all other entries."""
     scene = moved(Scene(rows, window=window, block=16, dim=64, dtype=torch.bfloat16), "cuda")
     out = torch.full_like(scene.q, float("nan"))
-    FlashInferAttention().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3)
+    FlashInferAttention().attend(scene.q, out, scene.core(), 0, scene.spec)
     assert (out.cpu().double() - scene.expected()).abs().max() < 3e-2

@@ -13,12 +13,12 @@ import torch
 
 from tests.support import latent
 from tests.support.specs import model_spec
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.attention.gqa.invariant_backend import InvariantAttention
 from weft.attention.gqa.torch_backend import TorchAttention
 from weft.attention.gqa.triton_backend import TritonAttention
-from weft.attention.mla.latent import Form, LatentBackend
+from weft.attention.mla.latent import Form, LatentBackend, LatentInput
 from weft.attention.mla.latent_cpu import CpuLatent
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.attention.registry import choose
@@ -86,8 +86,8 @@ class Scene:
         backend.check(spec, model_spec(6, spec), self.block, self.q.dtype, CPU)
         for prepared in (backend.prepare(self.segment, 0, spec, self.block, self.q.dtype), None):
             out = torch.full_like(self.q, math.nan)
-            cache, scales = (self.values, self.scales) if fp8 else (self.plain, None)
-            backend.attend(self.q, out, cache, self.segment, 0, spec, 0.2, prepared, scales=scales)
+            cache = (self.values, self.scales) if fp8 else (self.plain,)
+            backend.attend(self.q, out, CoreInput(self.segment, {0: cache}, 0.2, prepared), 0, spec)
             outs.append(out)
         assert torch.equal(outs[0], outs[1])
         return outs[0]
@@ -155,7 +155,8 @@ def _run_latent(scene: latent.Scene, backend: LatentBackend, form: Form, fp8: bo
     )
     q, angles = scene.q[tokens], (scene.cos[tokens], scene.sin[tokens])
     out = q.new_full((len(q), scene.shape.heads, scene.shape.v), math.nan)
-    backend.attend(q, angles, out, cache, segment, 0, spec, scene.mla, scene.up, form)
+    core = CoreInput(segment, {0: cache}, scene.mla.scale)
+    backend.attend(q, out, core, LatentInput(angles, 0, spec, scene.mla, scene.up, form))
     assert torch.isfinite(out).all()
     return out
 

@@ -11,7 +11,8 @@ from tests.support.latent import NAN, SMALL, WIDE, Scene, Shape, bits
 from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
-from weft.attention.mla.latent import Form
+from weft.attention.base import CoreInput
+from weft.attention.mla.latent import Form, LatentInput
 from weft.attention.mla.latent_cpu import CpuLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import MLASpec
@@ -99,18 +100,8 @@ def test_as_a_backend(form: Form, interleaved: bool) -> None:
     scene.q = wider[:, : heads * dim].view(tokens, heads, dim)
     segment, _ = scene.segment()
     out = torch.empty(tokens, heads, scene.shape.v)
-    CpuLatent().attend(
-        scene.q,
-        (scene.cos, scene.sin),
-        out,
-        (scene.cache,),
-        segment,
-        0,
-        scene.spec,
-        scene.mla,
-        scene.up,
-        form,
-    )
+    latent = LatentInput((scene.cos, scene.sin), 0, scene.spec, scene.mla, scene.up, form)
+    CpuLatent().attend(scene.q, out, CoreInput(segment, {0: (scene.cache,)}, scene.mla.scale), latent)
     assert torch.equal(bits(out), bits(made))
 
 

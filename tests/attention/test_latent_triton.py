@@ -14,8 +14,10 @@ import torch
 
 from tests.support.latent import NAN, Scene, Shape
 from tests.support.specs import model_spec
+from weft.attention.base import CoreInput
 from weft.attention.gqa import triton_backend
 from weft.attention.mla import latent_triton
+from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_triton import TritonLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import MLASpec
@@ -41,8 +43,8 @@ def attend(scene: Scene) -> Tensor:
     q, up = scene.q.to(DEVICE), replace(scene.up, keys=scene.keys.to(DEVICE), values=scene.values.to(DEVICE))
     out = q.new_full((len(q), scene.shape.heads, scene.shape.v), NAN)
     angles = (scene.cos.to(DEVICE), scene.sin.to(DEVICE))
-    cache = (scene.cache.to(DEVICE),)
-    TritonLatent().attend(q, angles, out, cache, segment, 0, scene.spec, scene.mla, up, "absorbed")
+    core = CoreInput(segment, {0: (scene.cache.to(DEVICE),)}, scene.mla.scale)
+    TritonLatent().attend(q, out, core, LatentInput(angles, 0, scene.spec, scene.mla, up, "absorbed"))
     return out.cpu()
 
 

@@ -55,7 +55,7 @@ def expected(scene: Scene, sinks: Tensor) -> Tensor:
 
 def attend(backend: AttentionBackend, scene: Scene, sinks: Tensor | None) -> Tensor:
     out = torch.full_like(scene.q, float("nan"))
-    backend.attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, SCALE, None, sinks)
+    backend.attend(scene.q, out, scene.core(SCALE, sinks=sinks), 0, scene.spec)
     return out
 
 

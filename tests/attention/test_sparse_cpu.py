@@ -8,6 +8,7 @@ import torch
 from tests.attention.sparse_scene import Scene, Sizes
 from tests.support.pairwise import sampled
 from tests.support.specs import model_spec
+from weft.attention.base import CoreInput
 from weft.attention.sparse.sparse_cpu import CpuSparse
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
@@ -98,11 +99,11 @@ def test_a_tokens_bits_are_its_own(dtype: torch.dtype) -> None:
 
 def _alone(whole: Scene, token: int, row: int, position: int) -> tuple[Tensor, Tensor]:
     part = slice(token, token + 1)
-    segment = whole.alone(row, position)
-    caches, reads, backend = whole.caches, whole.reads, whole.backend
-    picked = backend.select(whole.index_q[part], whole.weights[part], caches, segment, reads, None)
+    core = CoreInput(whole.alone(row, position), whole.caches, 0.4, None, whole.sinks)
+    reads, backend = whole.reads, whole.backend
+    picked = backend.select(whole.index_q[part], whole.weights[part], core, reads)
     out = torch.empty(1, whole.sizes.heads, whole.values, dtype=whole.q.dtype)
-    backend.attend(whole.q[part], out, caches, segment, reads, None, picked, whole.sinks, 0.4)
+    backend.attend(whole.q[part], out, core, reads, picked)
     assert picked is not None
     return picked, out
 
@@ -228,9 +229,7 @@ def test_a_choice_of_what_is_not_there_is_refused(wrong: list[int], words: str) 
     out = torch.empty(1, SIZES.heads, SIZES.dim)
     chosen = torch.tensor([wrong])
     with pytest.raises(RuntimeError, match=words):
-        found.backend.attend(
-            found.q, out, found.caches, found.segment, found.reads, None, chosen, found.sinks, 0.4
-        )
+        found.backend.attend(found.q, out, found.core(), found.reads, chosen)
 
 
 def test_no_rows() -> None:

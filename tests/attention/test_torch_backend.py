@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.specs import model_spec
-from weft.attention.base import SegmentInput
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa import torch_backend
 from weft.attention.gqa.torch_backend import TorchAttention
 from weft.attention.registry import BACKENDS, choose
@@ -82,9 +82,12 @@ class Scene:
             self.cache[block, 0, :, offset] = k
             self.cache[block, 1, :, offset] = v
 
+    def core(self, scale: float = 0.3, prepared: object = None, sinks: Tensor | None = None) -> CoreInput:
+        return CoreInput(self.segment, {0: (self.cache,)}, scale, prepared, sinks)
+
     def run(self, prepared: object = None) -> Tensor:
         out = torch.full_like(self.q, float("nan"))
-        TorchAttention().attend(self.q, out, self.cache, self.segment, 0, self.spec, 0.3, prepared)
+        TorchAttention().attend(self.q, out, self.core(prepared=prepared), 0, self.spec)
         return out
 
     def expected(self) -> Tensor:

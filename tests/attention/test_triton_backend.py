@@ -55,7 +55,7 @@ def moved(scene: Scene, device: str) -> Scene:
 def attend(backend: TritonAttention, scene: Scene, prepared: object = None) -> Tensor:
     moved(scene, DEVICE)
     out = torch.full_like(scene.q, float("nan"))
-    backend.attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3, prepared)
+    backend.attend(scene.q, out, scene.core(prepared=prepared), 0, scene.spec)
     return out.cpu()
 
 
@@ -190,7 +190,7 @@ def test_no_rows_and_prepared_once(backend: Any) -> None:
 def test_an_output_that_is_not_contiguous_is_written() -> None:
     scene = moved(Scene([(5, 3), (2, 1)], dim=16, dtype=torch.float32), DEVICE)
     out = torch.full((4, 16, 4), float("nan"), device=DEVICE).transpose(1, 2)
-    TritonAttention().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3)
+    TritonAttention().attend(scene.q, out, scene.core(), 0, scene.spec)
     assert torch.equal(out.cpu(), attend(TritonAttention(), scene))
 
 
@@ -212,11 +212,11 @@ def test_real_sizes_on_a_gpu(counts: list[int], starts: list[int], window: int, 
     """The reference is torch's backend in float32, with the same rounded values."""
     scene = _large(counts, starts, window)
     exact = torch.empty(scene.q.shape, device="cuda")
-    TorchAttention().attend(
-        scene.q.float(), exact, scene.cache.float(), scene.segment, 0, scene.spec, 128**-0.5
-    )
+    core = scene.core(128**-0.5)
+    plain = core._replace(caches={0: (scene.cache.float(),)})
+    TorchAttention().attend(scene.q.float(), exact, plain, 0, scene.spec)
     out = torch.full_like(scene.q, float("nan"))
-    backend().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 128**-0.5)
+    backend().attend(scene.q, out, core, 0, scene.spec)
     assert (out.float() - exact).abs().max() < 2e-2
 
 
@@ -228,7 +228,7 @@ def test_bits_of_real_sizes_on_a_gpu(window: int) -> None:
     scene = _large([2500], [0], window)
     whole = torch.empty_like(scene.q)
     backend = TritonInvariant()
-    backend.attend(scene.q, whole, scene.cache, scene.segment, 0, scene.spec, 0.1)
+    backend.attend(scene.q, whole, scene.core(0.1), 0, scene.spec)
     for begin, count in ((0, 1), (1023, 1), (1024, 1), (2499, 1), (500, 17), (1000, 64), (100, 1500)):
         q = scene.q[begin : begin + count].contiguous()
         chunk = torch.empty_like(q)
@@ -240,7 +240,7 @@ def test_bits_of_real_sizes_on_a_gpu(window: int) -> None:
             q_offsets=torch.tensor([0, count], dtype=torch.int32, device="cuda"),
             starts=torch.tensor([begin], device="cuda"),
         )
-        backend.attend(q, chunk, scene.cache, segment, 0, scene.spec, 0.1)
+        backend.attend(q, chunk, scene.core(0.1)._replace(segment=segment), 0, scene.spec)
         assert torch.equal(chunk, whole[begin : begin + count])
 
 

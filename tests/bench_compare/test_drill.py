@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import drill, rows
+from bench import drill, observed, rows
 from tests.cli.test_cli import run
 from weft.bench.process import ServerProcess
 
@@ -67,4 +67,4 @@ def test_pools_are_read_from_the_metrics_of_each_head() -> None:
         'weft:free_blocks{model_name="a",head="prefill0",kind="0"} 12.0\n'
         'weft:front_sequences{model_name="a"} 3.0\nweft:transfers_open{model_name="a",head="decode0"} 1.0\n'
     )
-    assert list(drill.pools(text).values()) == [12.0, 1.0]
+    assert list(observed.pools(text).values()) == [12.0, 1.0]

@@ -159,7 +159,7 @@ def test_a_server_of_its_own_ends_with_it(tmp_path: Path) -> None:
     assert str(script) not in listed
     ended = piped("hello\n", "spool-text", "--", "--scripted", str(tmp_path / "none"))
     assert ended.returncode == 2
-    assert "--scripted names no file" in ended.stderr
+    assert ": No such file; give the path of a script" in ended.stderr
     assert "the server did not start" in ended.stderr
 
 

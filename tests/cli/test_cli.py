@@ -171,7 +171,7 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["serve", "--max-num-batched-tokens", "10"], "--max-num-seqs"),
         (["serve", "no-such-model"], "no bundled model of that name"),
         (["serve", "a", "--model", "b"], "MODEL 'a' and --model 'b' differ"),
-        (["serve", "--config", "/no/such.yaml"], "--config such.yaml"),
+        (["serve", "--config", "/no/such.yaml"], "--config /no/such.yaml"),
         (["serve", str(Path(__file__).parent)], "neither a config.json"),
         (["serve", "--api-key", ""], "--api-key must be text"),
         (["verify"], "--reference PATH, --self"),
@@ -290,3 +290,21 @@ def test_short_flags_set_what_the_long_ones_do() -> None:
     parallel = found[0].parallel
     assert (parallel.tensor_parallel_size, parallel.data_parallel_size) == (2, 3)
     assert parallel.enable_expert_parallel
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("up", "examples/none.yaml"),
+        ("serve", "--config", "examples/none.yaml"),
+        ("serve", "spool-text", "--scripted", "examples/none.yaml"),
+        ("serve", "spool-text", "--scripted", "examples/none.jsonl"),
+        ("verify", "--topology", "examples/none.yaml"),
+        ("sim", "--cost-model", "examples/none.json"),
+    ],
+)
+def test_the_error_of_a_missing_file_shows_the_path(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path may be relative to another folder, so the name alone does not show the mistake."""
+    assert f"{arguments[-1]}: No such file" in failed(capsys, *arguments)

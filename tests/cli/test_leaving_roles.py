@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from bench.drill import pools
+from bench.observed import pools
 from tests.cli.test_serve import Server
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline

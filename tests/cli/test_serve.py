@@ -143,7 +143,15 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     assert answer.json()["model"] == "tiny"
     head = server.head()
     assert os.listdir(server.temporary), "the endpoint lies in the folder"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
+    assert ended(head)
+    assert os.listdir(server.temporary) == []
 
+
+def test_a_server_is_evaluated(checkpoint: str, start: Any, tmp_path: Path) -> None:
+    server = start(checkpoint, "--served-model-name", "tiny", "--port", "0")
+    base = server.url()
     report = tmp_path / "report.json"
     command = ["eval", "gsm-mini", "--url", base, "--limit", "5", "--max-tokens", "4", "--json", str(report)]
     made = subprocess.run(
@@ -163,11 +171,6 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     assert wrong.returncode == 2
     assert "404" in wrong.stderr
     assert "Traceback" not in wrong.stderr
-
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
-    assert ended(head)
-    assert os.listdir(server.temporary) == []
 
 
 @pytest.mark.real_processes

@@ -62,6 +62,11 @@ def test_settings_that_contradict_the_role(
     assert all(name in caught.value.message for name in names), caught.value.message
 
 
+def test_a_group_that_decodes_takes_no_embeddings(models: SeeingModels) -> None:
+    with pytest.raises(ConfigError, match="--role decode and --take-embeddings"):
+        config_of(models.folder("qwen3-vl"), role="decode", take_embeddings=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "names"),
     [

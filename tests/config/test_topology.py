@@ -259,6 +259,31 @@ def test_a_file_can_keep_towers_of_others(written: Any, text: str, towers: set[s
     assert found["unified0"][1]
 
 
+@pytest.mark.parametrize(
+    ("text", "takes", "tower"),
+    [
+        ("groups: [{role: encode}, {take-embeddings: false}]", False, True),
+        ("take-embeddings: false\ngroups: [{role: encode}, {}]", False, True),
+        ("take-embeddings: false\ngroups: [{role: encode}, {take-embeddings: true}]", True, False),
+        ("groups: [{role: encode}, {take-embeddings: false, language-model-only: true}]", False, False),
+    ],
+)
+def test_a_file_can_keep_groups_from_taking_embeddings(
+    written: Any, text: str, takes: bool, tower: bool
+) -> None:
+    """Such a group encodes images itself, as in a file without encode groups."""
+    assert _images(read_topology(written(text)))["unified0"] == (tower, takes)
+
+
+@pytest.mark.parametrize("role", ["decode", "encode"])
+def test_only_groups_that_compute_prompts_take_embeddings(written: Any, role: str) -> None:
+    """A common setting applies to the other groups; the group's own setting is an error (``resolve``)."""
+    common = written(f"take-embeddings: true\ngroups: [{{role: encode}}, {{}}, {{name: one, role: {role}}}]")
+    assert not _images(read_topology(common))["one"][1]
+    own = written(f"groups: [{{role: encode}}, {{}}, {{name: one, role: {role}, take-embeddings: true}}]")
+    assert _images(read_topology(own))["one"][1]
+
+
 def test_the_short_form_with_groups_that_encode() -> None:
     found = short_form(from_keywords({"prefill": 1, "decode": 1, "encode": 2}))
     assert found is not None

@@ -11,7 +11,7 @@ import torch
 
 from tests.e1.rig import attention_backends
 from tests.support.slow import mostly_slow
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.attention.gqa.torch_backend import TorchAttention
 from weft.config.spec import CacheSpec
 
@@ -67,7 +67,7 @@ def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) 
     q = torch.cat([sequence.q[start : start + count] for sequence, start, count in rows])
     out = torch.full_like(q, float("nan"))
     prepared = backend.prepare(segment, 0, spec, block, dtype)
-    backend.attend(q, out, cache, segment, 0, spec, 0.25, prepared)
+    backend.attend(q, out, CoreInput(segment, {0: (cache,)}, 0.25, prepared), 0, spec)
     return list(out.split(counts.tolist()))
 
 

@@ -229,18 +229,6 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> No
     assert front.stats_when(lambda stats: stats.running == 0).bad_frames == 1
 
 
-def test_a_front_of_the_version_before_is_served(served: Served) -> None:
-    """Fields and messages that it does not know are left out."""
-    front = served.front(hello=False)
-    front.send(m.Hello(versions=(1, 1), front="old"))
-    welcome = front.receive()
-    assert isinstance(welcome, m.Welcome)
-    assert (welcome.versions[0], welcome.block_size) == (1, 0)
-    assert b"block_size" not in m.encode(welcome)
-    front.send(ask())
-    assert {event.attempt for event in front.events(1)} == {0}
-
-
 def test_a_front_that_says_goodbye_ends_its_own_sequences(served: Served) -> None:
     leaving, staying = served.front(), served.front()
     leaving.send(ask(1, tokens=90))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import time
@@ -227,6 +228,19 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
         served.head._protocol.stopped = True
         front.send(m.Drain())  # wakes the loop
         served.close()
+
+
+def test_a_second_close_leaves_the_descriptors_of_others_alone() -> None:
+    source = GrammarSource(lambda: pytest.fail("no grammar came"))
+    (bell,) = source.sockets
+    null = os.open(os.devnull, os.O_RDONLY)
+    source.close()
+    try:
+        os.dup2(null, bell)  # another file now has the number
+        source.close()
+        os.close(bell)
+    finally:
+        os.close(null)
 
 
 def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path: Path) -> None:

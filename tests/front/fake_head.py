@@ -158,7 +158,6 @@ class FakeHead:
         self.socket.sndhwm = 0  # by default zmq drops messages that a slow API server has not taken yet
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
-        self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))
         self.endpoint, self.role = endpoint, os.environ.get("FAKE_ROLE", "unified")
         self.incarnation = secrets.randbits(63)
         self.moved = 0
@@ -186,7 +185,7 @@ class FakeHead:
         if isinstance(message, m.Hello):
             self.fronts.add(front)
             welcome = m.Welcome(
-                versions=self.versions,
+                versions=(m.OLDEST, m.VERSION),
                 vocab_size=300,
                 max_model_len=int(os.environ.get("FAKE_LENGTH", "512")),
                 max_num_seqs=8,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.servers import Running
+from tests.support.slowness import deadline
 from weft.common import env
 
 Start = Callable[..., Running]
@@ -73,3 +78,34 @@ def test_a_mistake_in_a_script_ends_the_server_with_its_line(tmp_path: Path) -> 
     )
     assert ended.returncode == 2
     assert "weft: --scripted bad.yaml, entry 2 (line 2): Invalid enum value 'later'" in ended.stderr
+
+
+@pytest.mark.requirement("F47")
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_sigterm_while_the_only_engine_drains_cuts_no_request_that_waits(
+    start_scripted: Start, fronts: str
+) -> None:
+    """A planned restart waits for a long stream, and further requests wait for an engine.
+
+    SIGTERM ends the restart. The engine then also answers the requests that wait.
+    """
+    server = start_scripted(
+        [{"match": "long", "text": "a" * 80, "delay_ms": 100}, {"text": "short", "repeat": True}],
+        *("--fronts", fronts, "--drain-timeout", str(deadline(60))),
+    )
+    with server.stream(messages=[{"role": "user", "content": "long"}]) as long, ThreadPoolExecutor(2) as pool:
+        lines = long.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGUSR1)
+        waits: Future[httpx.Response] | None = None
+        until = time.monotonic() + deadline(6)
+        while waits is None or waits.done():  # until the API server knows that the engine drains
+            assert time.monotonic() < until
+            waits = pool.submit(server.chat, "short")
+            wait([waits], timeout=0.5)
+        server.process.terminate()
+        answer = waits.result(deadline(10))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "short"
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(deadline(20)) == 0

@@ -78,6 +78,28 @@ def test_equal_grammars_are_compiled_once_at_a_time_and_kept() -> None:
         assert gate.compiled == [Text("a")]
 
 
+@pytest.mark.parametrize("how", ["compiled", "closed"])
+def test_whoever_is_called_back_may_use_the_service(how: str) -> None:
+    gate, told, free = Gate(open_=False), threading.Event(), list[bool]()
+    with serving(gate) as service:
+        task = service.submit(Text("a"))
+
+        def call() -> None:
+            other = threading.Thread(target=service.submit, args=(Text("b"),))
+            other.start()
+            other.join(deadline(2))
+            free.append(not other.is_alive())
+            told.set()
+
+        task.when_ended(call)
+        if how == "compiled":
+            gate.gate.set()
+        else:
+            service.close()
+        assert told.wait(deadline(60))
+        assert free == [True], "the callback ran under the lock of the service"
+
+
 def test_refusals_are_kept_and_defects_are_not() -> None:
     gate = Gate()
     with serving(gate) as service:

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weft.attention.base import Backends
+from weft.attention.base import Backends, CoreInput
+from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
@@ -246,9 +247,9 @@ class _Watched(TorchLatent):
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
-    def attend(self, q: Any, angles: Any, out: Any, cache: Any, segment: Any, *rest: Any) -> None:
-        self.seen.append((rest[4], segment.tokens))
-        super().attend(q, angles, out, cache, segment, *rest)
+    def attend(self, q: Any, out: Any, core: CoreInput, latent: LatentInput) -> None:
+        self.seen.append((latent.form, core.segment.tokens))
+        super().attend(q, out, core, latent)
 
 
 @pytest.mark.requirement("B12")

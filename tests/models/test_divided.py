@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_parts, note_reads
+from tests.support.sharded import assert_parts, note_reads, weights_of
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.layers.build import ExpertOptions
+from weft.layers.held import Weight
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.moe.block import RoutedMLP
@@ -130,9 +131,9 @@ def test_each_rank_reads_its_experts_alone(
     assert spec.moe is not None
     read = note_reads(monkeypatch)
 
-    def load(mesh: Mesh | None = None) -> tuple[dict[str, torch.nn.Parameter], dict[str, int]]:
+    def load(mesh: Mesh | None = None) -> tuple[dict[str, Weight], dict[str, int]]:
         model = load_model(checkpoint.folder, spec, torch.float32, CPU, progress=False, mesh=mesh, pack=False)
-        experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
+        experts = {name: weight for name, weight in weights_of(model).items() if ".experts." in name}
         return experts, read[threading.get_ident()]
 
     whole, ranks = load()[0], on_ranks(Layout(data=2, expert=True), load)
@@ -141,6 +142,19 @@ def test_each_rank_reads_its_experts_alone(
         each = [found.get(published, 0) for _, found in ranks]
         if ".experts." in published and name != "gpt-oss":  # the rows are published in another order
             assert sum(each) == values.nbytes, published
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_model_names_experts_that_move(moving: bool, checkpoints: Any) -> None:
+    checkpoint = checkpoints("qwen3-moe")
+    experts = ExpertOptions(counts=moving)
+    for invariant in (False, True):
+        found = on_ranks(
+            Layout(tensor=2, expert=True),
+            lambda mesh, own=invariant: checkpoint.load(mesh=mesh, experts=experts, invariant=own).varying,
+        )
+        for varying in found:
+            assert ("moe_copies (of experts that move)" in varying) == (moving and not invariant)
 
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")

@@ -162,6 +162,20 @@ def test_shapes_and_types_are_checked(checkpoints: Any, tmp_path: Path) -> None:
     assert "down_proj.weight has shape [80, 48]" in _message(_folder(checkpoint, tmp_path, transposed))
 
 
+def test_misshaped_weights_are_told_as_the_page_says(checkpoints: Any, tmp_path: Path) -> None:
+    """The page promises a list of names, and for shapes one name with both shapes."""
+
+    def change(tensors: Tensors) -> None:
+        for name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+            tensors[name] = torch.zeros(49)
+
+    message = _message(_folder(checkpoints("llama"), tmp_path, change))
+    assert message.count("has shape [49], config.json says [48]") == 1
+    page = " ".join((Path(__file__).parents[2] / "docs/adding-a-model.md").read_text().split())
+    assert "names stop the loader with a list of all of them" in page
+    assert "shape stops the loader with the tensor's name and both shapes, at the first such tensor" in page
+
+
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_are_converted(saved: torch.dtype, checkpoints: Any, tmp_path: Path) -> None:
     checkpoint = checkpoints("qwen3-moe")

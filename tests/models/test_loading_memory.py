@@ -17,7 +17,7 @@ from tests.models.test_quantized_loading import _folders
 from tests.ops.test_coded import codes_of, meaning
 from tests.support.mapped_pages import resident_of
 from tests.support.slow import mostly_slow
-from weft.layers.held import allow_codes, hold_codes, take_apart, take_codes
+from weft.layers.held import Held, Note, Weight, hold_codes, take_apart, take_codes
 from weft.models import loader
 from weft.models.quantized.filling import Target
 from weft.ops import cpu, stacks
@@ -27,11 +27,12 @@ from weft.ops.cpu import linear, moe
 EXPERTS, ROWS, INPUTS = 6, 64, 256
 
 
-def waiting(form: str, pieces: int) -> tuple[nn.Parameter, torch.Tensor, Callable[[], int]]:
+def waiting(form: str, pieces: int) -> tuple[Weight, torch.Tensor, Callable[[], int]]:
     """Return (stack of experts in ``pieces`` pieces each, its values, counter of matrices with live
     codes).
     """
-    parameter = allow_codes(nn.Parameter(torch.empty(EXPERTS, ROWS, INPUTS), requires_grad=False))
+    parameter = nn.Parameter(torch.empty(EXPERTS, ROWS, INPUTS), requires_grad=False)
+    weight = Weight(parameter, Note(held=Held(parameter.device)))
     alive: list[list[StorageWeakRef]] = []
     meant = []
     for expert in range(EXPERTS):
@@ -39,21 +40,21 @@ def waiting(form: str, pieces: int) -> tuple[nn.Parameter, torch.Tensor, Callabl
         for piece in range(pieces):
             rows = ROWS // pieces
             codes = codes_of(form, (rows, INPUTS), seed=expert * pieces + piece)
-            hold_codes(parameter, expert, piece * rows, codes)
+            hold_codes(weight, expert, piece * rows, codes)
             meant.append(meaning(codes))
             alive[-1].append(StorageWeakRef(codes.values.untyped_storage()))
 
     def count() -> int:
         return sum(any(not ref.expired() for ref in of_one) for of_one in alive)
 
-    return parameter, torch.cat(meant).view(EXPERTS, ROWS, INPUTS), count
+    return weight, torch.cat(meant).view(EXPERTS, ROWS, INPUTS), count
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("form", ["int4", "fp8", "nvfp4"])
 def test_experts_go_as_their_stack_is_filled(form: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When matrix i is copied, the earlier matrices are freed, also where gate and up are joined."""
-    parameter, meant, count = waiting(form, pieces)
+    weight, meant, count = waiting(form, pieces)
     assert count() == EXPERTS
     seen: list[int] = []
     take = stacks.Unstacked.take
@@ -63,7 +64,7 @@ def test_experts_go_as_their_stack_is_filled(form: str, pieces: int, monkeypatch
         return take(self, place)
 
     monkeypatch.setattr(stacks.Unstacked, "take", watched)
-    found = take_codes(parameter)
+    found = take_codes(weight)
     assert found is not None
     assert torch.equal(meaning(found), meant)
     # The first until all have memory, and the one before until the next is there.
@@ -78,8 +79,8 @@ def test_experts_go_as_they_are_packed(
     form: str, pieces: int, monkeypatch: pytest.MonkeyPatch, extension: None
 ) -> None:
     """There is no stack of codes at all."""
-    parameter, meant, count = waiting(form, pieces)
-    found = take_apart(parameter)
+    weight, meant, count = waiting(form, pieces)
+    found = take_apart(weight)
     assert found is not None
     assert found.shape == meant.shape
     seen: list[int] = []
@@ -91,18 +92,20 @@ def test_experts_go_as_they_are_packed(
         return pack(codes, gated=gated)
 
     monkeypatch.setattr(linear, "code_blocks", watched)
-    packed, factors, coding = moe._matrix(found, True, False)
+    packed, factors, coding = moe._matrix(found, True, "plain")
     assert seen == [EXPERTS - place - (pieces > 1) for place in range(EXPERTS)]
     assert count() == 0
     monkeypatch.setattr(linear, "code_blocks", pack)
     again, _, _ = waiting(form, pieces)
     whole = take_codes(again)
     assert whole is not None
-    wanted, other, of_whole = moe._matrix(whole, True, False)
+    wanted, other, of_whole = moe._matrix(whole, True, "plain")
+    assert packed is not None
+    assert wanted is not None
     assert torch.equal(packed, wanted)
     assert coding == of_whole
     assert (factors is None) == (other is None)
-    assert factors is None or torch.equal(factors, other)
+    assert factors is None or other is None or torch.equal(factors, other)
 
 
 def test_experts_leave_no_packed_copies(extension: None) -> None:

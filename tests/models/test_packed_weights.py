@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.models.test_quantized_loading import (
     FORMATS,
@@ -22,7 +22,11 @@ from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
+from weft.layers.held import held_on
+from weft.models.files import WeightFile
 from weft.models.loader import load_model
+from weft.models.quantized.filling import Target
+from weft.models.quantized.sources import Source
 from weft.ops import coded
 from weft.ops.coded import Codes
 from weft.ops.cpu.linear import PackedMatrix
@@ -183,6 +187,33 @@ def test_experts_divided_whole(plain: Path, tmp_path: Path, paged: Any) -> None:
         found = on_ranks(layout, lambda mesh, dtype=dtype: logits(load(packed, dtype, mesh=mesh), paged))
         for one in found:
             assert (one - wanted).abs().max() <= most * wanted.abs().max()
+
+
+def test_a_stack_is_codes_or_values_and_never_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unsound expert makes the whole stack dequantized: no codes of the other experts remain."""
+    gpt_oss_folders(tmp_path)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.experts.gate_up_proj_scales"][2, 0, 0] = 255  # not a number
+    save_file(tensors, file)
+    experts: dict[str, list[int]] = {}
+    fill = Target.fill
+
+    def watched(self: Target, source: Source, file: WeightFile) -> None:
+        fill(self, source, file)
+        held = held_on(self.parameters[self.weights.placements[source.name].parameter])
+        if held is not None and "experts" in source.name:
+            experts[source.name] = list(held.pieces)
+
+    monkeypatch.setattr(Target, "fill", watched)
+    load(tmp_path / "packed", torch.bfloat16)
+    layers = "model.layers.{}.mlp.experts.{}"
+    assert experts == {
+        layers.format(0, "gate_up_proj"): [0, 1, 2],
+        layers.format(0, "down_proj"): [0, 1, 2],
+        layers.format(1, "gate_up_proj"): [],
+        layers.format(1, "down_proj"): [0, 1, 2],
+    }
 
 
 @pytest.mark.parametrize("folders", [gpt_oss_folders, deepseek_v4_folders])

@@ -18,11 +18,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_parts
+from tests.support.sharded import assert_parts, weights_of
 from tests.support.slow import mostly_slow
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.layers.held import Weight
 from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.models.quantized import filling
@@ -206,11 +207,11 @@ def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
     """A rank's part is cut from the dequantized whole, whatever the places of groups and blocks."""
     packed, exact = _folders(plain, tmp_path, *FORMATS[name])
 
-    def load(mesh: Mesh) -> dict[str, torch.nn.Parameter]:
-        return dict(_load(packed, mesh=mesh).named_parameters())
+    def load(mesh: Mesh) -> dict[str, Weight]:
+        return weights_of(_load(packed, mesh=mesh))
 
     for ranks in (2, 4):
-        assert_parts(dict(_load(exact).named_parameters()), on_ranks(Layout(tensor=ranks), load))
+        assert_parts(weights_of(_load(exact)), on_ranks(Layout(tensor=ranks), load))
 
 
 #: (q with 4 heads of 32, k with 2, o, the dense block's second matrix with 96 inputs) -> entries that a rank
@@ -360,7 +361,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
     for expert in (False, True):
         layout = Layout(tensor=2, expert=expert)
         ranks = on_ranks(layout, lambda mesh: _load(tmp_path / "packed", mesh=mesh))
-        assert_parts(dict(exact.named_parameters()), [dict(rank.named_parameters()) for rank in ranks])
+        assert_parts(weights_of(exact), [weights_of(rank) for rank in ranks])
     names = dict(ours.named_parameters())
     experts = load_file(tmp_path / "exact" / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     gate = names["blocks.1.feed_forward.experts.gate_up"][2, :32]
@@ -418,7 +419,7 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     exact = _load(tmp_path / "exact")
     assert _same(_load(tmp_path / "packed"), exact)
     ranks = on_ranks(Layout(tensor=2), lambda mesh: _load(tmp_path / "packed", mesh=mesh))
-    assert_parts(dict(exact.named_parameters()), [dict(rank.named_parameters()) for rank in ranks])
+    assert_parts(weights_of(exact), [weights_of(rank) for rank in ranks])
 
 
 def _change(folder: Path, change: Callable[[Tensors], None]) -> Path:

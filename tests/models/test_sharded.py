@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_parts, note_reads
+from tests.support.sharded import assert_parts, note_reads, weights_of
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
-from weft.layers.held import take_codes
+from weft.layers.held import Weight, take_codes
 from weft.layers.linear import Embedding, LMHead
-from weft.layers.shard import Shard, cut, largest_of, rounding_of, shard_of
+from weft.layers.shard import Shard, cut
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.models.quantized.filling import hold_rounded
@@ -140,12 +140,12 @@ def test_each_rank_reads_its_slices_alone(
     whole = {name: values.nbytes for name, values in _file(checkpoint).items()}
     ranks = on_ranks(Layout(tensor=2), work)
     placements = WEIGHTS.get(spec.family)(spec).placements
-    parameters = dict(ranks[0][1].named_parameters())
+    weights = weights_of(ranks[0][1])
     divided = 0
     for name, size in whole.items():
         place = placements[name]
         each = [found[name] for found, _ in ranks]
-        if shard_of(parameters[place.parameter]) is None or "kv_a_proj" in name:
+        if weights[place.parameter].note.shard is None or "kv_a_proj" in name:
             assert each == [size, size], name
         elif "embed" in name or "lm_head" in name:  # 131 rows
             assert sum(each) == size
@@ -165,9 +165,8 @@ def test_parts_make_up_the_whole(name: str, dummy: bool, checkpoints: Any) -> No
     checkpoint = checkpoints(name)
     load_format = "dummy" if dummy else "auto"
 
-    def load(mesh: Mesh | None = None) -> dict[str, torch.nn.Parameter]:
-        model = checkpoint.load(mesh=mesh, pack=False, load_format=load_format, seed=3)
-        return dict(model.named_parameters())
+    def load(mesh: Mesh | None = None) -> dict[str, Weight]:
+        return weights_of(checkpoint.load(mesh=mesh, pack=False, load_format=load_format, seed=3))
 
     assert_parts(load(), on_ranks(Layout(tensor=2), load))
 
@@ -218,7 +217,7 @@ def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
     assert rounds == (inputs % 256 == 0)
     assert build.matrix_op("linear", divided=inputs) is build.op("linear_w4a8" if rounds else "linear_int4")
     half = Shard(((0, inputs // 2),), inputs, 1)
-    rounding = rounding_of(build.matrix(8, inputs // 2, shard=half))
+    rounding = build.notes.weight(build.matrix(8, inputs // 2, shard=half)).note.rounds
     assert rounding is (to_w4a8 if rounds else to_int4)
 
 
@@ -231,9 +230,9 @@ def test_what_ranks_cut_is_rounded_whole(
     build = Build(dtype=torch.float64, device=CPU, quantization="int4")
     half = Shard(((0, inputs // 2),), inputs, 1)
     values = torch.randn(8, inputs, dtype=torch.float64)
-    parameter = build.matrix(8, inputs // 2, shard=half)
-    assert hold_rounded(parameter, (), values) == (group > 0)
-    codes = take_codes(parameter)
+    weight = build.notes.weight(build.matrix(8, inputs // 2, shard=half))
+    assert hold_rounded(weight, (), values) == (group > 0)
+    codes = take_codes(weight)
     if not group:
         assert codes is None
         assert "each rank quantizes its part alone" in caplog.text
@@ -242,9 +241,9 @@ def test_what_ranks_cut_is_rounded_whole(
     assert codes.group == group
     whole = dequantize(to_int4(values), torch.float64)
     assert torch.equal(dequantize(codes, torch.float64), whole[:, : inputs // 2])
-    hold_rounded(parameter, (), 2 * values)
-    hold_rounded(parameter, (), values)  # replaces the earlier values
-    again = take_codes(parameter)
+    hold_rounded(weight, (), 2 * values)
+    hold_rounded(weight, (), values)  # replaces the earlier values
+    again = take_codes(weight)
     assert again is not None
     assert torch.equal(dequantize(again, torch.float64), whole[:, : inputs // 2])
 
@@ -255,10 +254,10 @@ def test_ranks_know_the_largest_of_whole_rows(load_format: str, checkpoints: Any
     more = {"pack": False, "quantization": "int8", "load_format": load_format}
     whole = dict(checkpoints("mixtral").load(**more).named_parameters())
     parts = on_ranks(
-        Layout(tensor=2), lambda mesh: dict(checkpoints("mixtral").load(mesh=mesh, **more).named_parameters())
+        Layout(tensor=2), lambda mesh: weights_of(checkpoints("mixtral").load(mesh=mesh, **more))
     )
     for own in parts:
-        noted = {name: largest_of(parameter) for name, parameter in own.items()}
+        noted = {name: weight.note.largest for name, weight in own.items()}
         of_rows = {name: largest for name, largest in noted.items() if largest is not None}
         assert {name.split(".", 2)[2] for name in of_rows} == {
             "attention.out.weight",

@@ -102,6 +102,7 @@ def _segment(counts: list[int]) -> Any:
 
 def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
+    from weft.attention.base import CoreInput
     from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
@@ -114,7 +115,7 @@ def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtyp
         for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
             segment = _segment(counts)
             q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
-            backend.attend(q, torch.empty_like(q), cache, segment, 0, spec, 0.1)
+            backend.attend(q, torch.empty_like(q), CoreInput(segment, {0: (cache,)}, 0.1), 0, spec)
     states = torch.empty(3, heads, 5, dim)
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
 

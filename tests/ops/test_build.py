@@ -151,6 +151,90 @@ def test_the_longest_compile_begins_first(
     assert ["two.cpp" in line for line in order] == [True, False]
 
 
+def test_another_home_has_its_own_build(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build lies in the user's cache, so another HOME has no build, and the command makes one there."""
+    monkeypatch.delenv("WEFT_OPS_CACHE")
+    for number, user in enumerate(("one", "two", "one"), 1):
+        monkeypatch.setenv("HOME", str(tmp_path / user))
+        if number < 3:
+            assert build.find() is None
+        ran = CliRunner().invoke(build_ops, [])
+        assert ran.exit_code == 0
+        found = build.find()
+        assert found is not None
+        assert found.is_relative_to(tmp_path / user)
+        assert count(calls) == 3 * min(number, 2)
+
+
+MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+USES_OPS = (
+    "unit",
+    "test",
+    "quick",
+    "test-slow",
+    "test-levels",
+    "test-grid",
+    "test-clients",
+    "soak",
+    "bench",
+    "wheel",
+)
+
+
+@pytest.mark.parametrize("target", USES_OPS)
+def test_make_asks_for_the_build_every_time(target: str, tmp_path: Path) -> None:
+    """No mark in .venv stands for the build: the build may be missing in the cache of this user.
+
+    `make -t` makes each mark of a file new. Then `make -n` shows the commands that still run.
+    """
+    root = Path(__file__).parents[2]
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(root / name, tmp_path)
+    shutil.copytree(root / "requirements", tmp_path / "requirements")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    for flag in ("-t", "-n"):
+        ran = subprocess.run(
+            ["make", flag, target], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True
+        )
+    assert "pip install" not in ran.stdout
+    assert "weft build-ops" in ran.stdout
+
+
+def test_make_serve_compiles_beside_the_server() -> None:
+    assert re.search(r"^serve:.*\n\t\$\(BIN\)/weft serve --build-ops", MAKEFILE, re.MULTILINE)
+
+
+def test_every_target_that_runs_operations_is_checked() -> None:
+    """Targets that run Python of this repository, except for GPUs, the simulator and the checks."""
+    others = {
+        "serve",
+        "test-gpu",
+        "simulate",
+        "lint",
+        "types",
+        "imports",
+        "ops",
+        "docs",
+        "clean",
+        "help",
+        "setup",
+    }
+    named = set(re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)[0].split())
+    assert named - others - {"bench-peers"} == set(USES_OPS)
+
+
+def test_pages_that_install_the_package_say_how_to_compile() -> None:
+    """`pip install .` compiles nothing. A block that serves on a CPU afterwards has `weft build-ops`."""
+    root = Path(__file__).parents[2]
+    blocks = []
+    for page in (root / "README.md", *(root / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        blocks += re.findall(r"^ *```\w*\n((?:(?!```).)*\bpip install \.\n.*?)^ *```", text, re.M | re.S)
+    assert len(blocks) >= 2
+    assert all("\nweft build-ops" in block for block in blocks)
+
+
 def test_every_source_was_measured() -> None:
     """For a new file, measure it (`/usr/bin/time weft build-ops` after `touch`) and extend the table."""
     assert set(build.SECONDS) == {path.name for path in build.SOURCES.glob("*.cpp")}

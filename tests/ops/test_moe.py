@@ -14,7 +14,9 @@ from tests.support.routed import KINDS, VOCAB, chosen, doubled, routed, tokens
 from tests.support.slow import mostly_slow
 from weft.ops import moe, torch_ops
 from weft.ops.coded import dequantize
+from weft.ops.coding import Coding
 from weft.ops.cpu import moe as ops
+from weft.ops.cpu.structs import coding_struct, struct
 from weft.ops.moe import Routed
 
 Tensor = torch.Tensor
@@ -379,3 +381,14 @@ def test_experts_are_rounded(form: str, extension: None) -> None:
     wanted = moe.moe(x.double(), ids, doubled(meant))
     for made in (ops.moe(x, ids, pack(weights)), moe.moe(x, ids, rounded)):
         assert (made.double() - wanted).abs().max() <= 0.04 * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("extension")
+def test_structs_take_known_names_and_numbers() -> None:
+    assert struct("MoeSpec", hidden=64, scale=2.5).hidden == 64
+    with pytest.raises(RuntimeError, match="MoeSpec"):
+        struct("MoeSpec", hiden=64)
+    with pytest.raises(RuntimeError, match="'int'"):
+        struct("MoeSpec", hidden=64.5)
+    with pytest.raises(RuntimeError, match="no coding of numbers 0"):
+        coding_struct(Coding(numbers=0, scales=0, zeros=0, group=32))

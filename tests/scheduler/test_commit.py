@@ -16,19 +16,19 @@ from weft.types.messages import TokenEvent
 from weft.types.plan import EMPTY, StepPlan, StepResult, column
 
 
-def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
-    """Put a verify row with ``drafts`` drafts of sequence 0 in flight. Return the plan and the state."""
+def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, int]:
+    """Put a verify row with ``drafts`` drafts of sequence 0 in flight. Return the plan and the slot."""
     state = rig.scheduler._state
     sequence = state.live[0]
     run = sequence.state
     assert isinstance(run, Running)
     count = 1 + drafts
     builder = PlanBuilder(state.last_commit + 1, 16, state.columns)
-    builder.grow(state.caches.reserve(run.slot, run.num_scheduled + count))
+    builder.grow(state.caches.reserve(run.slot, int(state.columns.num_scheduled[run.slot]) + count))
     builder.add_decode(DecodeRows(np.array([run.slot]), np.array([count]), np.array([0])))
     plan = builder.close().seal([])
     state.launched(plan)
-    return plan, run
+    return plan, run.slot
 
 
 def result(plan: StepPlan, tokens: list[int], accepted: int) -> StepResult:
@@ -51,12 +51,13 @@ def started(**params: object) -> Rig:
 @pytest.mark.parametrize(("accepted", "told"), [(0, [7]), (1, [7, 8]), (2, [7, 8, 9])])
 def test_accepted_drafts_and_one_more_are_appended(accepted: int, told: list[int]) -> None:
     rig = started()
-    plan, run = verify_step(rig, 2)
-    assert (run.num_computed, run.num_scheduled) == (3, 6)
+    plan, slot = verify_step(rig, 2)
+    columns = rig.scheduler._state.columns
+    assert (columns.num_computed[slot], columns.num_scheduled[slot]) == (3, 6)
     (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], accepted))
     assert event == TokenEvent(sequence=0, token_ids=tuple(told), accepted=accepted, rejected=2 - accepted)
-    assert run.num_computed == run.num_scheduled == 4 + accepted
-    assert len(rig.scheduler._state.live[0].tokens) == run.num_computed + 1
+    assert columns.num_computed[slot] == columns.num_scheduled[slot] == 4 + accepted
+    assert len(rig.scheduler._state.live[0].tokens) == columns.num_computed[slot] + 1
 
 
 def test_an_end_among_the_drafts_cuts_what_follows() -> None:
@@ -114,18 +115,20 @@ def test_states_after_rejected_drafts_are_no_states(accepted: int) -> None:
     rig = Rig(kv_config(states=4, copies=3), 1)
     rig.submit(submit(0, [1, 2, 3], max_tokens=9))
     rig.step()
-    plan, run = verify_step(rig, 2)
-    assert run.exact == 3
+    plan, slot = verify_step(rig, 2)
+    exact = rig.scheduler._state.columns.exact
+    assert exact[slot] == 3
     commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], accepted))
-    assert run.exact == 1 + accepted
+    assert exact[slot] == 1 + accepted
 
 
 def test_states_of_a_later_row_are_left_alone() -> None:
     rig = Rig(kv_config(states=4, copies=3), 1)
     rig.submit(submit(0, [1, 2, 3], max_tokens=12))
     rig.step()
-    first, run = verify_step(rig, 2)
+    first, slot = verify_step(rig, 2)
+    columns = rig.scheduler._state.columns
     later = msgspec.structs.replace(first, step=first.step + 1)
     rig.scheduler._state.launched(later)
     commit(rig.scheduler._state, first, result(first, [7, 8, 9], 0))
-    assert (run.num_scheduled, run.exact) == (7, 3)
+    assert (columns.num_scheduled[slot], columns.exact[slot]) == (7, 3)

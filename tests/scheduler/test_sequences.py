@@ -20,7 +20,6 @@ from weft.scheduler.sequence import (
     Sequence,
     Waiting,
 )
-from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 
 
@@ -278,7 +277,7 @@ def test_states_change_by_the_table_alone() -> None:
         Awaiting(),
         Fetching(FetchedTables(-2, 8)),
         Waiting(),
-        Running(columns=SlotColumns(1), slot=0, gen=1, known=1),
+        Running(slot=0, gen=1, known=1),
         Ended("stop"),
     ]
     from array import array

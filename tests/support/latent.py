@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from weft.attention.base import SegmentInput
-from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.attention.base import CoreInput, SegmentInput
+from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatrices
 from weft.config.spec import CacheSpec, MLASpec
 from weft.ops import cpu
 from weft.ops.cpu.latent import latent_up
@@ -122,7 +122,8 @@ class Scene:
         segment, tokens = self.segment(rows)
         q, angles = self.q[tokens], (self.cos[tokens], self.sin[tokens])
         out = q.new_full((len(q), self.shape.heads, self.shape.v), NAN)
-        backend.attend(q, angles, out, (self.cache,), segment, 0, self.spec, self.mla, self.up, form)
+        core = CoreInput(segment, {0: (self.cache,)}, self.mla.scale)
+        backend.attend(q, out, core, LatentInput(angles, 0, self.spec, self.mla, self.up, form))
         return out
 
     def expected(self) -> Tensor:

@@ -8,22 +8,28 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from weft.layers.shard import cut, shard_of
+from weft.layers.held import Weight
+from weft.layers.shard import cut
+from weft.models.base import Model
 from weft.models.files import WeightFile
 
-Parameters = Mapping[str, torch.nn.Parameter]
+Weights = Mapping[str, Weight]
 
 
-def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
+def weights_of(model: Model) -> dict[str, Weight]:
+    return model.notes.weights(model.named_parameters())
+
+
+def assert_parts(whole: Weights, ranks: Sequence[Weights]) -> None:
     """Assert that ranks have the right cuts of the ``whole`` parameters, zero padding, and full coverage
     together.
     """
     divided = 0
-    for name, values in whole.items():
-        shard = [shard_of(parts[name]) for parts in ranks]
+    for name, (values, _) in whole.items():
+        shard = [parts[name].note.shard for parts in ranks]
         covered = torch.zeros(values.shape, dtype=torch.int)
         for parts, mine in zip(ranks, shard, strict=True):
-            own = parts[name]
+            own = parts[name].parameter
             if mine is None:
                 assert torch.equal(own, values), name
                 continue
@@ -34,7 +40,7 @@ def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
         if shard[0] is not None:
             assert covered.min() >= 1, name
             divided += values.numel()
-    assert divided > 0.5 * sum(values.numel() for values in whole.values())
+    assert divided > 0.5 * sum(values.numel() for values, _ in whole.values())
     assert all(parts.keys() == whole.keys() for parts in ranks)
 
 

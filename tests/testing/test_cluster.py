@@ -42,34 +42,34 @@ from weft.types import rooms as r
 from weft.types.rooms import Peer, RoomKey
 from weft.types.sampling import TokenParams
 
-SCHEDULES = 350
+SCHEDULES = 360
 """In the default tests."""
 BUDGET = 10_000
 """By default, of ``python -m testing.cluster``."""
-SEEN = (94630, 3323)
+SEEN = (94630, 3323, 5679)
 """Seeds that showed bugs, now fixed: a receiver returned a sequence after its sender had handed off and
-ended; a receiver refused while its sender took one prompt alone."""
-FOUND_WITHIN = 2000
+ended; a receiver refused while its sender took one prompt alone; the check counted one loss twice."""
+FOUND_WITHIN = 1000
 """Schedules in which each planted bug is found."""
 FOUND_BY = {
     "finish_before_all_ranks_reported": 20,
     "settled_by_one_report": 66,
-    "a_given_up_rank_is_heard": 814,
+    "a_given_up_rank_is_heard": 802,
     "blocks_on_hold_are_given_away": 61,
-    "resurrected": 25,
+    "resurrected": 0,
     "one_front_says_shutdown": 124,
-    "a_loss_counted_twice": 13,
-    "a_retry_meets_its_earlier_attempt": 29,
-    "a_new_connection_is_taken_for_the_old_one": 104,
-    "no_hello_over_a_new_connection": 57,
-    "a_head_keeps_what_a_lost_connection_asked": 2841,
+    "a_loss_counted_twice": 0,
+    "a_retry_meets_its_earlier_attempt": 14,
+    "a_new_connection_is_taken_for_the_old_one": 24,
+    "no_hello_over_a_new_connection": 24,
+    "a_head_keeps_what_a_lost_connection_asked": 94,
     "an_end_at_the_other_end_is_an_eviction": 78,
-    "a_head_that_drains_is_gone": 811,
+    "a_head_that_drains_is_gone": 34,
     "a_role_is_given_up_at_once": 293,
     "who_is_revived_is_not_heard": 73,
     "free_before_a_writer_ended": 33,
     "the_peer_is_not_told": 22,
-    "reuse_before_the_fence": 128,
+    "reuse_before_the_fence": 349,
 }
 """Bug -> the schedule that detected the bug, which runs first."""
 
@@ -107,7 +107,6 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "fail-overs",
         "failed: overloaded",
         "fronts failed",
-        "fronts of version 1",
         "fronts that joined later",
         "half-open instances",
         "clusters of two roles",
@@ -115,7 +114,6 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "embeddings failed",
         "embeddings landed",
         "groups of several ranks",
-        "heads of version 1",
         "images encoded apart",
         "images found where they are encoded",
         "late events",

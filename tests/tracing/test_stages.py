@@ -189,23 +189,22 @@ def test_what_is_not_traced_leaves_nothing(rig: Rig) -> None:
 
 
 def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:
-    """Sent to a pair, lost with one instance, sent to an older instance, and closed."""
+    """Sent to a pair, lost with one instance, sent to another instance, and closed."""
     places = Placements(rig.writer, rig.time)
     places.open(7, PARENT)
     plain = submit(trace="")
     contexts = []
     for name, sends in (("prefill0", True), ("decode0", False)):
-        sent = places.sent(name, 3, submit(sends=sends, trace=""))
+        sent = places.sent(name, submit(sends=sends, trace=""))
         assert isinstance(sent, m.Submit)
         contexts.append(parse_traceparent(sent.trace))
     places.heard(_said("prefill0", token_ids=(5,), finish="moved"))
     places.lost("decode0")
-    again = submit(trace="", attempt=1)
-    assert places.sent("old", 2, again) is again
-    places.heard(_said("old", finish="stop"))  # of an ended attempt
+    places.sent("other", submit(trace="", attempt=1))
+    places.heard(_said("other", finish="stop"))  # of an ended attempt
     places.closed(7)
     places.closed(7)
-    assert places.sent("old", 3, plain) is plain  # not traced any more
+    assert places.sent("other", plain) is plain  # not traced any more
     spans = rig.spans()
     found = [
         (span.attributes["weft.instance"], span.attributes["weft.part"], span.attributes["weft.finish"])
@@ -213,7 +212,7 @@ def test_places_of_a_sequence_in_a_front(rig: Rig) -> None:
     ]
     assert sorted(found) == [
         ("decode0", "decode", "lost"),
-        ("old", "all", "left"),
+        ("other", "all", "left"),
         ("prefill0", "prefill", "moved"),
     ]
     by_id = {span.span: span.attributes["weft.instance"] for span in spans}

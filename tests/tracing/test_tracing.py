@@ -189,6 +189,21 @@ def test_the_table_says_where_time_went(tmp_path: Path) -> None:
     assert lines[2].endswith("overloaded")
 
 
+def test_the_table_counts_the_attempts_of_the_slowest_choice(tmp_path: Path) -> None:
+    writer = SpanWriter(tmp_path, "front")
+    request = Span("request", SpanContext.root(), "", 10.0)
+    for sequence, attempts in (("a", 2), ("b", 3), ("c", 1)):
+        for attempt in range(attempts):
+            names = {"sequence": sequence, "attempt": attempt}
+            place = child_of(request.context, "placement", 10.0, **names, choice=0, instance="u", part="all")
+            writer.write(child_of(place.context, "decode", 10.0, **names), 11.0)
+            writer.write(place, 11.0)
+    writer.write(request, 14.0)
+    writer.close()
+    (row,) = rows(read_folder(tmp_path)[0])
+    assert (row.attempts, row.stages["decode"]) == (3, pytest.approx(3.0))
+
+
 def test_step_traces_beside(tmp_path: Path) -> None:
     step = {"name": "step 1/2 + 0/0", "cat": "step", "ph": "X", "ts": 1, "dur": 2, "pid": 0, "tid": 0}
     origin = {"name": "weft_origin", "ph": "M", "pid": 0, "args": {"unix_ns": 7}}
@@ -196,7 +211,7 @@ def test_step_traces_beside(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text(
         "[\n" + json.dumps(origin) + ",\n" + json.dumps(step) + ',\n{"name": "st'
     )
-    (tmp_path / "merged.json").write_text(json.dumps([step]))  # the format of earlier versions
+    (tmp_path / "merged.json").write_text(json.dumps([step]))  # without an origin
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "bad.json").write_text("]")
     found = read_steps(tmp_path)

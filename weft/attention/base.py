@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -106,6 +106,23 @@ class StepInput:
     """None if no token is an image placeholder."""
 
 
+class CoreInput(NamedTuple):
+    """Arguments that every form of core attention takes, for one layer and one segment."""
+
+    segment: SegmentInput
+    """T tokens; may be empty."""
+    caches: LayerCache
+    """Caches of the layer. The caches already contain the entries of the segment."""
+    scale: float
+    """Factor of the products of queries and keys, before the softmax."""
+    prepared: object = None
+    """Result of ``Backend.prepare`` for the segment and the KV cache group of the layer; for sparse attention
+    the result of ``SparseBackend.plan``. None: the backend prepares by itself."""
+    sinks: Tensor | None = None
+    """[heads], in q's dtype (wide for sparse attention): per head, a score that takes part in the softmax and
+    has no value. Latent attention has no sinks."""
+
+
 class Backend(ABC):
     """One form of core attention, for one segment per call. One instance serves all layers of a model."""
 
@@ -188,20 +205,15 @@ class AttentionBackend(Backend):
         self,
         q: Tensor,  # [T, heads, head_dim] of this segment
         out: Tensor,  # [T, heads, head_dim], written
-        cache: Tensor,  # [blocks, 2, kv_heads, block, head_dim] of this layer
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,  # [heads], q's dtype
-        scales: Tensor | None = None,  # float32 [blocks, 2, kv_heads, block], where the cache is E4M3
+        core: CoreInput,
+        kind: int,  # KV cache group of the layer
+        spec: CacheSpec,  # of the group
     ) -> None:
-        """Attend causally (and within ``spec.window``) to keys and values in the cache. Writes ``out``.
+        """Attend causally (and within ``spec.window``) to keys and values in ``core.caches[kind]``.
+
+        Writes ``out``.
 
         TRAP: block table entries outside the window, and positions beyond the end of a row, may belong to
         other sequences. Their values (NaN included) must never reach an output. Block 0 is the null block.
-        The call must accept a segment without rows. ``prepared``: result of ``prepare`` for this segment and
-        group; None: the backend prepares by itself. ``sinks``: per head, a score that takes part in the
-        softmax and has no value. A query without visible keys gets 0.
+        The call must accept a segment without rows. A query without visible keys gets 0.
         """

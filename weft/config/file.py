@@ -76,8 +76,7 @@ def load_yaml(path: str | Path, name: str, param: str) -> Any:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         loaded = yaml.safe_load(text)
     except OSError as error:
-        why = error.strerror or "cannot be read"
-        raise ConfigError(f"{name}: {why}", param=param) from error
+        raise unreadable(path, name, param, error) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = getattr(error, "problem", None) or "not UTF-8 text"
         mark = getattr(error, "problem_mark", None)
@@ -86,6 +85,13 @@ def load_yaml(path: str | Path, name: str, param: str) -> Any:
     if root is not None:
         _check_keys(root, name, param)
     return loaded
+
+
+def unreadable(path: str | Path, name: str, param: str, error: OSError) -> ConfigError:
+    """Return the error for a file that cannot be read. ``name`` ends with the file's name; the error shows
+    the path instead, because the path may be relative to another folder."""
+    why = error.strerror or "cannot be read"
+    return ConfigError(f"{name.removesuffix(Path(path).name)}{path}: {why}", param=param)
 
 
 def _check_keys(root: yaml.Node, name: str, param: str) -> None:

@@ -149,10 +149,11 @@ def read_spec(config: Config, path: str) -> ModelSpec:
 
 
 def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
-    """Return the spec of a model without vision tower.
+    """Return the spec for a group that runs no vision tower. Raise ConfigError.
 
-    ``decodes``: True for a decode group. Prompts may have images, so a decode group keeps the image positions
-    if the checkpoint describes image positions.
+    ``read``: reads the spec; takes ``language_model_only``. ``decodes``: True for a decode group. Prompts of
+    a decode group may have images, so the spec keeps the vision part. If the vision part cannot be read, log
+    the reason and return the spec without the vision part, as for every other group.
     """
     if decodes:
         try:

@@ -24,7 +24,9 @@ def resolve_scripted(config: Config) -> EngineConfig:
     assert scripted is not None, "the caller asked for a script"
     _check_flags(config)
     if not Path(scripted).is_file():
-        raise ConfigError("--scripted names no file: give the path of a script", param="--scripted")
+        raise ConfigError(
+            f"--scripted {scripted}: No such file; give the path of a script", param="--scripted"
+        )
     check_files(config.runner, config.front, config.media)
     model = msgspec.structs.replace(config.model, load_format="dummy")
     path = hub.resolve_model_path(model.model, model.revision, load_format="dummy")

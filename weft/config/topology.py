@@ -100,7 +100,8 @@ def short_form(config: Config, towers: bool = False) -> Topology | None:
     for role, count in (*numbers.items(), ("encode", section.encode)):
         one = _with_role(config, role)
         if section.encode:
-            one = _with_images(one, tower=role == "encode" or (towers and role != "decode"))
+            computes = role in ("prefill", "unified")
+            one = _with_images(one, tower=role == "encode" or (towers and computes), takes=computes)
         # Names count within a role: prefill0, prefill1, decode0, ..
         groups += [GroupSettings(f"{role}{number}", one, role) for number in range(count)]
     return Topology(config.front, tuple(groups))
@@ -152,10 +153,12 @@ def _groups(
     own = parse_values(settings, where, "FILE")
     config = _with_role(from_values({**defaults, **own}), role)
     if encodes:
-        # A common language-model-only applies to the other groups; an encode group always has the tower
-        # unless its own entry says otherwise.
-        said = own if role == "encode" else {**defaults, **own}
-        config = _with_images(config, not said.get("language_model_only", role != "encode"), own)
+        # Common settings of images apply to groups with a choice. An encode group always has the tower, and
+        # only groups that compute prompts take embeddings, unless the group's own entry says otherwise.
+        said, computes = {**defaults, **own}, role in ("prefill", "unified")
+        takes = (said if computes else own).get("take_embeddings", computes)
+        text_only = (own if role == "encode" else said).get("language_model_only", takes or role == "decode")
+        config = _with_images(config, not text_only, takes, own)
     name = entry.get("name")
     if name is None:
         first = numbers[role]
@@ -205,12 +208,12 @@ def _with_role(config: Config, role: str) -> Config:
     return msgspec.structs.replace(config, transfer=transfer)
 
 
-def _with_images(config: Config, tower: bool, own: Collection[str] = ()) -> Config:
+def _with_images(config: Config, tower: bool, takes: bool, own: Collection[str] = ()) -> Config:
     """Return the settings of a group in a server with encode groups.
 
-    ``tower``: True if the group encodes images. ``own``: fields set by the group's own entry.
+    ``tower``: True if the group encodes images. ``takes``: True if the group receives embeddings. ``own``:
+    fields set by the group's own entry.
     """
-    takes = config.transfer.role in ("prefill", "unified")
     parallel = config.parallel
     # Common settings of experts do not apply to an encode group.
     if config.transfer.role == "encode":
@@ -377,13 +380,13 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
     """Return (flag, value of ``one``, value of ``other``) of all settings that must be equal."""
     found: list[tuple[str, object, object]] = []
     takes = one.transfer.take_embeddings or other.transfer.take_embeddings
-    apart = takes or "encode" in (one.transfer.role, other.transfer.role)
+    apart = takes or not {"decode", "encode"}.isdisjoint((one.transfer.role, other.transfer.role))
     for sections, names in (
         ((one.model, other.model), _ONE_MODEL),
         ((one.transfer, other.transfer), _OF_ALL),
     ):
         for name in names:
-            # Encode groups and takers of embeddings differ by design in the tower.
+            # Decode groups, encode groups and takers of embeddings differ by design in the tower.
             if name == "language_model_only" and apart:
                 continue
             found.append((SETTINGS[name].flag, getattr(sections[0], name), getattr(sections[1], name)))

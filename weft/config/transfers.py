@@ -27,10 +27,10 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
             "one of them",
             param="--role",
         )
-    if role == "encode" and transfer.take_embeddings:
+    if role in ("decode", "encode") and transfer.take_embeddings:
         raise ConfigError(
-            "--role encode and --take-embeddings: an encode group receives no embeddings from other "
-            "groups; remove one of the two flags",
+            f"--role {role} and --take-embeddings: only groups that compute prompts receive embeddings from "
+            "encode groups; remove one of the two flags",
             param="--take-embeddings",
         )
     takes = "--take-embeddings" if transfer.take_embeddings else ""

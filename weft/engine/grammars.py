@@ -114,16 +114,14 @@ class GrammarSource:
         return []
 
     def close(self) -> None:
-        """Drop all running compiles, then close the descriptor and the compiler.
-
-        Blocked sequences get no event.
-        """
+        """Drop all running compiles, then close the descriptor and the compiler. Idempotent."""
         self._pending.clear()
         # Under the lock: `_ring` must not write to a closed descriptor.
         with self._lock:
             self._closed = True
-            if self._bell >= 0:
-                os.close(self._bell)
+            bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)
         if self._compiler is not None:
             self._compiler.close()
 

@@ -70,8 +70,6 @@ def _scale(s: Story) -> None:
         s.say(t.HALF)
         s.step("/", s.value, 2)
         s.lost = True
-        if len(s.steps) == s.max_steps:  # the number left after a half equals the half
-            return
     else:
         times = 2 if s.rng.chance(0.7) else 3
         s.say(t.MULTIPLY, times_verb=_TIMES_VERB[times])

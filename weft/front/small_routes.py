@@ -138,7 +138,10 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/profile", openapi_extra=openapi.answers_of(ProfileRequest, Done))
     async def profile(request: Request) -> Response:
-        """Profile the next steps of every engine process into --profile-dir. The last request counts."""
+        """Profile the next steps of every engine process into --profile-dir. The last request counts.
+
+        400 if the server was started without --profile-dir.
+        """
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ProfileRequest)
         if front.config.runner.profile_dir is None:

@@ -76,7 +76,11 @@ class SlotDigest:
         return table ^ self._others ^ (rows + plan.step * _STEP & _MASK)
 
     def _apply(self, op: Op) -> np.ndarray:
-        """Apply a slot update. Return the slots with a changed hash, int64 [n]."""
+        """Apply an update to the tables. Return the slots of the update, int64 [n]; [] without a slot.
+
+        The hashes of the returned slots are out of date: the caller computes the hashes again. Raises
+        EngineDead if the update contradicts the tables, as described at ``take``.
+        """
         if isinstance(op, AppendEach):
             self._check(op.slots, None)
             at = self._places(op.kind)

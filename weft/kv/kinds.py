@@ -227,6 +227,11 @@ class FullKind:
         return [max(0, -(-end // size) - len(tables[slot].blocks)) for slot, end in each]
 
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
+        """Extend the table of each slot by ``short`` new blocks. Return the slot updates.
+
+        May evict cached blocks. Raises EngineDead if the pool has too few blocks: callers check
+        ``available``.
+        """
         tables = self._tables
         ops = list[Op]()
         for have in range(max(short, default=0)):  # an update gives each slot at most one block

@@ -133,6 +133,7 @@ class PrefixMemory:
             del self._by_first[record.first]
 
     def _first_of(self, tokens: array[int], client: int) -> bytes:
+        """Return the hash of ``client`` and the first block's ids; b"" if no block is full."""
         if len(tokens) < self._block:
             return b""
         return blake2b(

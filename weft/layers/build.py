@@ -13,8 +13,8 @@ from torch import nn
 from weft.common.allocator import trim_heap
 from weft.config import sharding
 from weft.config.spec import ModelSpec
-from weft.layers.held import allow_codes, in_place, largest_in_place, take_mixed
-from weft.layers.shard import Shard, keep_largest, mark, round_whole
+from weft.layers.held import Held, Notes, in_place, largest_in_place, take_mixed
+from weft.layers.shard import Shard
 from weft.ops import (
     coded,
     implementations,  # noqa: F401 (registers every implementation)
@@ -58,6 +58,8 @@ class Build:
     experts: ExpertOptions = ExpertOptions()
     ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
     """Chosen implementations, by op and dtype."""
+    notes: Notes = field(default_factory=Notes)
+    """Notes about the parameters of the model, for the loader and for ``Packs.pack``."""
 
     @property
     def comm(self) -> Comm:
@@ -119,10 +121,11 @@ class Build:
         if shard is not None and not shard.whole:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
-            mark(parameter, shard)
+            note = self.notes.weight(parameter).note
+            note.shard = shard
             # A part of a row cannot give the row's scale, so the loader notes the row's maximum.
             if not wide and 0 < shard.dim == len(shape) - 1 and self._kind(shard.size) == "int8":
-                keep_largest(parameter, self.wide)
+                note.largest = torch.zeros((*shape[:-1], 1), dtype=self.wide, device=parameter.device)
         return parameter
 
     def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
@@ -134,12 +137,12 @@ class Build:
         if wide:
             return self.weight(*shape, shard=shard, wide=wide)
         where = torch.device("cpu") if self.staged else self.device
-        made = allow_codes(self.weight(*shape, shard=shard, device=where), self.device)
+        made = self.weight(*shape, shard=shard, device=where)
+        note = self.notes.weight(made).note
+        note.held = Held(self.device)
         if shard is not None and not shard.whole and shard.dim == len(shape) - 1:
             # Groups of a whole row must not depend on the cut, so the loader rounds before the cut.
-            rounds = coded.GROUPED.get(self._kind(shard.size))
-            if rounds is not None:
-                round_whole(made, rounds)
+            note.rounds = coded.GROUPED.get(self._kind(shard.size))
         return made
 
     def rounds_inner(self, divided: int) -> bool:
@@ -184,6 +187,9 @@ class Packs(Layer, ABC):
     then dropped, layer by layer, so a model is never in memory twice.
     """
 
+    _notes: Notes
+    """``Build.notes``. Set by layers with matrices."""
+
     @abstractmethod
     def pack(self) -> None:
         """Make the layouts for ``forward``."""
@@ -193,13 +199,13 @@ class Packs(Layer, ABC):
 
         A packed parameter becomes None; otherwise the attribute is the parameter in its final memory.
         """
-        plain = getattr(self, weight)
-        codes = take_mixed(plain, op.pack_codes is not None, mixes=op.mixes)
+        noted = self._notes.weight(getattr(self, weight))
+        codes = take_mixed(noted, op.pack_codes is not None, mixes=op.mixes)
         if codes is not None and op.pack_codes is not None:
             setattr(self, weight, None)
             return op.pack_codes(codes)
-        largest = largest_in_place(plain)
-        plain = in_place(plain)
+        largest = largest_in_place(noted)
+        plain = in_place(noted)
         if op.pack is None:
             setattr(self, weight, plain)
             return plain

@@ -1,4 +1,7 @@
-"""Codes that the loader puts on a parameter, instead of plain weights, until the layer packs the codes.
+"""Notes about parameters, and codes that the loader leaves for a layer instead of plain weights.
+
+A layer notes which part of a parameter a rank stores and in which form the layer takes the values. The loader
+reads the notes and fills the parameter, or leaves codes in the note until the layer packs the codes.
 
 A parameter may wait on the host for a layer that computes on another device. The functions here
 return values on the layer's device, except ``take_apart``.
@@ -10,14 +13,15 @@ pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.layers.shard import largest_of
+from weft.layers.shard import Shard
 from weft.ops import torch_ops
 from weft.ops.coded import Codes, MixedCodes, dequantize, joined, mixed
 from weft.ops.stacks import Unstacked, unstacked
@@ -31,7 +35,7 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """Codes waiting on one parameter, and statistics."""
+    """Codes waiting for the layer of one parameter, and statistics."""
 
     device: torch.device
     """Device of the layer."""
@@ -43,50 +47,87 @@ class Held:
     """Bytes of the same codes after dequantization."""
 
 
-def allow_codes(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    """Let the loader put codes on ``parameter``, [N, K] or [E, N, K]; return ``parameter``.
+@dataclass(slots=True)
+class Note:
+    """Facts about one parameter that a layer and the loader exchange."""
 
-    The layer must call ``take_codes`` later. ``device``: the layer's device if different from the
-    parameter's.
+    shard: Shard | None = None
+    """Part of the global parameter that this rank stores; None: all."""
+    largest: torch.Tensor | None = None
+    """[..., 1] wide: the loader writes the largest magnitude of each whole row; None: not wanted. For weights
+    with cut rows that are rounded to a scale per row: all ranks use the same scale."""
+    rounds: Callable[[torch.Tensor], Codes] | None = None
+    """The loader rounds whole rows with this function before cutting the rank's part; None: rows may be
+    rounded after the cut. For weights with cut rows that are rounded to scales of groups: all ranks use the
+    same groups."""
+    held: Held | None = None
+    """Codes for the layer, which must call ``take_codes``; None: the layer accepts no codes."""
+
+
+class Weight(NamedTuple):
+    """A parameter with its note."""
+
+    parameter: nn.Parameter
+    note: Note
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the global parameter."""
+        shape = list(self.parameter.shape)
+        shard = self.note.shard
+        if shard is not None:
+            shape[shard.dim] = shard.size
+        return tuple(shape)
+
+
+class Notes:
+    """Notes about the parameters of one model, owned by the ``Build`` and the model.
+
+    A note ends with its parameter: the table does not keep the parameter alive.
     """
-    parameter.held = Held(device or parameter.device)  # type: ignore[attr-defined]
-    return parameter
+
+    def __init__(self) -> None:
+        self._notes = WeakTensorKeyDictionary()
+
+    def weight(self, parameter: nn.Parameter) -> Weight:
+        """Return ``parameter`` with its note. The note of a parameter without facts is empty."""
+        note = self._notes.get(parameter)
+        if note is None:
+            note = self._notes[parameter] = Note()
+        return Weight(parameter, note)
+
+    def weights(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Weight]:
+        """Return named parameters by name, with their notes."""
+        return {name: self.weight(parameter) for name, parameter in parameters}
 
 
-def in_place(parameter: nn.Parameter) -> nn.Parameter:
-    """Return ``parameter``, or a copy without notes on the layer's device if the parameter is elsewhere."""
-    held = held_on(parameter)
+def in_place(weight: Weight) -> nn.Parameter:
+    """Return the parameter, or a copy without notes on the layer's device if the parameter is elsewhere."""
+    parameter, held = weight.parameter, weight.note.held
     if held is None or held.device.type == parameter.device.type:
         return parameter
     return nn.Parameter(parameter.data.to(held.device), requires_grad=False)
 
 
-def largest_in_place(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return ``shard.largest_of`` on the layer's device; None if not noted."""
-    held = held_on(parameter)
-    largest = largest_of(parameter)
+def largest_in_place(weight: Weight) -> torch.Tensor | None:
+    """Return ``Note.largest`` on the layer's device; None if not noted."""
+    largest, held = weight.note.largest, weight.note.held
     return largest if held is None or largest is None else largest.to(held.device)
 
 
-def held_on(parameter: nn.Parameter) -> Held | None:
-    """Return the codes record of ``parameter``; None if the layer accepts no codes."""
-    held: Held | None = getattr(parameter, "held", None)
-    return held
-
-
-def holds_codes(parameter: nn.Parameter) -> bool:
-    """Return True if codes wait on ``parameter``. The parameter's own memory is then incomplete."""
-    held = held_on(parameter)
+def holds_codes(weight: Weight) -> bool:
+    """Return True if codes wait for the layer. The parameter's own memory is then incomplete."""
+    held = weight.note.held
     return held is not None and bool(held.pieces)
 
 
-def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> None:
-    """Put ``codes`` on ``parameter`` as rows from ``row`` on of the local ``parameter[matrix]``.
+def hold_codes(weight: Weight, matrix: int, row: int, codes: Codes) -> None:
+    """Leave ``codes`` for the layer, as rows from ``row`` on of the local ``parameter[matrix]``.
 
     ``matrix`` is 0 for a single matrix. Earlier codes with the same first row are replaced: weights of a
     checkpoint replace random weights.
     """
-    held = held_on(parameter)
+    held = weight.note.held
     assert held is not None
     pieces = held.pieces.setdefault(matrix, [])
     # Only an equal first row replaces: other pieces are other published tensors of the same matrix.
@@ -94,44 +135,44 @@ def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> 
     pieces.append(_Piece(row, codes))
 
 
-def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
-    """Return all of ``parameter`` as codes on the layer's device, or None if the parameter is complete.
+def take_codes(weight: Weight, allowed: bool = True) -> Codes | None:
+    """Return all of the parameter as codes on the layer's device, or None if the parameter is complete.
 
     Codes are dequantized into the memory if ``allowed`` is False, if codes do not cover all rows, or if the
     formats of the rows differ.
     """
-    found = take_mixed(parameter, allowed, mixes=False)
+    found = take_mixed(weight, allowed, mixes=False)
     assert not isinstance(found, MixedCodes)
     return found
 
 
-def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
+def take_mixed(weight: Weight, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
     """Return like ``take_codes`` (None for a complete parameter); with ``mixes`` the rows of a matrix may
     have different formats.
 
-    The codes leave the parameter.
+    The codes leave the note.
     """
-    held = held_on(parameter)
-    codes = _taken(parameter, allowed, mixes)
+    held = weight.note.held
+    codes = _taken(weight, allowed, mixes)
     if isinstance(codes, Unstacked):
         codes = codes.whole()
     return None if codes is None or held is None else codes.to(held.device)
 
 
-def take_apart(parameter: nn.Parameter) -> Unstacked | None:
+def take_apart(weight: Weight) -> Unstacked | None:
     """Return a stack [E, N, K] like ``take_codes``, on the host and with separate matrices."""
-    found = _taken(parameter, allowed=True, mixes=False)
+    found = _taken(weight, allowed=True, mixes=False)
     assert found is None or isinstance(found, Unstacked)
     return found
 
 
-def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | Unstacked | None:
-    """Take the waiting codes off ``parameter`` and return the codes.
+def _taken(weight: Weight, allowed: bool, mixes: bool) -> Codes | MixedCodes | Unstacked | None:
+    """Take the waiting codes out of the note, or dequantize the codes into the parameter and return None.
 
     Return None without codes, or after dequantizing the codes into the parameter's memory. The result has the
     only references to the codes, so use releases memory.
     """
-    waiting = held_on(parameter)
+    parameter, waiting = weight.parameter, weight.note.held
     if waiting is None or not waiting.pieces:
         return None
     held = waiting.pieces

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.layers.build import Build, Packs
-from weft.layers.held import hold_codes, holds_codes, in_place, take_codes
+from weft.layers.held import Weight, hold_codes, holds_codes, in_place, take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
@@ -33,6 +33,7 @@ class Linear(Packs):
         self.weight = build.matrix(shard.count, inputs, shard=shard, wide=wide)
         self.bias = build.weight(shard.count, shard=shard, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
+        self._notes = build.notes
         self._packed: object = None
 
     def pack(self) -> None:
@@ -55,6 +56,7 @@ class RowLinear(Packs):
         self.weight = build.matrix(outputs, inputs.count, shard=inputs.at(1))
         self.bias = build.weight(outputs) if bias else None
         self._op = build.matrix_op("linear", divided=inputs.size)
+        self._notes = build.notes
         self._packed: object = None
         self._adds_bias = build.comm.rank == 0
 
@@ -81,6 +83,7 @@ class Embedding(Packs):
         """The rank's rows. The table has the size of the largest share, padded with zero rows."""
         rows_of_all = -(-vocab_size // build.comm.size)
         self.weight = build.matrix(rows_of_all, hidden, shard=self.shard)
+        self._notes = build.notes
         self._first = self.shard.spans[0][0]
         self._coded = False
         matrix = build.op("linear")
@@ -104,15 +107,15 @@ class Embedding(Packs):
         A packed weight becomes None.
         """
         if self._rounds:
-            _round(self.weight)
-        codes = take_codes(self.weight, self._codes_of is not None)
+            _round(self._notes.weight(self.weight))
+        codes = take_codes(self._notes.weight(self.weight), self._codes_of is not None)
         if codes is not None and self._codes_of is not None:
             self.table = self._codes_of(codes)
             self._rows = self._coded_rows
             self._coded = True
             setattr(self, "weight", None)  # noqa: B010
             return
-        self.weight = in_place(self.weight)
+        self.weight = in_place(self._notes.weight(self.weight))
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -127,10 +130,10 @@ class Embedding(Packs):
         return found.masked_fill_(others.unsqueeze(1), 0)
 
 
-def _round(head: nn.Parameter) -> None:
+def _round(head: Weight) -> None:
     """Replace the matrix by codes of 8 bits on the same device. A head waiting on the host moves as codes."""
     if not holds_codes(head):
-        hold_codes(head, 0, 0, torch_ops.to_int8_codes(head.detach()))
+        hold_codes(head, 0, 0, torch_ops.to_int8_codes(head.parameter.detach()))
 
 
 class LMHead(Packs):
@@ -148,6 +151,7 @@ class LMHead(Packs):
         self._vocab_size = embedding.shard.size
         self._comm = build.comm
         self._op = build.op("linear")
+        self._notes = build.notes
         self._rounds = build.quantization != "none"
         self._packed: object = None
 
@@ -156,7 +160,7 @@ class LMHead(Packs):
         if not self._tied_to:
             if self._rounds:
                 assert self.weight is not None
-                _round(self.weight)
+                _round(self._notes.weight(self.weight))
             self._packed = self._give("weight", self._op)
             return
         table = self._tied_to[0].table

@@ -26,6 +26,7 @@ class GateUp(Packs):
         self.bias = build.weight(both.count, shard=both) if bias else None
         self._activation = activation
         self._op = build.matrix_op("gated_linear")
+        self._notes = build.notes
         self._packed: object = None
 
     def pack(self) -> None:

@@ -30,6 +30,8 @@ class Model(nn.Module, ABC):
         """Mesh of the ranks that compute each step together."""
         self.dtype = build.dtype
         self.device = build.device
+        self.notes = build.notes
+        """Notes about the parameters, for the loader."""
         self._ops = build.ops
         self.experts: ExpertLayers | None = None
         """Expert layers divided over ranks. Set by ``pack``; None without such layers."""
@@ -47,6 +49,8 @@ class Model(nn.Module, ABC):
         """Ops with batch-dependent rows, each with its implementation. Includes the collectives of the
         mesh."""
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
+        if any(isinstance(m, RoutedMLP) and m.varying for m in self.modules()):
+            found.add("moe_copies (of experts that move)")
         return tuple(sorted(found.union(self.mesh.varying)))
 
     @property

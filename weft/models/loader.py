@@ -25,8 +25,8 @@ from weft.config.families.facts import Facts, read_json
 from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
-from weft.layers.held import holds_codes
-from weft.layers.shard import cut, global_shape, shard_of
+from weft.layers.held import Notes, Weight, holds_codes
+from weft.layers.shard import cut
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile
@@ -104,7 +104,7 @@ def load_model(
     further rounding is required; False: dequantize.
 
     Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
-    Raises ConfigError that lists missing, unexpected and misshaped weights.
+    Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
@@ -169,6 +169,7 @@ class Loadable(Protocol):
 
     spec: ModelSpec
     dtype: torch.dtype
+    notes: Notes
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -197,7 +198,7 @@ def fill(
     found = _names_of(files)
     weights = weights.published_as({name for names in found.values() for name in names})
     sources = _check_names(weights, found, cut, quantized is not None, partial)
-    parameters = dict(model.named_parameters())
+    parameters = model.notes.weights(model.named_parameters())
     wide = torch_ops.wide(model.dtype)
     target = Target(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
     read = 0
@@ -216,7 +217,7 @@ def fill(
                             read = 0
                         bar.update()
     trim_heap()
-    _check_repeated(model, weights, files)
+    _check_repeated(parameters, weights, files)
     target.settle()
     return target
 
@@ -323,12 +324,11 @@ def _list(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) -> None:
+def _check_repeated(parameters: Mapping[str, Weight], weights: WeightMap, files: Sequence[Path]) -> None:
     """Raise ConfigError if a repeated weight has other values: a saved head must equal its tied embedding.
 
     Reads the repeated weights.
     """
-    parameters = dict(model.named_parameters())
     for path in files:
         with WeightFile(path) as file:
             for name in file.names():
@@ -345,13 +345,13 @@ def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) 
                     )
 
 
-def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Placement) -> bool:
+def _repeats(file: WeightFile, name: str, weight: Weight, placement: Placement) -> bool:
     """Return True if the tensor ``name`` equals the values at ``placement``, as far as this rank stores the
     values."""
-    if file.shape(name) != part_shape(parameter, placement.index):
+    if file.shape(name) != part_shape(weight, placement.index):
         return False
-    for window in windows(parameter, placement.index):
-        target = parameter.data[window.target]
+    for window in windows(weight, placement.index):
+        target = weight.parameter.data[window.target]
         if not torch.equal(file.part(name, window.source).to(target), target):
             return False
     return True
@@ -372,8 +372,9 @@ def fill_randomly(model: Loadable, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(mixed)
         if not parameter.is_floating_point():
             continue  # a table of ids keeps the values from construction
-        shard = shard_of(parameter)
-        whole = parameter if shard is None else parameter.new_empty(global_shape(parameter))
+        weight = model.notes.weight(parameter)
+        shard = weight.note.shard
+        whole = parameter if shard is None else parameter.new_empty(weight.global_shape)
         if whole.dim() >= 2:
             whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):
@@ -381,6 +382,6 @@ def fill_randomly(model: Loadable, seed: int) -> None:
         else:
             whole.fill_(1.0)
         if shard is not None:
-            note_largest(parameter, (), whole)
-            if not hold_rounded(parameter, (), whole):
+            note_largest(weight, (), whole)
+            if not hold_rounded(weight, (), whole):
                 parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import nn
 
-from weft.layers.shard import global_shape, largest_of, shard_of
+from weft.layers.held import Weight
 
 Index: TypeAlias = tuple[int | slice, ...]
 
@@ -28,10 +27,10 @@ class Window:
     """Index into the local parameter."""
 
 
-def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
+def windows(weight: Weight, index: Index) -> list[Window]:
     """Return the windows that this rank stores of the tensor for the global ``parameter[index]``; may be
     empty."""
-    shard = shard_of(parameter)
+    shard = weight.note.shard
     if shard is None:
         return [Window((), index)]
     dim = shard.dim
@@ -94,9 +93,9 @@ def whole_groups(
     return chosen.pop(), found
 
 
-def part_shape(parameter: nn.Parameter, index: Index) -> tuple[int, ...]:
+def part_shape(weight: Weight, index: Index) -> tuple[int, ...]:
     """Return the shape of the global ``parameter[index]``."""
-    shape = global_shape(parameter)
+    shape = weight.global_shape
     made = []
     for size, entry in zip(shape, index, strict=False):
         if isinstance(entry, slice):
@@ -112,8 +111,8 @@ def inside(index: Index, place: int) -> Index:
     return (*index, place)
 
 
-def note_largest(parameter: nn.Parameter, index: Index, values: torch.Tensor) -> None:
-    """Record the largest magnitude of each whole row, for parameters with a ``largest`` table."""
-    largest = largest_of(parameter)
+def note_largest(weight: Weight, index: Index, values: torch.Tensor) -> None:
+    """Record the largest magnitude of each whole row, for weights with a ``Note.largest`` table."""
+    largest = weight.note.largest
     if largest is not None:
-        largest[index] = values.to(parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)
+        largest[index] = values.to(weight.parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)

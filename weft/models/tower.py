@@ -27,6 +27,7 @@ class TowerAlone(nn.Module):
             raise ConfigError(f"{spec.architecture} has no vision tower", param="--role")
         self.spec = spec
         self.dtype = build.dtype
+        self.notes = build.notes
         self._ops = build.ops
         self.vision = make_tower(spec.vision, build)
 

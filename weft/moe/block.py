@@ -15,22 +15,18 @@ from torch import nn
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
 from weft.layers.held import in_place, largest_in_place, take_apart, take_codes
-from weft.layers.shard import Shard, joined, mark, picked, whole
+from weft.layers.shard import Shard, joined, picked, whole
 from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops.moe import Gate, Routed, has_codes
-from weft.ops.registry import Implementation
 from weft.ops.routing import Rule
 from weft.parallel.comm import Comm, Pending
 from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
-
-# Recorded as an op if sums over ranks are grouped by the copies of experts.
-_COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
 class Router(nn.Module):
@@ -117,20 +113,22 @@ class RoutedMLP(FeedForward, Packs):
         self._round_inner = build.rounds_inner(spec.intermediate)
         self._round_shared_inner = build.rounds_inner(spec.shared)
         self._build = build
+        self._notes = build.notes
         self._op = build.matrix_op("moe_pieces" if build.divides_experts else "moe")
         self._run = self._op.run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
         """The rank's experts if ranks have whole experts; None before ``pack``."""
-        if build.divides_experts and build.experts.moving and not build.invariant:
-            build.ops["moe_copies", build.dtype] = _COPIES
+        self.varying = build.divides_experts and build.experts.moving and not build.invariant
+        """True if sums over ranks are grouped by the copies of experts. The last bits of a row then depend on
+        the copies that compute the row."""
 
     def place(self, placement: Placement) -> None:
         """Select the experts of another placement. Call before the experts are loaded."""
         self._placement = placement
         mine = picked(placement[self._build.mesh.ep.rank], self.router.weight.shape[0])
         for parameter in self.experts.parameters():
-            mark(parameter, mine)
+            self._notes.weight(parameter).note.shard = mine
 
     def pack(self) -> None:
         """Pack the weights for the op, and with divided experts make ``divided``.
@@ -141,8 +139,8 @@ class RoutedMLP(FeedForward, Packs):
         experts = self.experts
         shared = self.shared
         # Taken before ``_matrices``, which replaces parameters without notes.
-        down_largest = largest_in_place(experts.down)
-        shared_down_largest = None if shared is None else largest_in_place(shared.down)
+        down_largest = largest_in_place(self._notes.weight(experts.down))
+        shared_down_largest = None if shared is None else largest_in_place(self._notes.weight(shared.down))
         weights = Routed(
             rule=self._rule,
             gate=self._gate,
@@ -177,10 +175,10 @@ class RoutedMLP(FeedForward, Packs):
     def _matrices(self, holder: Experts | Shared, name: str) -> Any:
         """Return the matrices ``name``: codes if loaded as codes and accepted by the op, otherwise plain.
 
-        Codes leave the parameter; a plain parameter is put in its final memory.
+        Codes leave the note; a plain parameter is put in its final memory.
         """
-        weight = getattr(holder, name)
-        apart = self._op.apart and weight.dim() == 3
+        weight = self._notes.weight(getattr(holder, name))
+        apart = self._op.apart and weight.parameter.dim() == 3
         codes = take_apart(weight) if apart else take_codes(weight, self._op.pack_codes is not None)
         if codes is not None:
             return codes

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.ops import ggml
+from weft.ops.coding import Coding
 from weft.ops.mapped import Mapped
 
 Tensor = torch.Tensor
@@ -80,14 +81,18 @@ class Codes:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     @property
-    def coding(self) -> list[int]:
-        """The four integers by which csrc/coded.h describes the format: numbers, scales, zeros, group."""
+    def coding(self) -> Coding:
+        """Format of the packed codes in csrc/coded.h."""
         if self.block is not None:
-            return list(self.block.coding)
+            return self.block.coding
         if self.rounds_rows:
-            return [NIBBLES, 0, 1, self.group]
-        numbers = NUMBERS.index(self.numbers)
-        return [numbers, SCALES.index(self.scales.dtype), int(self.zeros is not None), self.group]
+            return Coding(numbers=NIBBLES, scales=0, zeros=1, group=self.group)
+        return Coding(
+            numbers=NUMBERS.index(self.numbers),
+            scales=SCALES.index(self.scales.dtype),
+            zeros=int(self.zeros is not None),
+            group=self.group,
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors except ``order``; absent tensors are left out."""

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from weft.ops.coding import Coding
+
 Tensor = torch.Tensor
 
 
@@ -24,15 +26,14 @@ class Block(NamedTuple):
     bytes: int
     number: int
     """Number of the type in csrc/coded_pack.cpp."""
-    coding: tuple[int, int, int, int]
-    """Numbers, scales, zeros, group: see csrc/coded.h."""
+    coding: Coding
 
 
 BLOCKS = {
-    "Q8_0": Block(32, 34, 0, (2, 3, 0, 32)),
-    "Q4_0": Block(32, 18, 1, (1, 3, 0, 32)),
-    "Q4_K": Block(256, 144, 2, (1, 4, 2, 32)),
-    "Q6_K": Block(256, 210, 3, (5, 4, 0, 16)),
+    "Q8_0": Block(32, 34, 0, Coding(numbers=2, scales=3, zeros=0, group=32)),
+    "Q4_0": Block(32, 18, 1, Coding(numbers=1, scales=3, zeros=0, group=32)),
+    "Q4_K": Block(256, 144, 2, Coding(numbers=1, scales=4, zeros=2, group=32)),
+    "Q6_K": Block(256, 210, 3, Coding(numbers=5, scales=4, zeros=0, group=16)),
 }
 
 

@@ -208,8 +208,8 @@ class EncodeRunner:
         return {number: self._alone(op) for number, op in ops.items()}
 
     def _alone(self, op: Encode) -> Embedded | ErrorInfo:
-        """Encode one image. Return the embedding, or the error for the client; a failure is logged, not
-        raised."""
+        """Encode one image and return the embedding; the caller stores the embedding. After a failure, log
+        the failure and return the error for the client."""
         try:
             return self._tower.embed(self._store.image(op))
         except Exception as error:

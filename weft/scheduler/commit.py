@@ -275,7 +275,12 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
-    """Commit one row; end the sequence if complete or failed. Return the event, or None without news."""
+    """Commit one row: update the sequence of the row, and the caches and counters of ``state``.
+
+    Return the event, or None if there is nothing to report. A complete or failed sequence ends. A sequence
+    that sends its blocks to another group ends with "moved" at the first token. Raises EngineDead if
+    ``result`` lacks requested logprobs.
+    """
     sequence = row.sequence
     tokens = row.tokens
     error = row.error
@@ -285,9 +290,10 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         tokens = tokens[:-1]  # the token of a failed row is invalid
     rejected = drafts - accepted
     if rejected:
-        row.run.num_scheduled -= rejected
-        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row was planned
-            row.run.exact = row.count - rejected
+        columns, slot = state.columns, row.run.slot
+        columns.num_scheduled[slot] -= rejected
+        if columns.num_scheduled[slot] == row.computed + row.count - rejected:  # no later row was planned
+            columns.exact[slot] = row.count - rejected
     made, ending = _append(sequence, tokens)  # first: blocks enter the prefix cache by token ids
     prompt_logprobs = None
     if error is None:  # else the blocks must not be found
@@ -347,15 +353,14 @@ def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | Non
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Advance the committed length. At block boundaries, insert full blocks into the prefix cache and slide
     windows."""
-    sequence = row.sequence
-    run = row.run
+    sequence, run = row.sequence, row.run
     block = state.kv.block_size
-    run.num_computed = num_computed
+    state.columns.num_computed[run.slot] = num_computed
     if num_computed // block > row.computed // block:
         state.publish(sequence, run.slot, num_computed)
     if num_computed >= sequence.num_prompt and row.computed < run.known:
         state.prompt_computed(sequence)
-    state.caches.slide(run.slot, num_computed, run.last_step)
+    state.caches.slide(run.slot, num_computed, int(state.columns.last_step[run.slot]))
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:

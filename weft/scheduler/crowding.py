@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.scheduler.sequence import MOST_YIELDS, TURN, Running, Sequence
+from weft.scheduler.sequence import MOST_YIELDS, TURN, Sequence
 from weft.scheduler.state import SchedulerState
 
 
@@ -31,8 +31,7 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
         theirs = other.share
         if theirs is None or theirs.priority != share.priority or theirs.running <= most:
             continue
-        known = isinstance(other.state, Running) and other.state.last_step >= 0
-        if known and not other.yielded and not other.protected:
+        if state.planned(other) and not other.yielded and not other.protected:
             victim, most = other, theirs.running
     return victim
 

@@ -9,6 +9,7 @@ from weft.kv.caches import Caches
 from weft.kv.hashing import salted_root
 from weft.kv.prefix_memory import PrefixMemory, Remembered, first_difference
 from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import CacheMiss
 
 SHOWN = 32
@@ -20,11 +21,19 @@ ALIKE = 8
 class Misses:
     """Remembers sequences and explains misses. ``memory`` is None if nothing is to be remembered."""
 
-    def __init__(self, kv: KVConfig, caches: Caches, live: Mapping[int, Sequence], most_bytes: int) -> None:
-        """``live``: the scheduler's sequences. ``most_bytes``: size of the memory; 0 for no memory."""
+    def __init__(
+        self,
+        kv: KVConfig,
+        caches: Caches,
+        live: Mapping[int, Sequence],
+        columns: SlotColumns,
+        most_bytes: int,
+    ) -> None:
+        """``live``, ``columns``: of the scheduler. ``most_bytes``: size of the memory; 0 for no memory."""
         self._kv = kv
         self._caches = caches
         self._live = live
+        self._columns = columns
         remembers = most_bytes and kv.enable_prefix_caching
         self.memory = PrefixMemory(kv.block_size, most_bytes) if remembers else None
 
@@ -73,7 +82,7 @@ class Misses:
         computed = found.computed
         other = self._live.get(found.sequence)
         if other is not None and isinstance(other.state, Running):
-            computed = max(computed, other.state.num_computed)
+            computed = max(computed, int(self._columns.num_computed[other.state.slot]))
         if computed >= num_hit + self._caches.unit:
             return "state" if self._caches.hit_of_entries(hashes, limit) > num_hit else "evicted"
         return "computing" if other is not None else "new"

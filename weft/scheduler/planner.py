@@ -127,22 +127,22 @@ class Planner:
     def _resume(self, builder: PlanBuilder) -> None:
         """Add the next chunk of every prefill in progress, while budget and blocks last. May preempt
         sequences for blocks. A sequence with a lost image is returned to the router."""
-        state = self._state
+        state, columns = self._state, self._state.columns
         slots = state.order()
-        for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
+        for sequence in state.in_slot[slots[columns.prefilling(slots)]].tolist():
             run = sequence.state
             if not isinstance(run, Running):  # preempted in the same step
                 continue
             if builder.budget < 1:
                 return
-            start = run.num_scheduled
+            start = int(columns.num_scheduled[run.slot])
             if self._gone(sequence, start):
                 continue
             end = self._chunk_end(sequence, start, run.known, builder)
             if end <= start:
                 continue
             if run.marks is not None:
-                end = run.marks.cut(start, end, run.snapshot)
+                end = run.marks.cut(start, end, int(columns.snapshot[run.slot]))
             next_k = self._first_drafts(builder, sequence, run.slot, start, end, [])
             ops = self._reserver.reserve(sequence, run, end + next_k, builder)
             if ops is not None:
@@ -307,7 +307,7 @@ class Planner:
 
         ``ops``: slot updates for the row. Image updates and the export of a sender are added.
         """
-        start = run.num_scheduled
+        start = int(self._state.columns.num_scheduled[run.slot])
         if self.chunks is not None:
             self.chunks.took(start, end - start)
         logits, sample = sequence.prefill_logits(start, end)

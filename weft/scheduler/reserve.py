@@ -66,7 +66,8 @@ class Reserver:
         May preempt other sequences, or ``sequence``. A sequence without a row is recorded in
         ``builder.lacking``, unless preempted.
         """
-        if end <= run.reserved:
+        reserved = self._state.columns.reserved
+        if end <= reserved[run.slot]:
             return []
         # Older sequences first: a younger sequence must not take blocks from an older sequence without a row.
         if builder.lacking is not None and sequence.key > builder.lacking:
@@ -76,7 +77,7 @@ class Reserver:
             if sequence.state is run:
                 builder.lack(sequence)
             return None
-        run.reserved = self._state.caches.reserved(end)
+        reserved[run.slot] = self._state.caches.reserved(end)
         return self._state.caches.reserve(run.slot, end)
 
     def _make_room(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> bool:
@@ -87,7 +88,7 @@ class Reserver:
         without a sealed plan, because the ranks do not know the slot yet. Without a victim, waiting sequences
         with received KV are returned to the router, even if older in the order than ``sequence``.
         """
-        caches = self._state.caches
+        state, caches = self._state, self._state.caches
         while True:
             needed = caches.needed(run.slot, end)
             if caches.fits(needed):
@@ -95,12 +96,14 @@ class Reserver:
             # Steps in flight will release enough blocks: wait instead of preempting.
             if caches.will_fit(needed):
                 return False
-            victim = next((s for s in reversed(self._state.running) if _can_go(s)), None)
+            movable = (s for s in reversed(state.running) if state.planned(s) and not s.protected)
+            victim = next(movable, None)
             if victim is None and self._evict_last():
                 continue
             # A sequence never preempts itself while its last step is in flight: the step may free blocks, and
             # the tokens of the step would be computed twice.
-            if victim is None or (victim is sequence and run.last_step > self._state.last_commit):
+            in_flight = state.columns.last_step[run.slot] > state.last_commit
+            if victim is None or (victim is sequence and in_flight):
                 return False
             self.preempt(victim, builder)
             if victim is sequence:
@@ -126,9 +129,3 @@ class Reserver:
         builder.drop(victim, held)
         builder.preempted = True
         self._state.preempt(victim, held, yields=yields)
-
-
-def _can_go(sequence: Sequence) -> bool:
-    # last_step is -1 until the first plan of the slot is sealed.
-    known = isinstance(sequence.state, Running) and sequence.state.last_step >= 0
-    return known and not sequence.protected

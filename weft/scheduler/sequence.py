@@ -22,7 +22,6 @@ from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
 from weft.scheduler.constraints import Constraint
-from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import EMPTY, AllocSlot, column
 from weft.types.sampling import TokenParams
@@ -72,19 +71,6 @@ class Waiting:
     """Tables with the received KV; the sequence is admitted as a decode row. None without received KV."""
 
 
-class _Entry:
-    """Descriptor: reads and writes the column of the same name in ``run.columns``, at ``run.slot``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, run: Running, owner: type) -> int:
-        return int(getattr(run.columns, self._name)[run.slot])
-
-    def __set__(self, run: Running, value: int) -> None:
-        getattr(run.columns, self._name)[run.slot] = value
-
-
 @dataclass(slots=True, eq=False)
 class Running:
     """The stay of a sequence in one slot, from admission to preemption or end. Compared by identity.
@@ -92,11 +78,10 @@ class Running:
     0 ... num_computed ... num_scheduled ... known        prefill rows, then
     0 ... known ... num_computed ... num_scheduled        decode rows
 
-    The counters live in ``columns``, and the next sequence in the slot overwrites the counters. Never read
-    the counters after the sequence has left the slot.
+    The counters are entries of ``SlotColumns`` at ``slot``. The next sequence in the slot overwrites the
+    counters: never read the counters after the sequence has left the slot.
     """
 
-    columns: SlotColumns
     slot: int
     gen: int
     known: int
@@ -104,21 +89,6 @@ class Running:
     KV transfer: the last id is the first output token, which is computed by a decode row."""
     marks: Marks | None = None
     """Where snapshots of the recurrent state are wanted; None: nowhere."""
-
-    num_computed = _Entry()
-    """Number of positions computed by committed steps."""
-    num_scheduled = _Entry()
-    """Number of positions computed once all planned steps are done."""
-    reserved = _Entry()
-    """Number of positions covered by the block tables."""
-    last_step = _Entry()
-    """Number of the last plan with the slot. Slot and blocks are free when the plan has committed."""
-    exact = _Entry()
-    snapshot = _Entry()
-
-    @property
-    def prefilling(self) -> bool:
-        return self.num_scheduled < self.known
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,11 @@ sequence is handled as an object only if the sequence needs blocks, ends or requ
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from weft.scheduler.sequence import Running, Sequence
 from weft.types.plan import Segment
-
-if TYPE_CHECKING:
-    from weft.scheduler.sequence import Running, Sequence
 
 NO_ORIGIN = 1 << 30
 """Larger than any length."""
@@ -34,7 +31,7 @@ class SlotColumns:
     num_computed    int32: positions computed by committed steps
     num_scheduled   int32: positions computed once all planned steps are done
     reserved        int64: positions that the block tables cover
-    last_step       int64: the last plan that names the slot
+    last_step       int64: the last plan that names the slot, or -1; the slot is free after its commit
     drafts          int32: drafts that the last plan of the slot leaves for the next plan
     wanted          int32: drafts to propose, if there is room
     acceptance      float64: moving average of the acceptance of first drafts
@@ -65,11 +62,10 @@ class SlotColumns:
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
-    def enter(self, sequence: Sequence, run: Running) -> None:
-        """Set the columns of a slot for a new sequence.
+    def enter(self, sequence: Sequence, run: Running, num_computed: int, reserved: int) -> None:
+        """Set the columns of a slot for a new sequence with ``num_computed`` positions in the cache.
 
-        ``num_computed``, ``num_scheduled``, ``reserved`` and ``snapshot`` are set at admission. ``wanted``
-        and ``acceptance`` are set by the draft policy.
+        ``wanted`` and ``acceptance`` are set by the draft policy.
         """
         slot = run.slot
         self.gen[slot] = run.gen
@@ -78,6 +74,8 @@ class SlotColumns:
         self.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         self.known[slot] = run.known
         self.num_cached[slot] = sequence.num_cached
+        self.num_computed[slot] = self.num_scheduled[slot] = self.snapshot[slot] = num_computed
+        self.reserved[slot] = reserved
         self.constrained[slot] = sequence.constraint is not None
         self.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
         self.last_step[slot] = -1

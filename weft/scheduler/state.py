@@ -56,7 +56,7 @@ class SchedulerState:
         self.in_slot = np.full(kv.num_slots, None, object)
         """The running sequence of each slot, [slots]; None for a free slot."""
         self.live: dict[int, Sequence] = {}
-        self.misses = Misses(kv, self.caches, self.live, remembered_bytes)
+        self.misses = Misses(kv, self.caches, self.live, self.columns, remembered_bytes)
         self.retention = Retention(self.caches, kv.block_size, retention if kv.enable_prefix_caching else 0)
         self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
@@ -119,7 +119,8 @@ class SchedulerState:
                 self.caches.spoil(state.slot)
                 self.media.spoil(sequence)
             elif sequence.session and sequence.chain is not None:
-                self.retention.ended(sequence.session, sequence.chain.hashes, state.num_computed)
+                computed = int(self.columns.num_computed[state.slot])
+                self.retention.ended(sequence.session, sequence.chain.hashes, computed)
             self._release(sequence, state)
         elif isinstance(state, Waiting):
             self.waiting.remove(sequence)
@@ -217,15 +218,13 @@ class SchedulerState:
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
-        run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
+        run = Running(slot=slot, gen=gen, known=known, marks=marks)
         ops: list[Op] = [sequence.alloc(run, num_hit), *self.caches.acquire(slot, hashes, num_hit, end)]
         sequence.move(run)
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
-        self._enter(sequence, run)
+        self._enter(sequence, run, num_hit, end)
         self.media.enter(sequence, num_hit)
-        run.num_computed = run.num_scheduled = run.snapshot = num_hit
-        run.reserved = self.caches.reserved(end)
         if sequence.room is not None:
             self.columns.limit[slot] = known + 1  # the sequence leaves with the first token
             self.rooms.admitted(sequence, slot, num_hit, hashes, self.kv.block_size)
@@ -241,12 +240,10 @@ class SchedulerState:
         known = len(sequence.tokens) - 1  # the caches have no entry for the last token
         hashes = self.hashes(sequence, known)
         marks = self.marks(sequence, hashes, known)
-        run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
+        run = Running(slot=slot, gen=gen, known=known, marks=marks)
         sequence.move(run)
         self.running.add(sequence)
-        self._enter(sequence, run)
-        run.num_computed = run.num_scheduled = run.snapshot = known
-        run.reserved = self.caches.reserved(tables.reach)
+        self._enter(sequence, run, known, tables.reach)
         self.ops += [sequence.alloc(run, known), *self.caches.adopt(tables.number, slot)]
         return run
 
@@ -377,6 +374,11 @@ class SchedulerState:
         """Return True if a pin or an image transfer before its deadline explains missing blocks."""
         return self.holds.excuse(now) or self.images.excuse(now)
 
+    def planned(self, sequence: Sequence) -> bool:
+        """Return True if ``sequence`` runs in a slot that the ranks know: a sealed plan names the slot."""
+        run = sequence.state
+        return isinstance(run, Running) and bool(self.columns.last_step[run.slot] >= 0)
+
     def order(self) -> np.ndarray:
         """Return the slots of the running sequences in scheduling order, [running]. Cached until a slot
         changes."""
@@ -434,8 +436,9 @@ class SchedulerState:
             sequence.move(Waiting())
             self.waiting.add(sequence)
 
-    def _enter(self, sequence: Sequence, run: Running) -> None:
-        self.columns.enter(sequence, run)
+    def _enter(self, sequence: Sequence, run: Running, num_computed: int, end: int) -> None:
+        """Record ``sequence`` in its slot. The block tables reach to position ``end`` or further."""
+        self.columns.enter(sequence, run, num_computed, self.caches.reserved(end))
         self.in_slot[run.slot] = sequence
         self._order = None
 
@@ -444,10 +447,10 @@ class SchedulerState:
 
         Return [] if no snapshot is wanted at the boundary, the snapshot exists, or no block is free.
         """
-        sequence = self.in_slot[slot]
+        sequence, columns = self.in_slot[slot], self.columns
         run = sequence.state
-        boundary = run.num_scheduled - back
-        if run.marks is None or not run.marks.wants(boundary, run.snapshot):
+        boundary = int(columns.num_scheduled[slot]) - back
+        if run.marks is None or not run.marks.wants(boundary, int(columns.snapshot[slot])):
             return []
         number = boundary // self.kv.block_size
         hashes = self.hashes(sequence, boundary)
@@ -456,9 +459,9 @@ class SchedulerState:
         ops = self.caches.save(slot, hashes[number - 1], back, boundary < run.known, step)
         if ops is None:
             return []
-        run.snapshot = boundary
+        columns.snapshot[slot] = boundary
         if ops:
-            run.last_step = step
+            columns.last_step[slot] = step
         return ops
 
     def _release(self, sequence: Sequence, run: Running) -> None:
@@ -468,8 +471,8 @@ class SchedulerState:
         A sender with a state to hand off keeps slot and blocks until ``save`` or ``part``. Waiting slot
         updates of the slot are dropped.
         """
-        last_step = run.last_step
-        self.misses.left(sequence, run.num_computed)
+        last_step = int(self.columns.last_step[run.slot])
+        self.misses.left(sequence, int(self.columns.num_computed[run.slot]))
         self.running.remove(sequence)
         self.waiting.stop(sequence)
         self.media.leave(sequence)
@@ -489,7 +492,8 @@ class SchedulerState:
         request.shared = True
         for member in request.members.values():
             if isinstance(member.state, Running):  # positions computed alone can be shared from now on
-                self.publish(member, member.state.slot, member.state.num_computed)
+                slot = member.state.slot
+                self.publish(member, slot, int(self.columns.num_computed[slot]))
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove an ended sequence from its prompt. If the first sample ends, another member becomes the

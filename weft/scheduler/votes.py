@@ -20,7 +20,7 @@ from weft.common.errors import EngineDead
 from weft.types.exchange import padded
 from weft.types.plan import Agreement, PlannedRows
 
-VERSION = 3
+VERSION = 1
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):

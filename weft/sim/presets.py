@@ -42,7 +42,7 @@ def load(name: str) -> CostModel:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--cost-model {path.name}: {error.strerror}; it is a file that bench/cost_model.py wrote, or "
+            f"--cost-model {name}: {error.strerror}; it is a file that bench/cost_model.py wrote, or "
             f"one of {', '.join(PRESETS)}",
             param="--cost-model",
         ) from error

@@ -24,7 +24,8 @@ COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 class Row:
     """One request's line of the table, in seconds.
 
-    With several sequences or attempts, ``stages`` is the sum over the attempts of the slowest sequence.
+    With several sequences, ``attempts`` and ``stages`` belong to the sequence with the longest stages. With
+    several attempts, ``stages`` is the sum over the attempts.
     """
 
     trace: str
@@ -32,7 +33,6 @@ class Row:
     error: str | None
     tokens: int
     attempts: int = 0
-    """Number of attempts, minus one for each sequence after the first."""
     stages: dict[str, float] = field(default_factory=dict)
 
     def cells(self) -> list[str]:
@@ -56,21 +56,18 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
     """Return the row of one request: attempts, and the seconds of each stage."""
     parts = {one.span: one for one in spans if one.name == "placement" and one.parent == request.span}
     row = Row(trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0)))
-    # Each sequence has at least one attempt. Count only one first attempt per request.
-    row.attempts = len(
-        {(p.attributes["weft.sequence"], p.attributes["weft.attempt"]) for p in parts.values()}
-    )
-    row.attempts -= max(len({p.attributes["weft.sequence"] for p in parts.values()}) - 1, 0)
+    attempts: dict[str, set[int]] = defaultdict(set)
+    for placement in parts.values():
+        attempts[str(placement.attributes["weft.sequence"])].add(int(placement.attributes["weft.attempt"]))
     submitted = [when for name, when in request.events if name == "submitted"]
     if submitted:
         row.stages["read"] = (submitted[0] - request.start) / 1e9
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     moved: dict[tuple[str, int], int] = {}
     for one in spans:
-        placement = parts.get(one.parent)
-        if placement is None:
+        if one.parent not in parts:
             continue
-        sequence, part = str(one.attributes["weft.sequence"]), placement.attributes["weft.part"]
+        sequence, part = str(one.attributes["weft.sequence"]), parts[one.parent].attributes["weft.part"]
         for column, (name, of_parts) in _STAGES.items():
             if one.name == name and part in of_parts:
                 sums[sequence][column] += one.seconds
@@ -82,9 +79,10 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
             since = moved.get((sequence, int(one.attributes["weft.attempt"])))
             if since is not None:
                 sums[sequence]["transfer"] += max(one.end - since, 0) / 1e9
-    # Report the stages of the sequence with the largest sum.
-    if sums:
-        row.stages |= sums[max(sums, key=lambda sequence: sum(sums[sequence].values()))]
+    if attempts:
+        slowest = max(attempts, key=lambda one: (sum(sums[one].values()), len(attempts[one])))
+        row.attempts = len(attempts[slowest])
+        row.stages |= sums[slowest]
     return row
 
 

@@ -32,7 +32,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 10
+VERSION = 1
 """Version of the frame protocol. A rank with another version is rejected with an error naming both
 versions.
 """

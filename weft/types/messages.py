@@ -21,24 +21,11 @@ from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 9
+VERSION = 1
 """The newest protocol version of the release."""
 OLDEST = 1
-"""The oldest protocol version understood by the release. Fields added later have defaults, and are left out
-for a peer with an older version:
-
-    2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
-    3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
-        Welcome
-    4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes
-        and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
-        grammars_compiled and grammar_errors of HeadStats
-    5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
-    6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
-        embedding_transfers and embedding_host_bytes of HeadStats; Profile
-    7   probe of Welcome, shared of MediaItem
-    8   client of Submit
-    9   queue_times and prefill_times of HeadStats
+"""The oldest protocol version understood by the release. Hello and Welcome carry both versions. Peers without
+a common version refuse each other.
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"

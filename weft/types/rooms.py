@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from weft.common.errors import ErrorInfo, WeftError
 
-VERSION = 2
+VERSION = 1
 """Version of these messages. Engine processes of different versions are never paired: the version is part of
 the fingerprint.
 """

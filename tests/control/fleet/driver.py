@@ -25,7 +25,6 @@ class Driver:
         self,
         *names: str,
         domain: str = "",
-        versions: dict[str, int] | None = None,
         joining: bool = False,
         roles: Mapping[str, m.Role] | None = None,
         fingerprints: Mapping[str, str] | None = None,
@@ -33,7 +32,7 @@ class Driver:
         local_prefill: bool = True,
         retired: Iterable[str] = (),
     ) -> None:
-        """Start a fleet. ``roles``: of instances that are not unified; such instances use version 3."""
+        """Start a fleet. ``roles``: of instances that are not unified."""
         domains = dict.fromkeys(names, domain)
         self.fleet = Fleet(domains, PATIENCE, policies, "front", joining, local_prefill, retired)
         self.roles = dict(roles or {})
@@ -41,7 +40,6 @@ class Driver:
         self.now = 100.0
         self.links = 0
         self.link: dict[str, int] = {}
-        self.versions = {**dict.fromkeys(self.roles, 3), **(versions or {})}
         self.actions: list[e.Action] = []
         """Actions of the latest event."""
 
@@ -64,7 +62,7 @@ class Driver:
 
     def welcome(self, name: str) -> m.Welcome:
         return m.Welcome(
-            versions=(1, self.versions.get(name, 2)),
+            versions=(m.OLDEST, m.VERSION),
             vocab_size=100,
             max_model_len=100,
             max_num_seqs=8,
@@ -101,8 +99,7 @@ class Driver:
 
     def tokens(self, name: str, sequence: int, *ids: int, link: int | None = None, **fields: object) -> None:
         attempt = self.fleet.entries[sequence].attempt if sequence in self.fleet.entries else 0
-        if self.versions.get(name, 2) > 1:
-            fields.setdefault("attempt", attempt)
+        fields.setdefault("attempt", attempt)
         event = m.TokenEvent(sequence=sequence, token_ids=ids, **fields)  # type: ignore[arg-type]
         self.say(name, m.Tokens(step=1, events=(event,)), link)
 

@@ -162,7 +162,7 @@ class Model:
         computes = head.role in ("prefill", "unified")
         encodes = "encode" in self.roles.values()
         welcome = m.Welcome(
-            versions=(1, m.VERSION),
+            versions=(m.OLDEST, m.VERSION),
             vocab_size=100,
             max_model_len=100,
             max_num_seqs=8,

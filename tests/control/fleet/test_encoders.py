@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.control.fleet.driver import PATIENCE, Driver, error_of
+from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of
 from tests.control.fleet.test_pairs import finished, missing, over, said, submitted, where
 from weft.common.errors import EndedElsewhere, ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
@@ -44,15 +44,11 @@ class Rig(Driver):
         """Build the fleet. ``towers``: instances that encode locally. ``prints``: tower fingerprints of
         some."""
         self.towers, self.prints = towers, prints or {}
-        versions = {**dict.fromkeys(names, m.VERSION), **more.pop("versions", {})}
-        super().__init__(*names, roles={name: ROLES[name] for name in names}, versions=versions, **more)
+        super().__init__(*names, roles={name: ROLES[name] for name in names}, **more)
 
     def welcome(self, name: str) -> m.Welcome:
-        plain = super().welcome(name)
-        if self.versions[name] < 6:
-            return plain
         return replace(
-            plain,
+            super().welcome(name),
             tower=name in self.towers or ROLES[name] == "encode",
             embeddings="" if ROLES[name] == "decode" else f"ipc://{name}-embeddings",
             tower_fingerprint=self.prints.get(name, "tower"),
@@ -251,14 +247,8 @@ def test_without_one_that_encodes_pixels_go_to_a_tower_where_there_is_one() -> N
     assert where(one) == ["u", "x"]
 
 
-def test_heads_of_an_older_release_encode_by_themselves() -> None:
-    one = rig("x", "u", versions={"u": 5})
-    ((name, submit),) = ask(one, 1)
-    assert (name, submit.media) == ("u", pictures(1))
-
-
 def test_without_groups_that_encode_nothing_changes() -> None:
-    one = Driver("u", versions={"u": 6}).up()
+    one = Driver("u").up()
     ((name, submit),) = ask(one, 1)
     assert (name, submit.media) == ("u", pictures(1))
 
@@ -292,6 +282,17 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     assert ask(one, 3, request=3, media=()) != []
     one.up("x")
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
+
+
+def test_nobody_waits_for_an_instance_that_is_retired_and_was_shunned() -> None:
+    one = rig("x", "u")
+    one.on(e.Unreachable("x", one.link["x"]))
+    assert one.fleet.table.awaited
+    one.on(e.Retired("x", DIED))
+    assert not one.fleet.table.awaited
+    ask(one, 1)
+    one.wait(PATIENCE.role)
+    assert error_of(one.told()[0]).message == missing("encode")
 
 
 def test_images_that_wait_cost_nothing_when_others_are_told_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from weft.control.fleet.instances import InstanceState
 from weft.control.fleet.lateness import LATE
 from weft.control.fleet.parked import MOST_REFUSALS
 from weft.types import messages as m
+from weft.types.grammar import Text
 
 # -- one sequence
 
@@ -310,7 +312,30 @@ def test_another_incarnation_behind_a_link_is_a_loss() -> None:
     assert [action.instance for action in one.of(e.Replace)] == ["a"]
 
 
+def test_an_instance_of_another_version_is_a_loss_and_both_versions_are_named() -> None:
+    one = Driver("a", "b").up()
+    one.expect("a")
+    one.on(e.Linked("a", one.link["a"]))
+    newer = msgspec.structs.replace(one.welcome("a"), versions=(m.VERSION + 1, m.VERSION + 2))
+    one.say("a", newer)
+    (replace,) = one.of(e.Replace)
+    assert replace.error.message == (
+        f"the engine speaks versions {m.VERSION + 1} to {m.VERSION + 2}, "
+        f"this API server {m.OLDEST} to {m.VERSION}"
+    )
+    assert one.open(1) == "b"
+
+
 # -- attempts
+
+
+def test_a_sequence_continues_elsewhere_with_its_grammar() -> None:
+    one = Driver("a", "b").up()
+    assert one.open(1, grammar=Text("yes")) == "a"
+    one.tokens("a", 1, 5)
+    one.lose("a")
+    (submit,) = [sent for sent in one.sent() if isinstance(sent, m.Submit)]
+    assert (submit.grammar, ids(submit)) == (Text("yes"), [5])
 
 
 def test_events_of_an_earlier_attempt_are_late() -> None:
@@ -325,37 +350,6 @@ def test_events_of_an_earlier_attempt_are_late() -> None:
     assert (one.told(), one.fleet.late_events) == ([], 2)
     one.tokens("a", 1, 8, finish="length", attempt=1)
     assert [(event.token_ids, event.finish) for event in one.told()] == [((8,), "length")]
-
-
-def test_one_that_knows_no_attempts_is_asked_again_when_it_has_answered() -> None:
-    one = Driver("a", versions={"a": 1}).up()
-    one.open(1)
-    one.tokens("a", 1, 7)
-    one.on(e.Paused((1,)))
-    assert one.sent() == [m.Finish(sequence=1)]
-    one.on(e.Resumed((1,)))
-    assert one.sent() == []  # would count for the next attempt
-    one.tokens("a", 1, 8)
-    assert (one.told(), one.sent()) == ([], [])
-    one.tokens("a", 1, finish="abort")
-    (submit,) = one.sent()
-    assert (ids(submit), getattr(submit, "attempt", None)) == ([7], 0)
-    one.tokens("a", 1, 8, finish="length")
-    assert [event.token_ids for event in one.told()] == [(8,)]
-    one.on(e.Closing(shutdown=False))
-    assert one.sent() == []  # the instance does not know Goodbye either
-
-
-def test_one_that_knows_no_attempts_is_asked_by_another_process_at_once() -> None:
-    one = Driver("a", versions={"a": 1}).up()
-    one.open(1)
-    one.on(e.Paused((1,)))
-    one.lose("a")
-    one.on(e.Resumed((1,)))
-    one.expect("a")
-    one.on(e.Linked("a", one.link["a"]))
-    one.say("a", one.welcome("a"))
-    assert [type(message) for message in one.sent()] == [m.Submit]
 
 
 # -- refusals, evictions
@@ -532,7 +526,7 @@ def test_a_pinned_sequence_does_not_wait_for_an_instance_that_is_gone() -> None:
 
 
 def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
-    one = Driver("a", "b", versions={"b": 1}).up()
+    one = Driver("a", "b").up()
     one.open(1, pinned="b")
     one.on(e.Paused((1,)))
     one.lose("b")
@@ -602,3 +596,26 @@ def test_a_domain_that_is_joined_is_waited_for() -> None:
     assert one.fleet.refusal() is not None
     one.up("b")
     assert one.fleet.refusal() is None
+
+
+def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
+    one = Driver("a").up()
+    one.open(1)
+    one.on(e.Draining("a"))
+    one.open(2)
+    assert 2 not in one.fleet.table.instances["a"].open
+    one.on(e.Undrained("a"))
+    assert [*one.fleet.table.instances["a"].open] == [1, 2]
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
+    one.on(e.Undrained("a"))  # no effect on others
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
+
+
+def test_who_drains_no_more_after_deaths_in_a_row_is_half_open_as_before() -> None:
+    one = Driver("a").up()
+    for _ in range(2):
+        one.lose("a")
+        one.up("a")
+    one.on(e.Draining("a"))
+    one.on(e.Undrained("a"))
+    assert one.fleet.table.instances["a"].state is InstanceState.HALF_OPEN

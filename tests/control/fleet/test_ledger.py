@@ -24,6 +24,8 @@ from weft.control.fleet.policy import (
 )
 from weft.kv.hashing import HashChain, salted_root
 from weft.types.messages import (
+    OLDEST,
+    VERSION,
     CacheMiss,
     HeadStats,
     Heartbeat,
@@ -50,7 +52,7 @@ def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
 
 def welcome(**fields: object) -> Welcome:
     return Welcome(
-        versions=(1, 2),
+        versions=(OLDEST, VERSION),
         vocab_size=300,
         max_model_len=512,
         max_num_seqs=8,

@@ -100,7 +100,7 @@ def test_both_of_a_pair_get_the_sequence_and_a_room() -> None:
 
 def test_pixels_go_to_the_one_that_computes_the_prompt() -> None:
     """In the next attempt, pixels go to the instance that then computes the prompt."""
-    one = pairs("p", "d", versions={"p": 5, "d": 5})
+    one = pairs("p", "d")
     image = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2), pixels=b"pixels")
     (_, receives), (_, sends) = ask(one, 5, media=(image,))
     assert receives.media == (replace(image, pixels=b""),)
@@ -286,12 +286,6 @@ def test_one_that_takes_no_rooms_is_never_paired(caplog: pytest.LogCaptureFixtur
     one = Driver("p", "d", roles={"p": "prefill", "d": "decode"}, fingerprints={"p": "", "d": ""}).up()
     assert ask(one, 1) == []
     assert "has no KV transfers" in caplog.text
-
-
-def test_one_of_an_old_version_does_both() -> None:
-    one = pairs("p", "d", versions={"p": 2})
-    (sent,) = ask(one, 1)
-    assert (sent[0], sent[1].room) == ("p", None)
 
 
 @pytest.mark.requirement("E12")
@@ -952,7 +946,7 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
 @pytest.mark.parametrize("names", ["pd", "p", "apd"])
 def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
     """Such sequences have no transfer, with or without a decode instance."""
-    one = pairs(*names, versions=dict.fromkeys(names, 4))
+    one = pairs(*names)
     ((name, submit),) = ask(one, 5, pooling="mean")
     assert (name, submit.room, submit.pooling) == ("p", None, "mean")
     one.say(name, m.Tokens(step=1, events=(m.TokenEvent(sequence=5, embedding=b"1234", finish="stop"),)))
@@ -962,8 +956,8 @@ def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None
 
 
 def test_without_one_that_prefills_it_goes_to_others_that_can() -> None:
-    assert ask(pairs("a", versions={"a": 4}), 5, pooling="last")[0][0] == "a"
-    one = pairs("d", versions={"d": 4})
+    assert ask(pairs("a"), 5, pooling="last")[0][0] == "a"
+    one = pairs("d")
     assert ask(one, 5, pooling="last") == []
     one.now += PATIENCE.role
     one.on(e.Tick())

@@ -83,21 +83,15 @@ def test_too_many_keys_are_not_kept_and_not_asked_for_again(monkeypatch: pytest.
     assert len(view) == 0
 
 
-def fleet(versions: dict[str, int] | None = None) -> Driver:
-    """Return a fleet of engines with blocks of 4 tokens. Engines of version 4 have reported empty caches."""
-    versions = versions or {"a": 4, "b": 4}
-    driver = Driver("a", "b", versions=versions, policies=make_policies())
+def fleet() -> Driver:
+    """Return a fleet of engines with blocks of 4 tokens, which have reported empty caches."""
+    driver = Driver("a", "b", policies=make_policies())
     for name in ("a", "b"):
         driver.expect(name)
         driver.on(e.Linked(name, driver.link[name]))
-        welcome = driver.welcome(name)
-        if versions[name] > 1:
-            welcome = msgspec.structs.replace(welcome, block_size=4)
-        driver.say(name, welcome)
-        asked = [message for message in driver.sent() if isinstance(message, m.WatchPrefixes)]
-        assert bool(asked) == (versions[name] >= 4)
-        if asked:
-            driver.say(name, m.PrefixIndex(number=0, whole=True, positions=4))
+        driver.say(name, msgspec.structs.replace(driver.welcome(name), block_size=4))
+        assert m.WatchPrefixes() in driver.sent()
+        driver.say(name, m.PrefixIndex(number=0, whole=True, positions=4))
     return driver
 
 
@@ -161,12 +155,6 @@ def test_a_gap_is_asked_about_and_decisions_say_what_was_known() -> None:
     assert driver.sent() == []
     ask(driver, 2)
     assert driver.fleet.router.decisions == {"exact": 1, "degraded": 1, "fallback": 0}
-
-
-def test_heads_of_older_versions_are_not_asked() -> None:
-    driver = fleet({"a": 3, "b": 3})
-    ask(driver, 1)
-    assert driver.fleet.router.decisions == {"exact": 0, "degraded": 0, "fallback": 1}
 
 
 def test_another_process_of_a_head_begins_with_nothing() -> None:

@@ -286,3 +286,44 @@ def test_a_server_that_ends_switches_no_more() -> None:
     rolling.seen("0", 1, True)
     assert rolling.tick(5.0) == []
     assert rolling.watched == {}
+
+
+def test_where_the_server_ends_those_that_drain_take_work_again() -> None:
+    """Otherwise requests without an engine would wait in vain until the end of the server."""
+    table, rolling = made({"a": Member("d"), "b": Member("d"), "c": Member()})
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    assert [entry.draining for entry in table.entries.values()] == [True, True, False]
+    rolling.end()
+    assert not any(entry.draining for entry in table.entries.values())
+    assert not rolling.active
+    assert rolling.tick(60.0) == []
+
+
+def test_where_the_server_ends_those_that_drain_for_a_switch_take_work_again() -> None:
+    table, rolling = made(["0"])
+    rolling.begin_switch()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    assert table.entries["0"].draining
+    rolling.end()
+    assert not table.entries["0"].draining
+    answer(table, rolling)
+    assert rolling.tick(5.0) == []
+
+
+def test_where_the_server_ends_who_is_told_to_end_is_replaced() -> None:
+    """The next process answers the requests that wait. Engines that were not drained yet stay."""
+    table, rolling = made(["0", "1"])
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    answer(table, rolling)
+    assert rolling.tick(3.0) == [Quit("0", 1)]
+    rolling.end()
+    assert rolling.tick(3.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    answer(table, rolling)
+    assert rolling.tick(30.0) == []
+    assert not rolling.active
+    assert not table.entries["1"].draining

@@ -9,7 +9,7 @@ import pytest
 from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 from weft.control.processes import supervisor as s
-from weft.control.processes.rolling import Quit, Switch
+from weft.control.processes.rolling import QUIT_S, Quit, Switch
 from weft.control.processes.supervisor import ServerPhase, Supervisor
 from weft.control.processes.table import (
     SHORT_S,
@@ -320,7 +320,32 @@ def test_a_rolling_restart_is_the_supervisors() -> None:
     assert made.on(s.Tick(), 4.0) == [Quit("0", 1)]
     assert made.on(s.ProcessEnded("head", "0", 1, 0), 5.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
     made.on(s.Signalled(signal.SIGTERM), 6.0)
-    assert not made.rolling.active
+    made.on(s.HeadSeen("0", 2, True), 6.5)
+    assert made.on(s.Tick(), 7.0) == []
+    assert not made.rolling.active  # the other one is not replaced
+    assert not made.heads.entries["1"].draining
     early = started(heads=2)
     early.on(s.RestartAsked(), 0.5)
     assert not early.rolling.active
+
+
+def test_a_signal_ends_the_drain_of_engines() -> None:
+    made = serving(heads=1)
+    made.on(s.RestartAsked(), 2.0)
+    made.on(s.HeadSeen("0", 1, False), 2.0)
+    made.on(s.Tick(), 2.0)
+    assert made.heads.entries["0"].draining
+    made.on(s.Signalled(signal.SIGTERM), 2.5)
+    assert not made.heads.entries["0"].draining
+    assert made.on(s.Tick(), 20.0) == []
+
+
+def test_an_engine_with_the_order_to_end_is_replaced_although_the_server_drains() -> None:
+    made = serving(heads=1)
+    made.on(s.RestartAsked(), 2.0)
+    for now in (2.0, 4.0):
+        made.on(s.HeadSeen("0", 1, True), now)
+        actions = made.on(s.Tick(), now)
+    assert actions == [Quit("0", 1)]
+    made.on(s.Signalled(signal.SIGTERM), 4.5)
+    assert made.on(s.Tick(), 4.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.attention.base import LayerCache
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
@@ -95,11 +95,7 @@ class DeltaNet(Packs):
                 qkvz[rows],
                 gates[rows],
                 out[rows],
-                caches[self._kind],
-                segment,
-                self._weights,
-                each=each,
-                prepared=prepared[self._kind],
+                DeltaInput(segment, caches[self._kind], self._weights, each, prepared[self._kind]),
             )
         result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
         return result

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,20 @@ class DeltaWeights:
     eps: float
 
 
+class DeltaInput(NamedTuple):
+    """One segment of a step, with the states and weights of one layer."""
+
+    segment: SegmentInput
+    """T tokens; may be empty."""
+    state: tuple[Tensor, ...]
+    """One ``[slots + 1, copies, *shape]`` per part of ``state_parts``."""
+    weights: DeltaWeights
+    each: bool
+    """True to store the state after every token; see ``DeltaBackend.run``."""
+    prepared: object = None
+    """Result of ``Backend.prepare``. None: the backend prepares by itself."""
+
+
 class DeltaBackend(Backend):
     """Convolution, gates, recurrence and gated norm of one segment."""
 
@@ -51,18 +66,12 @@ class DeltaBackend(Backend):
         qkvz: Tensor,  # [T, q heads | k heads | v heads | z heads] of this segment
         gates: Tensor,  # [T, b | a], one of each for a value head
         out: Tensor,  # [T, v_heads * v_dim], written
-        state: tuple[Tensor, ...],
-        segment: SegmentInput,
-        weights: DeltaWeights,
-        *,
-        each: bool,
-        prepared: object = None,
+        delta: DeltaInput,
     ) -> None:
         """Advance the state of every row by the row's tokens, and write the outputs of the tokens.
 
-        state: state of this layer, one ``[slots + 1, copies, *shape]`` per part of ``state_parts``. A row
-        reads copy ``live`` of its slot, or zeros at position 0. With ``each``, the state after token j goes
-        to copy j (rows then have at most ``copies`` tokens). Otherwise the state after the last token goes to
-        copy 0. Nothing else is written. Rows do not read states written by other rows; other copies may hold
-        NaN.
+        A row reads copy ``live`` of its slot, or zeros at position 0. With ``delta.each``, the state after
+        token j goes to copy j (rows then have at most ``copies`` tokens). Otherwise the state after the last
+        token goes to copy 0. Nothing else is written. Rows do not read states written by other rows; other
+        copies may hold NaN.
         """

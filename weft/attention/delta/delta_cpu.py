@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import SegmentInput
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.cpu.served import check_built, check_served
@@ -47,24 +46,15 @@ class CpuDelta(DeltaBackend):
             )
         check_built("delta net backend 'cpu'")
 
-    def run(
-        self,
-        qkvz: Tensor,
-        gates: Tensor,
-        out: Tensor,
-        state: tuple[Tensor, ...],
-        segment: SegmentInput,
-        weights: DeltaWeights,
-        *,
-        each: bool,
-        prepared: object = None,
-    ) -> None:
+    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
         """Run the compiled operation; see ``DeltaBackend.run``. Writes ``out`` and the states in place."""
+        segment = delta.segment
+        weights = delta.weights
         torch.ops.weft_cpu.delta_net.default(
             qkvz,
             gates,
             out,
-            *state,
+            *delta.state,
             weights.taps,
             weights.rate,
             weights.bias,
@@ -74,5 +64,5 @@ class CpuDelta(DeltaBackend):
             segment.starts,
             segment.slots,
             segment.live,
-            each,
+            delta.each,
         )

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.attention.base import SegmentInput
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
 
@@ -90,40 +90,23 @@ class TorchDelta(DeltaBackend):
     ) -> tuple[_Group, ...]:
         return tuple(_groups(segment))
 
-    def run(
-        self,
-        qkvz: Tensor,
-        gates: Tensor,
-        out: Tensor,
-        state: tuple[Tensor, ...],
-        segment: SegmentInput,
-        weights: DeltaWeights,
-        *,
-        each: bool,
-        prepared: object = None,
-    ) -> None:
+    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""
-        if not segment.tokens:
+        if not delta.segment.tokens:
             return
-        groups: tuple[_Group, ...] = prepared if isinstance(prepared, tuple) else tuple(_groups(segment))
+        prepared = delta.prepared
+        groups = prepared if isinstance(prepared, tuple) else tuple(_groups(delta.segment))
         for group in groups:
-            self._run(qkvz, gates, out, state, segment, weights, group, each)
+            self._run(qkvz, gates, out, delta, group)
 
-    def _run(
-        self,
-        qkvz: Tensor,
-        gates: Tensor,
-        out: Tensor,
-        state: tuple[Tensor, ...],
-        segment: SegmentInput,
-        weights: DeltaWeights,
-        group: _Group,
-        each: bool,
-    ) -> None:
+    def _run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput, group: _Group) -> None:
         """Compute the rows of one group in passes of at most ``SPAN`` tokens.
 
         Writes ``out`` and the states: after each token with ``each``, else after the last token.
         """
+        segment = delta.segment
+        state = delta.state
+        each = delta.each
         slots, live, starts = (
             column if group.rows is None else column[group.rows]
             for column in (segment.slots, segment.live, segment.starts)
@@ -137,7 +120,7 @@ class TorchDelta(DeltaBackend):
             real = None
             if group.counts is not None:
                 real = (group.counts - begin).clamp(0, n)
-            made = self._tokens(x, raw, rows, weights, real)
+            made = self._tokens(x, raw, rows, delta.weights, real)
             _put(out, made, group, begin, n)
             if each:
                 _write(state, slots, begin, rows)

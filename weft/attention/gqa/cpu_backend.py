@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.cpu.served import check_built, check_served
@@ -54,20 +54,18 @@ class CpuAttention(AttentionBackend):
             )
         check_built("attention backend 'cpu'")
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
-        table = segment.tables[kind]
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
+        segment = core.segment
+        tensors = core.caches[kind]
         torch.ops.weft_cpu.attend.default(
-            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks, scales
+            q,
+            out,
+            tensors[0],
+            segment.q_offsets,
+            segment.starts,
+            segment.tables[kind],
+            spec.window,
+            core.scale,
+            sinks=core.sinks,
+            scales=tensors[1] if spec.fp8 else None,
         )

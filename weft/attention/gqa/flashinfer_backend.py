@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
@@ -137,46 +137,25 @@ class FlashInferAttention(AttentionBackend):
     ) -> _Prepared:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
 
         The first layer of a step plans, and the plan stays in ``prepared`` for the other layers.
         """
-        if not segment.tokens:
+        if not core.segment.tokens:
             return
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         if prepared.wrapper is None:
-            prepared.wrapper = self._plan(prepared, q, cache, segment, kind, spec, scale)
-        prepared.wrapper.run(q, cache, out=out)
+            prepared.wrapper = self._plan(prepared, q, core, kind, spec)
+        prepared.wrapper.run(q, core.caches[kind][0], out=out)
 
-    def _plan(
-        self,
-        prepared: _Prepared,
-        q: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-    ) -> Any:
+    def _plan(self, prepared: _Prepared, q: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> Any:
         """Plan the kernels for all layers of a step and return the library's wrapper.
 
         Copies to the device.
         """
-        pages = pages_of(segment, segment.tables[kind], spec.window, cache.shape[3])
+        cache = core.caches[kind][0]
+        pages = pages_of(core.segment, core.segment.tables[kind], spec.window, cache.shape[3])
         entry = self._take(prepared, q.device)
         entry.wrapper.plan(
             pages.queries,
@@ -188,7 +167,7 @@ class FlashInferAttention(AttentionBackend):
             spec.head_dim,
             cache.shape[3],
             causal=True,
-            sm_scale=scale,
+            sm_scale=core.scale,
             window_left=spec.window - 1 if spec.window else -1,
             q_data_type=q.dtype,
             kv_data_type=cache.dtype,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.base import AttentionBackend, Backends, LayerCache, StepInput
+from weft.attention.base import AttentionBackend, Backends, CoreInput, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear, RowLinear
@@ -70,7 +70,6 @@ class Attention(Layer):
         logits_indices: rows to return (None: all).
         """
         step = shared.step
-        tensors = caches[self._kind]
         backend = shared.backends["gqa"]
         assert isinstance(backend, AttentionBackend)
         made = self.qkv(x)
@@ -82,7 +81,7 @@ class Attention(Layer):
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
             *shared.angles,
-            *tensors,
+            *caches[self._kind],
             step.writes[self._kind],
         )
         if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
@@ -97,14 +96,9 @@ class Attention(Layer):
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
-                tensors[0],
-                segment,
+                CoreInput(segment, caches, self._dim**-0.5, prepared[self._kind], self.sinks),
                 self._kind,
                 self._cache_spec,
-                self._dim**-0.5,
-                prepared[self._kind],
-                self.sinks,
-                tensors[1] if self._cache_spec.fp8 else None,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
         if logits_indices is not None:

@@ -25,7 +25,7 @@ from math import gcd
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.attention.gqa.torch_backend import BITS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -114,27 +114,17 @@ class InvariantAttention(AttentionBackend):
     ) -> _Prepared:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
 
         The groups of queries are made at the first layer and stay in ``prepared``.
         """
+        segment = core.segment
         if not segment.tokens:
             return
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
+        cache = core.caches[kind][0]
+        scales = core.caches[kind][1] if spec.fp8 else None
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         shared = q.shape[1] // spec.kv_heads
         if prepared.shared != shared:
             prepared.shapes = pair_shapes(spec.head_dim, spec.head_dim, wide(q.dtype))
@@ -145,7 +135,7 @@ class InvariantAttention(AttentionBackend):
         entries = cache.view(-1, g * spec.head_dim)
         own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, entries, own, group, spec, scale, prepared.shapes, sinks)
+            _attend(q, out, entries, own, group, spec, core.scale, prepared.shapes, core.sinks)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:

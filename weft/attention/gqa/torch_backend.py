@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import kv_fp8
@@ -112,27 +112,18 @@ class TorchAttention(AttentionBackend):
             ),
         )
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``."""
+        cache = core.caches[kind][0]
+        scales = core.caches[kind][1] if spec.fp8 else None
+        prepared = core.prepared
         if not isinstance(prepared, _Prepared):
-            prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
-        if not segment.tokens:
+            prepared = self.prepare(core.segment, kind, spec, cache.shape[3], q.dtype)
+        if not core.segment.tokens:
             return
         entries = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
-            out[group.tokens] = _attend(q[group.tokens], entries, group, spec, scale, sinks, scales)
+            out[group.tokens] = _attend(q[group.tokens], entries, group, spec, core.scale, core.sinks, scales)
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
@@ -103,29 +103,17 @@ class TritonAttention(AttentionBackend):
     ) -> _Prepared:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        cache: Tensor,
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        scale: float,
-        prepared: object = None,
-        sinks: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
 
         The first layer of a step chooses the tiles, which stay in ``prepared``.
         """
+        segment = core.segment
         if not segment.tokens:
             return
         from weft.ops.triton.attention import attend
 
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         if prepared.cut is None:
             prepared.cut = self._cut(segment, q.shape[1], spec, q.dtype)
         cut = prepared.cut
@@ -134,18 +122,18 @@ class TritonAttention(AttentionBackend):
             attend(
                 q.contiguous(),
                 whole,
-                cache,
+                core.caches[kind][0],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[kind],
                 part.tiles,
                 form=cut.form,
                 window=spec.window,
-                scale=scale,
+                scale=core.scale,
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
-                sinks=sinks,
+                sinks=core.sinks,
             )
         if whole is not out:
             out.copy_(whole)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from weft.attention.base import Backend, SegmentInput
+from weft.attention.base import Backend, CoreInput
 from weft.config.spec import CacheSpec, MLASpec
 
 Tensor = torch.Tensor
@@ -37,6 +37,21 @@ class UpMatrices:
     model."""
 
 
+class LatentInput(NamedTuple):
+    """Arguments of core attention that only latent attention takes."""
+
+    angles: tuple[Tensor, Tensor]
+    """cos and sin of the positions of the queries, wide [T, rope / 2] each."""
+    kind: int
+    """KV cache group of the layer."""
+    spec: CacheSpec
+    """Spec of the group."""
+    mla: MLASpec
+    up: UpMatrices
+    form: Form
+    """Preferred form for the segment; a backend with a single form ignores the field."""
+
+
 class LatentBackend(Backend):
     """Latent attention over the paged cache. The cache already contains the segment's entries.
 
@@ -50,19 +65,12 @@ class LatentBackend(Backend):
     def attend(
         self,
         q: Tensor,  # [T, heads, nope + rope] of this segment, not rotated; rows may lie apart
-        angles: tuple[Tensor, Tensor],  # cos and sin of its positions, wide [T, rope / 2]
         out: Tensor,  # [T, heads, v], written
-        cache: tuple[Tensor, ...],  # [blocks, block, kv_lora + rope], or three tensors in 8 bits
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        mla: MLASpec,
-        up: UpMatrices,
-        form: Form,
-        prepared: object = None,
+        core: CoreInput,
+        latent: LatentInput,
     ) -> None:
-        """Attend causally (and within ``spec.window``) to entries in the cache. Writes ``out``.
+        """Attend causally (and within ``latent.spec.window``) to entries in ``core.caches[latent.kind]``.
 
-        ``form``: preferred form for the segment; a backend with a single form ignores the argument. As in
-        ``AttentionBackend.attend``, invisible entries may hold NaN, and a segment may be empty.
+        Writes ``out``.
+        As in ``AttentionBackend.attend``, invisible entries may hold NaN, and a segment may be empty.
         """

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import SegmentInput
-from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.attention.base import CoreInput
+from weft.attention.mla.latent import LatentBackend, LatentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.cpu.latent import PackedUp
 from weft.ops.cpu.served import check_built, check_served
 
@@ -52,43 +52,33 @@ class CpuLatent(LatentBackend):
             )
         check_built("attention backend 'cpu'")
 
-    def attend(
-        self,
-        q: Tensor,
-        angles: tuple[Tensor, Tensor],
-        out: Tensor,
-        cache: tuple[Tensor, ...],
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        mla: MLASpec,
-        up: UpMatrices,
-        form: Form,
-        prepared: object = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out`` by the compiled operation of ``form``; see ``LatentBackend.attend``.
 
         ``up`` must be packed.
         """
-        packed = up.packed
+        segment = core.segment
+        mla = latent.mla
+        packed = latent.up.packed
         assert isinstance(packed, PackedUp)
         op = torch.ops.weft_cpu
-        absorbed = form == "absorbed"
-        entries, scales, keys = cache if spec.fp8 else (cache[0], None, None)
+        absorbed = latent.form == "absorbed"
+        cache = core.caches[latent.kind]
+        entries, scales, keys = cache if latent.spec.fp8 else (cache[0], None, None)
         (op.latent_absorbed if absorbed else op.latent_expanded).default(
             q,
-            *angles,
+            *latent.angles,
             mla.interleaved,
             out,
             entries,
             segment.q_offsets,
             segment.starts,
-            segment.tables[kind],
+            segment.tables[latent.kind],
             packed.absorb if absorbed else packed.keys,
             packed.values,
             mla.kv_lora,
-            spec.window,
-            mla.scale,
+            latent.spec.window,
+            core.scale,
             scales=scales,
             rotated=keys,
         )

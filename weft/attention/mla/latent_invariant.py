@@ -12,12 +12,12 @@ from math import gcd
 
 import torch
 
-from weft.attention.base import SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
 from weft.attention.gqa.invariant_backend import TILE, Memory, TileGroup, cut, pair_shapes, tiles
 from weft.attention.gqa.torch_backend import BITS
-from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.attention.mla.latent import LatentBackend, LatentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.fixed_shapes import ProductShapes, linear
 from weft.ops.latent_ops import rotate_pairs
 from weft.ops.torch_ops import wide
@@ -59,42 +59,31 @@ class InvariantLatent(LatentBackend):
     ) -> _Prepared:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        angles: tuple[Tensor, Tensor],
-        out: Tensor,
-        cache: tuple[Tensor, ...],
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        mla: MLASpec,
-        up: UpMatrices,
-        form: Form,
-        prepared: object = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out``; see ``LatentBackend.attend``.
 
         ``form`` is ignored: all rows use the absorbed form.
         """
+        segment = core.segment
         if not segment.tokens:
             return
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
-        (entries,) = cache
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        spec = latent.spec
+        mla = latent.mla
+        (entries,) = core.caches[latent.kind]
         shapes = pair_shapes(spec.width, mla.kv_lora, wide(q.dtype))
         if prepared.groups is None:
             memory = Memory(1, spec.width, entries.shape[1], entries.dtype)
-            prepared.groups = tuple(cut(segment, kind, spec, memory, q.shape[1], shapes[0].rows))
+            prepared.groups = tuple(cut(segment, latent.kind, spec, memory, q.shape[1], shapes[0].rows))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
-        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        turned = rotate_pairs(turned, *latent.angles, mla.interleaved)
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((_by_heads(nope, up.keys.transpose(1, 2)), turned), dim=-1)
-        latent = torch.empty_like(absorbed[..., : mla.kv_lora])
+        absorbed = torch.cat((_by_heads(nope, latent.up.keys.transpose(1, 2)), turned), dim=-1)
+        sums = torch.empty_like(absorbed[..., : mla.kv_lora])
         flat = entries.view(-1, gcd(entries.shape[1], TILE) * spec.width)
         for group in prepared.groups:
-            _attend(absorbed, latent, flat, group, mla, shapes)
-        out.copy_(_by_heads(latent, up.values))
+            _attend(absorbed, sums, flat, group, core.scale, shapes)
+        out.copy_(_by_heads(sums, latent.up.values))
 
 
 def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
@@ -107,7 +96,7 @@ def _attend(
     out: Tensor,
     entries: Tensor,
     group: TileGroup,
-    mla: MLASpec,
+    scale: float,
     shapes: tuple[ProductShapes, ProductShapes],
 ) -> None:
     """Attend q [T, heads, width] to the entries of ``group``; write the rows of the group to out [T, heads,
@@ -120,11 +109,12 @@ def _attend(
     # [P, 1, heads * n, width]: all heads read the same entries, so heads become rows
     folded = q[group.queries].to(keys.dtype).transpose(1, 2).reshape(pieces, 1, heads * n, width)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= heads * n), shapes[0].rows[0])
-    made = folded.new_empty(pieces, 1, heads * n, mla.kv_lora)
+    lora = out.shape[2]
+    made = folded.new_empty(pieces, 1, heads * n, lora)
     for begin in range(0, heads * n, size):
         part = slice(begin, min(begin + size, heads * n))
         hidden = group.hidden.expand(-1, -1, -1, heads, -1, -1).flatten(3, 4)[:, :, :, part]
-        values = keys[..., : mla.kv_lora]
-        made[:, :, part] = tiles(folded[:, :, part], keys, values, hidden, mla.scale, size, shapes, None)
+        values = keys[..., :lora]
+        made[:, :, part] = tiles(folded[:, :, part], keys, values, hidden, scale, size, shapes, None)
     made = made.view(pieces, heads, n, -1).transpose(1, 2).reshape(pieces * n, heads, -1)
     out[group.places] = made[group.real].to(out.dtype)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import SegmentInput
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa.torch_backend import BITS, GATHER, PieceGroup, batches, cut, make_group
-from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.attention.mla.latent import LatentBackend, LatentInput
 from weft.attention.mla.merge import merge
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import kv_fp8
 from weft.ops.latent_ops import rotate_pairs
 from weft.ops.torch_ops import wide
@@ -56,38 +56,26 @@ class TorchLatent(LatentBackend):
     ) -> object:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        angles: tuple[Tensor, Tensor],
-        out: Tensor,
-        cache: tuple[Tensor, ...],
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        mla: MLASpec,
-        up: UpMatrices,
-        form: Form,
-        prepared: object = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out``; see ``LatentBackend.attend``. The absorbed form stages groups in ``prepared``."""
-        if not segment.tokens:
+        if not core.segment.tokens:
             return
+        mla = latent.mla
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
-        turned = rotate_pairs(turned, *angles, mla.interleaved)
-        if form == "expanded":
-            _expanded(torch.cat((nope, turned), dim=-1), out, cache, segment, kind, spec, mla, up)
+        turned = rotate_pairs(turned, *latent.angles, mla.interleaved)
+        if latent.form == "expanded":
+            _expanded(torch.cat((nope, turned), dim=-1), out, core, latent)
             return
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
+        cache = core.caches[latent.kind]
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         if prepared.groups is None:
-            prepared.groups = _groups(segment, kind, spec, cache[0])
+            prepared.groups = _groups(core.segment, latent.kind, latent.spec, cache[0])
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
-        latent = torch.empty_like(absorbed[..., : mla.kv_lora])
+        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, latent.up.keys), turned), dim=-1)
+        sums = torch.empty_like(absorbed[..., : mla.kv_lora])
         for group in prepared.groups:
-            latent[group.tokens] = _absorbed(absorbed[group.tokens], cache, group, mla)
-        out.copy_(torch.einsum("thl,hvl->thv", latent, up.values))
+            sums[group.tokens] = _absorbed(absorbed[group.tokens], cache, group, mla.kv_lora, core.scale)
+        out.copy_(torch.einsum("thl,hvl->thv", sums, latent.up.values))
 
 
 # --- absorbed ---
@@ -104,7 +92,7 @@ def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) 
     )
 
 
-def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLASpec) -> Tensor:
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, kv_lora: int, scale: float) -> Tensor:
     """Attend q [B * n, heads, width] to entries; return sums of latents [B * n, heads, kv_lora]."""
     b = group.pieces
     n = group.queries
@@ -115,28 +103,28 @@ def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLAS
     # [B, 1, n * heads, keys]: all heads read the same entries, so heads become rows
     mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
     made = F.scaled_dot_product_attention(
-        q.reshape(b, 1, n * heads, width), keys, keys[..., : mla.kv_lora], attn_mask=mask, scale=mla.scale
+        q.reshape(b, 1, n * heads, width), keys, keys[..., :kv_lora], attn_mask=mask, scale=scale
     )
-    return made.view(b * n, heads, mla.kv_lora)
+    return made.view(b * n, heads, kv_lora)
 
 
 # --- expanded ---
 
 
 def _expanded(
-    q: Tensor,  # [T, heads, nope + rope]
+    q: Tensor,  # [T, heads, nope + rope], rotated
     out: Tensor,
-    cache: tuple[Tensor, ...],
-    segment: SegmentInput,
-    kind: int,
-    spec: CacheSpec,
-    mla: MLASpec,
-    up: UpMatrices,
+    core: CoreInput,
+    latent: LatentInput,
 ) -> None:
     """Write ``out`` [T, heads, v]: expand the entries of each row to keys and values, chunk by chunk."""
+    segment = core.segment
+    cache = core.caches[latent.kind]
+    mla = latent.mla
+    window = latent.spec.window
     exact = wide(q.dtype)
-    keys = up.keys.to(exact)
-    values = up.values.to(exact)
+    keys = latent.up.keys.to(exact)
+    values = latent.up.values.to(exact)
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -149,14 +137,14 @@ def _expanded(
             true = segment.starts[row]
             end = segment.starts[row] + count
             seen = positions < end
-            if spec.window:
-                seen &= positions > true - spec.window
-            chunk = _rows_of(cache, segment.tables[kind][row], positions, seen).to(exact)
+            if window:
+                seen &= positions > true - window
+            chunk = _rows_of(cache, segment.tables[latent.kind][row], positions, seen).to(exact)
             # k: [heads, S, nope], shared rotated part: [heads, S, rope], v: [heads, S, v]
             k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
             shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
             v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
-            state.add(torch.cat((k, shared), dim=-1), v, positions, true, spec.window, mla.scale)
+            state.add(torch.cat((k, shared), dim=-1), v, positions, true, window, core.scale)
         out[begin : begin + count] = state.out.transpose(0, 1)
         begin += count
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
 from weft.attention.gqa.triton_backend import MOST_SPLITS, SHORT_SPLIT, Cut, longest, make_cut
-from weft.attention.mla.latent import Form, UpMatrices
+from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
@@ -69,61 +69,49 @@ class TritonLatent(TorchLatent):
     ) -> object:
         return _Prepared()
 
-    def attend(
-        self,
-        q: Tensor,
-        angles: tuple[Tensor, Tensor],
-        out: Tensor,
-        cache: tuple[Tensor, ...],
-        segment: SegmentInput,
-        kind: int,
-        spec: CacheSpec,
-        mla: MLASpec,
-        up: UpMatrices,
-        form: Form,
-        prepared: object = None,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out``; see ``LatentBackend.attend``.
 
         The expanded form runs on torch. The tiles of the absorbed form stay in ``prepared``.
         """
-        if form == "expanded":
-            super().attend(q, angles, out, cache, segment, kind, spec, mla, up, form)
+        if latent.form == "expanded":
+            super().attend(q, out, core, latent)
             return
+        segment = core.segment
         if not segment.tokens:
             return
         from weft.ops.triton.latent import attend
 
+        mla = latent.mla
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
-        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        turned = rotate_pairs(turned, *latent.angles, mla.interleaved)
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
-        latent = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
+        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, latent.up.keys), turned), dim=-1)
+        sums = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
         heads = q.shape[1]
         group = max(size for size in range(1, GROUP + 1) if heads % size == 0)
-        if not isinstance(prepared, _Prepared):
-            prepared = _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
         if prepared.cut is None:
-            prepared.cut = _cut(segment, heads, group, spec, mla, q.dtype)
+            prepared.cut = _cut(segment, heads, group, latent.spec, mla, q.dtype)
         cut = prepared.cut
         for part in cut.parts:
             attend(
                 absorbed,
-                latent,
-                cache[0],
+                sums,
+                core.caches[latent.kind][0],
                 segment.q_offsets,
                 segment.starts,
-                segment.tables[kind],
+                segment.tables[latent.kind],
                 part.tiles,
                 form=cut.form,
                 group=group,
-                window=spec.window,
-                scale=mla.scale,
+                window=latent.spec.window,
+                scale=core.scale,
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
             )
-        out.copy_(torch.einsum("thl,hvl->thv", latent, up.values))
+        out.copy_(torch.einsum("thl,hvl->thv", sums, latent.up.values))
 
 
 def _cut(

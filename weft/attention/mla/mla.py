@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.attention.base import LayerCache
+from weft.attention.base import CoreInput, LayerCache
 from weft.attention.gqa.gqa import AttentionInput
-from weft.attention.mla.latent import Form, LatentBackend, UpMatrices
+from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatrices
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
 from weft.layers.linear import Linear, RowLinear
@@ -113,7 +113,6 @@ class LatentAttention(Layer):
         logits_indices: rows to return (None: all).
         """
         step = shared.step
-        cache = caches[self._kind]
         mla = self._mla
         backend = shared.backends["latent"]
         assert isinstance(backend, LatentBackend)
@@ -126,7 +125,7 @@ class LatentAttention(Layer):
             cos,
             sin,
             mla.interleaved,
-            *cache,
+            *caches[self._kind],
             step.writes[self._kind],
         )
         if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
@@ -143,16 +142,16 @@ class LatentAttention(Layer):
             alone = segment.tokens == len(x)
             backend.attend(
                 q if alone else q[rows],
-                shared.angles if alone else (cos[rows], sin[rows]),
                 out if alone else out[rows],
-                cache,
-                segment,
-                self._kind,
-                self._cache_spec,
-                mla,
-                self.kv_up.matrices,
-                form,
-                prepared[self._kind],
+                CoreInput(segment, caches, mla.scale, prepared[self._kind]),
+                LatentInput(
+                    shared.angles if alone else (cos[rows], sin[rows]),
+                    self._kind,
+                    self._cache_spec,
+                    mla,
+                    self.kv_up.matrices,
+                    form,
+                ),
             )
         out = out.view(len(x), self._heads * mla.v)
         return self.out(out if logits_indices is None else out[logits_indices])

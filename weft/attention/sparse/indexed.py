@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.base import Backends, CoreInput, LayerCache, StepInput
 from weft.attention.mla.latent import Form
 from weft.attention.mla.mla import LatentAttention
 from weft.attention.sparse.sparse import Reads, SparseBackend
@@ -143,22 +143,11 @@ class IndexedAttention(LatentAttention):
             if not segment.tokens:
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
+            core = CoreInput(segment, caches, self._mla.scale, plan)
             # A layer without an indexer reuses the choice of the last layer with an indexer.
             if index is not None:
-                shared.chosen[number] = backend.select(
-                    index[0][rows], index[1][rows], caches, segment, self._reads, plan
-                )
-            backend.attend(
-                q[rows],
-                out[rows],
-                caches,
-                segment,
-                self._reads,
-                plan,
-                shared.chosen[number],
-                None,
-                self._mla.scale,
-            )
+                shared.chosen[number] = backend.select(index[0][rows], index[1][rows], core, self._reads)
+            backend.attend(q[rows], out[rows], core, self._reads, shared.chosen[number])
         return out
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from weft.attention.base import Backend, LayerCache, SegmentInput
+from weft.attention.base import Backend, CoreInput, LayerCache, SegmentInput
 
 Tensor = torch.Tensor
 
@@ -64,10 +64,8 @@ class SparseBackend(Backend):
         self,
         q: Tensor,  # [T, index_heads, n] of this segment
         weights: Tensor,  # wide [T, index_heads]
-        caches: LayerCache,
-        segment: SegmentInput,
+        core: CoreInput,
         reads: Reads,
-        plan: object,
     ) -> Tensor | None:
         """Return the groups chosen by each token: int64 [T, top], padded with -1; None if no token must
         choose.
@@ -81,13 +79,9 @@ class SparseBackend(Backend):
         self,
         q: Tensor,  # [T, heads, dim] of this segment
         out: Tensor,  # [T, heads, n], written; n <= dim: an entry's value is its first n elements
-        caches: LayerCache,
-        segment: SegmentInput,
+        core: CoreInput,
         reads: Reads,
-        plan: object,
         selected: Tensor | None,  # result of ``select``; None: all groups
-        sinks: Tensor | None,  # wide [heads]: a score with no value in each softmax
-        scale: float,
     ) -> None:
         """Attend to the entries described by ``reads``. Writes ``out``. Invisible entries may hold NaN; the
         segment may be empty."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -49,21 +49,14 @@ class CpuSparse(SparseBackend):
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> None:
         return None
 
-    def select(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-    ) -> Tensor:
+    def select(self, q: Tensor, weights: Tensor, core: CoreInput, reads: Reads) -> Tensor:
         """Return the chosen groups of each token; see ``SparseBackend.select``."""
         assert reads.groups is not None
+        segment = core.segment
         made: Tensor = torch.ops.weft_cpu.sparse_select.default(
             q,
             weights.contiguous(),
-            caches[reads.groups][0],
+            core.caches[reads.groups][0],
             segment.q_offsets,
             segment.starts,
             segment.tables[reads.groups],
@@ -72,25 +65,15 @@ class CpuSparse(SparseBackend):
         )
         return made
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-        selected: Tensor | None,
-        sinks: Tensor | None,
-        scale: float,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:
         """Write ``out`` by the compiled operation; see ``SparseBackend.attend``."""
+        segment = core.segment
         entries = groups = entry_table = group_table = None
         if reads.entries is not None:
-            entries = caches[reads.entries][0]
+            entries = core.caches[reads.entries][0]
             entry_table = segment.tables[reads.entries]
         if reads.groups is not None:
-            groups = caches[reads.groups][0]
+            groups = core.caches[reads.groups][0]
             group_table = segment.tables[reads.groups]
         torch.ops.weft_cpu.sparse_attend.default(
             q,
@@ -104,8 +87,8 @@ class CpuSparse(SparseBackend):
             group_table,
             reads.ratio,
             selected,
-            sinks,
-            scale,
+            core.sinks,
+            core.scale,
         )
 
 

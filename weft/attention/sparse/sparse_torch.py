@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, LayerCache, SegmentInput, refuse_fp8
 from weft.attention.sparse.sparse import Reads, SparseBackend, places
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -106,24 +106,16 @@ class TorchSparse(SparseBackend):
             scored = tuple(_tile(some, segment, alone, caches) for some in _alike(pieces, alone))
         return _Plan(tiles=tiles, scored=scored, limits=_limits(segment, reads))
 
-    def select(
-        self,
-        q: Tensor,
-        weights: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-    ) -> Tensor | None:
+    def select(self, q: Tensor, weights: Tensor, core: CoreInput, reads: Reads) -> Tensor | None:
         """Return the chosen groups, int64 [T, top], -1 for no group.
 
         Return None if no query has more than ``top`` groups to choose from.
         """
-        plan = cast(_Plan, plan)
+        plan = cast(_Plan, core.prepared)
         if not plan.scored:
             return None
         assert reads.groups is not None
-        (cache,) = caches[reads.groups]
+        (cache,) = core.caches[reads.groups]
         keys = cache.view(-1, cache.shape[2])[:, -q.shape[2] :]
         # [T, top]: tokens without scores choose groups 0, 1, ..; invisible groups become -1 below.
         chosen = torch.arange(reads.top, device=q.device).expand(len(q), -1).clone()
@@ -131,24 +123,12 @@ class TorchSparse(SparseBackend):
             chosen[tile.tokens] = top_ids(_scores(q, weights, keys, tile), reads.top)
         return chosen.masked_fill_(chosen >= plan.limits.unsqueeze(1), -1)
 
-    def attend(
-        self,
-        q: Tensor,
-        out: Tensor,
-        caches: LayerCache,
-        segment: SegmentInput,
-        reads: Reads,
-        plan: object,
-        selected: Tensor | None,
-        sinks: Tensor | None,
-        scale: float,
-    ) -> None:
+    def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:
         """Write ``out`` tile by tile; see ``SparseBackend.attend``."""
-        for tile in cast(_Plan, plan).tiles:
-            keys, visible = _keys(tile, selected, caches, segment, reads)
-            out[tile.tokens] = _attend(q[tile.tokens], keys, visible, out.shape[2], sinks, scale).to(
-                out.dtype
-            )
+        for tile in cast(_Plan, core.prepared).tiles:
+            keys, visible = _keys(tile, selected, core.caches, core.segment, reads)
+            made = _attend(q[tile.tokens], keys, visible, out.shape[2], core.sinks, core.scale)
+            out[tile.tokens] = made.to(out.dtype)
 
 
 # --- pieces and tiles ---

@@ -39,7 +39,12 @@ def build_glm_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _indexed(
     facts: Facts, spec: ModelSpec, layers: Iterable[int], *, heads: int, interleaved: bool
 ) -> ModelSpec:
-    """Return ``spec`` with indexers in ``layers``. ``heads``: default of index heads. Raise ConfigError."""
+    """Return a copy of ``spec`` with indexers in ``layers``, the family "deepseek_v32" and new KV cache
+    groups.
+
+    ``spec`` must have MLA. ``heads``: default of index heads. ``interleaved``: see ``IndexSpec``. Raise
+    ConfigError.
+    """
     mla = spec.mla
     count = spec.layers
     assert mla is not None

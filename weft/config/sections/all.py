@@ -333,8 +333,9 @@ class TransferSection(Section, frozen=True, kw_only=True):
     take_embeddings: Annotated[
         bool,
         Meta(
-            description="Receive image embeddings from encode groups. Set automatically in topologies "
-            "with encode groups. With --language-model-only the group encodes no image itself."
+            description="Receive image embeddings from encode groups. The default in topologies with "
+            "encode groups, for prefill and unified groups. With --language-model-only the group encodes no "
+            "image itself."
         ),
     ] = False
     shard_embeddings: Annotated[

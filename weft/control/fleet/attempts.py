@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.control.fleet.abilities import understood
 from weft.control.fleet.instance_table import InstanceTable
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry, is_refusal
@@ -56,7 +55,7 @@ def begin(route: Route, group: Sequence[LedgerEntry], transfer: float) -> Began:
                 entry.encoders[instance.name] = None
                 began.encodes["again" if entry.attempt else "first"] += len(its.media)
             entry.places[instance.name] = entry.attempt
-            began.submits.append((instance, understood(its, instance)))
+            began.submits.append((instance, its))
     return began
 
 

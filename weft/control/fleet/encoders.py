@@ -18,9 +18,6 @@ from weft.types.messages import Submit
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
 
-ENCODE_SINCE = 6
-"""The first version of messages in which engines encode for others and report whether they have a vision
-tower."""
 MARGIN = 8.0
 """Extra load over the least loaded encode instance up to which an instance keeps the images that belong to
 it.
@@ -38,16 +35,14 @@ def encodes_for(encoder: Instance, compute: Instance) -> bool:
     if encoder.role != "encode" or compute.role not in ("unified", "prefill"):
         return False
     one, other = encoder.welcome, compute.welcome
-    if one is None or other is None or min(encoder.version, compute.version) < ENCODE_SINCE:
-        return False
-    if not (one.embeddings and other.embeddings):
+    if one is None or other is None or not (one.embeddings and other.embeddings):
         return False
     return bool(one.tower_fingerprint) and one.tower_fingerprint == other.tower_fingerprint
 
 
 def has_tower(compute: Instance) -> bool:
     """Return True if ``compute`` can encode images without help."""
-    return compute.version < ENCODE_SINCE or (compute.welcome is not None and compute.welcome.tower)
+    return compute.welcome is not None and compute.welcome.tower
 
 
 def sees(compute: Instance, encoders: Iterable[Instance]) -> bool:

@@ -135,6 +135,12 @@ class Draining(NamedTuple):
     instance: str
 
 
+class Undrained(NamedTuple):
+    """The planned restart of ``instance`` is cancelled: the same process takes new sequences again."""
+
+    instance: str
+
+
 class Stalled(NamedTuple):
     """The API server's own process stood still for ``seconds``. Silence of instances in this time proves
     nothing."""
@@ -167,6 +173,7 @@ Event: TypeAlias = (
     | Lost
     | Retired
     | Draining
+    | Undrained
     | Stalled
     | Tick
     | Closing

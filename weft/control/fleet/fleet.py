@@ -26,7 +26,6 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import events as e
-from weft.control.fleet.abilities import outdated, speaking, too_old
 from weft.control.fleet.attempts import begin, may_retry
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import GONE, Instance, InstanceState
@@ -153,9 +152,6 @@ class Fleet:
             instance = self.table.instances[name]
             instance.end(sequence)
             self._send(instance, m.Finish(sequence=sequence))
-            # Version 1 has no attempt numbers. Events up to the final event may belong to the ended attempt.
-            if instance.version < 2:
-                instance.unanswered.add(sequence)
         entry.left()
 
     def _end(self, sequence: int, error: WeftError) -> None:
@@ -177,15 +173,11 @@ class Fleet:
         # Without any instance for images, `by_request` skips the sequences with images.
         for request, group in by_request(ready, self.entries, not self.table.blind).items():
             entry = self.entries[group[0]]
-            able, local = speaking(takers, entry.submit), self._lateness.local
             encoders = self.table.encoders() if entry.submit.media else None
             near = self.open.near(request)
-            route = self.router.route(able, entry, group, near, local, encoders)
+            route = self.router.route(takers, entry, near, self._lateness.local, encoders)
             if route is not None:
                 self._place(route, group)
-            elif len(able) < len(takers) and outdated(self.table.instances.values(), entry.submit, local):
-                for sequence in group:
-                    self._end(sequence, too_old(entry.submit))
             # A half-open instance takes one prompt at a time, so the placement may have used up the instance.
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
@@ -267,13 +259,9 @@ class Fleet:
         """
         sequence = event.sequence
         entry = self.entries.get(sequence)
-        if sequence in instance.unanswered:
-            entry = None
-            if event.finish is not None:
-                instance.unanswered.discard(sequence)
         attempt = None if entry is None else entry.places.get(instance.name)
         # Drop events of ended attempts, and events of sequences no longer at the instance.
-        if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
+        if entry is None or attempt is None or event.attempt != attempt:
             self.late_events += 1
             return
         if was_not_greeted(event):
@@ -285,7 +273,7 @@ class Fleet:
         if event.token_ids:
             instance.computed(sequence)
             entry.computed = True
-        # Without a pair, an event without position (an old version) needs no ordering.
+        # Without a transfer, an event has no position and needs no ordering.
         alone = entry.pair is None and event.position < 0
         said = event if alone else entry.in_turn(instance.name, event)
         if said is None:
@@ -402,7 +390,7 @@ class Fleet:
     def _forget_departed(self) -> None:
         """Say goodbye to the leaving instances without open sequences, and forget them."""
         for instance in self.table.departed(self._now):
-            if instance.alive and instance.version > 1:
+            if instance.alive:
                 self._send(instance, m.Goodbye())
             self._actions.append(e.Forget(instance.name))
             # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
@@ -437,7 +425,6 @@ class Fleet:
         for entry in self._part(instance):
             self._leave(entry.submit.sequence)
             self._parked.add(entry.submit.sequence)
-        instance.unanswered.clear()
 
     def _unreachable(self, event: e.Unreachable) -> None:
         if (instance := self._linked_to(event)) is not None and instance.alive:
@@ -570,6 +557,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,
     e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
+    e.Undrained: lambda fleet, event: fleet.table.undrain(fleet.table.instances[event.instance], fleet._now),
     e.Stalled: Fleet._stalled,
     e.Tick: Fleet._tick,
     e.Closing: Fleet._close,

@@ -13,13 +13,10 @@ import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, NotGreeted, PixelsLost, Unavailable, WeftError
 from weft.common.shared_bytes import SharedName
-from weft.control.fleet.encoders import ENCODE_SINCE
 from weft.control.fleet.prefix_index import PrefixReports
 from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
 
-SHARED_SINCE = 7
-"""The first version of messages in which images may be passed by the name of shared memory."""
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(connection of an API server, message), in sending order."""
 
@@ -55,7 +52,6 @@ class Pixels(Protocol):
 class _Front(NamedTuple):
     name: str
     """The name of the API server, the same for all connections of the server."""
-    version: int
     quiet: bool
     """True if the API server wants heartbeats only while owning sequences."""
 
@@ -133,21 +129,7 @@ class HeadProtocol:
             by_front.setdefault(owner.front, []).append(event)
             if event.finish is not None:
                 del self._owners[event.sequence]
-        return [
-            (front, m.Tokens(step=step, events=self._understood(front, each)))
-            for front, each in by_front.items()
-        ]
-
-    def _understood(self, front: bytes, events: list[m.TokenEvent]) -> tuple[m.TokenEvent, ...]:
-        """Return ``events`` in the form of the API server's version; before version 3 events have no
-        position."""
-        known = self._fronts.get(front)
-        if known is not None and known.version < 3:
-            return tuple(
-                event if event.position < 0 else msgspec.structs.replace(event, position=-1)
-                for event in events
-            )
-        return tuple(events)
+        return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
 
     def heartbeats(self) -> Outgoing:
         """Return a heartbeat for each API server, and the changes of the prefix cache.
@@ -157,9 +139,7 @@ class HeadProtocol:
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
         told: Outgoing = [
-            (name, _heartbeat_of(heartbeat, front.version))
-            for name, front in self._fronts.items()
-            if name in busy or not front.quiet
+            (name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet
         ]
         return [*self.prefixes.changes(), *told]
 
@@ -179,35 +159,22 @@ class HeadProtocol:
             self._engine.finish(sequence)
 
     def _hello(self, front: bytes, hello: m.Hello) -> Outgoing:
-        """Accept an API server and return Welcome and heartbeat, in the form of the API server's version.
+        """Accept an API server and return Welcome and heartbeat.
 
-        A former connection of the same API server is forgotten, with its sequences.
-
-        Without a common version, return HeadFailed instead and accept nothing.
+        A former connection of the same API server is forgotten, with its sequences. Without a common version,
+        return HeadFailed instead and accept nothing.
         """
-        version = m.common_version(hello.versions)
-        if version is None:
+        if m.common_version(hello.versions) is None:
             low, high = hello.versions
             spoken = f"this engine speaks versions {m.OLDEST} to {m.VERSION}, the API server {low} to {high}"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
         welcome = self._engine.welcome(self._incarnation)
-        if welcome.role == "encode" and version < ENCODE_SINCE:
-            spoken = (
-                f"this engine only encodes images; an API server of version {version} does not support this"
-            )
-            return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
-        self._fronts[front] = _Front(hello.front, version, hello.quiet)
-        if version < 2:
-            welcome = msgspec.structs.replace(welcome, block_size=0)
-        if version < 3:
-            welcome = msgspec.structs.replace(welcome, role="unified", fingerprint="", rooms="")
-        if version < ENCODE_SINCE:
-            welcome = msgspec.structs.replace(welcome, tower=False, embeddings="", tower_fingerprint="")
-        if version >= SHARED_SINCE and self._pixels is not None:
+        self._fronts[front] = _Front(hello.front, hello.quiet)
+        if self._pixels is not None:
             welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
-        return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
+        return [(front, welcome), (front, self._heartbeat())]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         """Submit a sequence to the engine and return its events.
@@ -265,36 +232,3 @@ class HeadProtocol:
         stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
         # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
-
-
-_NO_STATS = m.HeadStats()
-"""The default stats. msgspec omits a field only for the very default object, not for an equal value."""
-_SINCE_4 = (
-    "prefill_rows",
-    "prefill_tokens",
-    "decode_rows",
-    "constrained_steps",
-    "mask_seconds",
-    "grammars_compiled",
-    "grammar_errors",
-)
-_SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
-
-
-def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
-    """Return ``heartbeat`` without the fields unknown to an API server of ``version``."""
-    stats = heartbeat.stats
-    # Default values are omitted from the encoded message, so an old reader meets no unknown field.
-    if version < ENCODE_SINCE and (stats.embedding_transfers is not None or stats.embedding_host_bytes):
-        stats = msgspec.structs.replace(stats, embedding_transfers=None, embedding_host_bytes=0)
-    if version < 9:
-        stats = msgspec.structs.replace(
-            stats, queue_times=_NO_STATS.queue_times, prefill_times=_NO_STATS.prefill_times
-        )
-    if version < 5:
-        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
-    if version < 4:
-        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_4})
-    if version < 3 and stats.transfers is not None:
-        stats = msgspec.structs.replace(stats, transfers=None)
-    return heartbeat if stats is heartbeat.stats else msgspec.structs.replace(heartbeat, stats=stats)

@@ -13,7 +13,7 @@ from weft.common.log import get_logger
 from weft.control.fleet.encoders import divided, sees, without_compute
 from weft.control.fleet.instances import GONE, SERVING, Instance, InstanceState
 from weft.control.fleet.lacks import Lacks, Since, missing_roles
-from weft.control.fleet.pairs import ROLES_SINCE, serve, why_lonely, without_partner
+from weft.control.fleet.pairs import serve, why_lonely, without_partner
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -121,8 +121,9 @@ class InstanceTable:
 
     @property
     def awaited(self) -> bool:
-        """True if an instance may come back: not serving now and not retired, or shunned."""
-        return any(one.state not in (*SERVING, InstanceState.RETIRED) or one.shunned for one in self.wanted)
+        """True if an instance may come back: not retired, and not serving now or shunned."""
+        left = (one for one in self.wanted if one.state is not InstanceState.RETIRED)
+        return any(one.state not in SERVING or one.shunned for one in left)
 
     def missing(self, images: bool) -> list[str]:
         """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
@@ -214,8 +215,7 @@ class InstanceTable:
         elif present.leaving:
             present.leaving = False
             self.leaving.discard(name)
-            if present.state is InstanceState.DRAINING:
-                present.state = InstanceState.UP
+            self.undrain(present, now)
         self._changed(now)
 
     def leave(self, instance: Instance, now: float) -> None:
@@ -273,8 +273,7 @@ class InstanceTable:
         Messages of another version or another incarnation make a process unusable. A second welcome of an
         instance that is up changes nothing. May set ``complete``.
         """
-        version = m.common_version(welcome.versions)
-        if version is None:
+        if m.common_version(welcome.versions) is None:
             low, high = welcome.versions
             spoken = f"the engine speaks versions {low} to {high}, this API server {m.OLDEST} to {m.VERSION}"
             raise EngineDead(spoken)
@@ -283,12 +282,9 @@ class InstanceTable:
         if instance.state is not InstanceState.STARTING:
             return
         instance.welcome = welcome
-        instance.version = version
-        instance.role = welcome.role if version >= ROLES_SINCE else "unified"
+        instance.role = welcome.role
         instance.since = instance.heard = instance.moved = now
-        instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
-        if instance.leaving:
-            instance.state = InstanceState.DRAINING
+        instance.state = self._state_when_up(instance)
         if self.complete:
             log.info("engine %s %s", instance.name, "has joined" if instance.fresh else "is back")
         instance.fresh = False
@@ -328,6 +324,12 @@ class InstanceTable:
         """Send the instance no new sequences from now on."""
         if instance.alive:
             instance.state = InstanceState.DRAINING
+            self._changed(now)
+
+    def undrain(self, instance: Instance, now: float) -> None:
+        """Send the instance new sequences again: the planned restart is cancelled."""
+        if instance.state is InstanceState.DRAINING:
+            instance.state = self._state_when_up(instance)
             self._changed(now)
 
     def shun(self, instance: Instance, now: float, why: str = "") -> None:
@@ -375,7 +377,7 @@ class InstanceTable:
         listening = [one for one in self.instances.values() if one.listens and one.state not in gone]
         if shutdown:
             return [(one, m.Shutdown()) for one in listening]
-        return [(one, m.Goodbye()) for one in listening if one.version > 1]
+        return [(one, m.Goodbye()) for one in listening if one.welcome is not None]
 
     def _serving(self, draining: bool = False) -> list[Instance]:
         """Return the instances that take sequences; with ``draining`` also the instances that finish their
@@ -392,6 +394,12 @@ class InstanceTable:
             and not one.shunned
             and one.domain not in broken
         ]
+
+    @staticmethod
+    def _state_when_up(instance: Instance) -> InstanceState:
+        if instance.leaving:
+            return InstanceState.DRAINING
+        return InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
 
     def _changed(self, now: float) -> None:
         if self.complete:

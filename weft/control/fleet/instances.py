@@ -20,7 +20,7 @@ PROMPT_TOKENS = 256
 
 class InstanceState(Enum):
     """
-    starting ──Welcome──► up ──Draining──► draining
+    starting ──Welcome──► up ──Draining──► draining ──Undrained──► up or half_open
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
       down ◄──────────────┼┴──────────────── ·        half_open: died twice in a row; gets one prompt
@@ -61,8 +61,6 @@ class Instance:
     """The answer of the present process; None before the answer."""
     role: Role | None = None
     """Role of the latest process that answered; None before the first answer."""
-    version: int = 0
-    """Common version of the messages of both ends."""
     stats: HeadStats = field(default_factory=HeadStats)
     open: dict[int, int] = field(default_factory=dict)
     """Open sequence of the API server -> prompt tokens still to be computed."""
@@ -72,8 +70,6 @@ class Instance:
     """Sequences of other API servers, by the last heartbeat."""
     chosen: int = 0
     """Number of sequences sent to the instance so far."""
-    unanswered: set[int] = field(default_factory=set)
-    """Sequences removed from a version 1 instance before the final event."""
     deaths: int = 0
     """Deaths in a row, since the instance was last healthy."""
     since: float = -math.inf
@@ -156,7 +152,6 @@ class Instance:
         self.heard = self.moved = math.inf
         self.stats = HeadStats()
         self.elsewhere = 0
-        self.unanswered.clear()
         self.prefixes = PrefixView()
 
     def overdue(self, timeout: float, now: float) -> str | None:

@@ -20,11 +20,6 @@ from weft.types.media import without_pixels
 from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
-ROLES_SINCE = 3
-"""The first version of messages in which engines have roles."""
-PREFIXES_SINCE = 4
-"""The first version of messages in which engines report cached prefixes."""
-
 
 class Route(NamedTuple):
     """The instances for the sequences of one prompt."""
@@ -97,8 +92,7 @@ class Router:
 
     def asks(self, instance: Instance) -> bool:
         """Return True if ``instance``, which is up, should report cached prefixes."""
-        knows = self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
-        return knows and instance.role != "encode"
+        return self._policies.knows_prefixes and instance.role != "encode"
 
     def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
         """Store the reported load or cached prefixes of ``instance``, and update the policies.
@@ -117,21 +111,18 @@ class Router:
         self,
         takers: Sequence[Instance],
         entry: LedgerEntry,
-        group: Sequence[int],
         near: Collection[str] = (),
         local: bool = False,
         encoders: Sequence[Instance] | None = None,
     ) -> Route | None:
-        """Return the route for the sequences ``group`` of one prompt; None if the sequences have to wait.
+        """Return the route for the sequences of one prompt; None if the sequences have to wait.
 
-        ``entry`` is one of the group. ``takers`` are the instances that take sequences. ``near`` names
+        ``entry`` is one of the sequences. ``takers`` are the instances that take sequences. ``near`` names
         instances with other sequences of the prompt, which are preferred. With ``local``, decode instances
         may compute the prompt if nothing else can. ``encoders`` are the instances that encode images now;
         None if each compute instance encodes its own images. Instances that refused the sequence come last.
         Changes only the memory of the policies.
         """
-        # Version 1 has no attempt numbers, so an unfinished earlier attempt would mix with the new attempt.
-        takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session

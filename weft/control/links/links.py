@@ -24,7 +24,6 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.log import get_logger
 from weft.control.fleet import events as e
-from weft.control.fleet.abilities import PROFILES_SINCE
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import Instance, InstanceState
@@ -321,7 +320,7 @@ class Links:
         """Start a profile of ``seconds`` on the engine processes; 0 ends a profile. Return the number of
         engine processes notified.
         """
-        able = [one.name for one in self.instances if one.alive and one.version >= PROFILES_SINCE]
+        able = [one.name for one in self.instances if one.alive]
         for name in able:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
@@ -410,8 +409,7 @@ class Links:
                 # A late action of the fleet may name a replaced link, so compare the numbers.
                 if (link := self._links[instance]).number == number:
                     if self._placements is not None:
-                        version = self._fleet.table.instances[instance].version
-                        message = self._placements.sent(instance, version, message)
+                        message = self._placements.sent(instance, message)
                     link.send(message)
             case e.Unlink(instance, number):
                 if self._placements is not None:
@@ -478,6 +476,8 @@ class Links:
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
             elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))
+            elif instance.state is InstanceState.DRAINING and not address.draining:
+                self._feed(e.Undrained(name))
 
     def _connect(self, name: str, address: Address) -> None:
         """Replace the link of instance ``name`` by a link to the process at ``address``."""
@@ -494,9 +494,10 @@ class Links:
         task.add_done_callback(self._ending.discard)
 
     async def _tick(self) -> None:
-        """Check links, owner and deadlines every ``POLL`` seconds, until cancelled.
+        """Check links, owner and deadlines every ``POLL`` seconds. A cancellation ends the loop without an
+        error.
 
-        After a stall of the event loop, extend all deadlines.
+        After a stall of the event loop, extend all deadlines. Errors of links and of the owner are logged.
         """
         with contextlib.suppress(asyncio.CancelledError):
             while True:

@@ -13,9 +13,6 @@ from weft.tracing.spans import Span, SpanContext, child_of
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
-SINCE = 3
-"""First protocol version with a span in Submit."""
-
 
 class Placements:
     """The placement spans of the links of one API server. Used from the event loop of the links."""
@@ -31,11 +28,9 @@ class Placements:
         """Trace ``sequence``, a part of the request with span ``parent``."""
         self._parents[sequence] = parent
 
-    def sent(self, instance: str, version: int, message: m.ToHead) -> m.ToHead:
-        """Open or close spans for a message to be sent.
-
-        Return the message to send instead, with the span's context. Messages of untraced sequences, and for
-        instances before version ``SINCE``, are returned unchanged.
+    def sent(self, instance: str, message: m.ToHead) -> m.ToHead:
+        """Open or close spans for a message to be sent. Return the message to send instead, with the span's
+        context.
         """
         if isinstance(message, m.Finish):
             self._end(message.sequence, instance, "left")
@@ -56,8 +51,6 @@ class Placements:
             part=_part(message),
         )
         self._open[message.sequence, instance] = (span, message.attempt)
-        if version < SINCE:
-            return message
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
     def heard(self, received: e.Event) -> None:

@@ -99,7 +99,8 @@ class HeadOwner:
         self._switch_asked = True
 
     def drain(self) -> None:
-        """Stop rolling restarts because the server drains. From now on only dead engines are replaced."""
+        """Stop rolling restarts because the server drains: engines that drain take work again. From now on
+        only dead engines, and engines with the order to quit, are replaced."""
         self._draining = True
         self._rolling.end()
 

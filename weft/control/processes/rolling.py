@@ -143,10 +143,17 @@ class RollingRestart:
         self._wants_switch = True
 
     def end(self) -> None:
-        """Cancel all replacements because the server ends."""
+        """Cancel the restart because the server ends: processes that drain take work again.
+
+        Without these processes, requests that wait for an engine would wait in vain until the end of the
+        server. A unit with the order to quit is still replaced, for the same requests.
+        """
         self._asked = self._wants_switch = self._switching = False
-        self._unit = {}
         self._left.clear()
+        if not self._told:
+            for name, incarnation in self._present().items():
+                self._table.undrain(name, incarnation)
+            self._unit = {}
 
     def seen(self, name: str, incarnation: int, idle: bool | None) -> None:
         """Note a probe answer of a process.

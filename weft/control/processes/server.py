@@ -250,7 +250,10 @@ class ClusterServer:
         self._selector.register(ours, selectors.EVENT_READ, (name, incarnation))
 
     def _end_front(self, name: str) -> None:
-        """Close the channel of an API server and kill the process. Wait up to 30 s for the end."""
+        """Remove an API server from ``_fronts``, close the channel and kill the process.
+
+        Wait up to 30 s for the end. Raises subprocess.TimeoutExpired after the wait.
+        """
         _, process, link = self._fronts.pop(name)
         if link in self._selector.get_map():
             self._selector.unregister(link)

@@ -384,7 +384,7 @@ class Supervisor:
             return self._exit(FORCED if self._forced else 1)
         actions: list[Action] = [*self.heads.tick(self._now)]
         # In the starting phase any planned end of a process would end the server.
-        if self.phase is ServerPhase.SERVING:
+        if self.phase in (ServerPhase.SERVING, ServerPhase.DRAINING):
             actions += self.rolling.tick(self._now)
         if self.phase is ServerPhase.DRAINING:
             return actions

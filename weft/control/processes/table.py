@@ -377,6 +377,12 @@ class ProcessTable:
         if (entry := self.running(name, incarnation)) is not None:
             entry.draining = True
 
+    def undrain(self, name: str, incarnation: int) -> None:
+        """Undo ``drain``: the process takes work again. A leaving process goes on draining."""
+        entry = self.running(name, incarnation)
+        if entry is not None and not entry.leaving:
+            entry.draining = False
+
     def give_up(self) -> None:
         """Cancel the restart of all waiting processes."""
         for entry in self._entries.values():

@@ -69,7 +69,10 @@ class SocketTransport:
     """True if file descriptors come with a Hello."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
-        """Listen at once. ``rank``, ``incarnation``: of this process; peers must address both."""
+        """Listen at once. Raises ConfigError if the system refuses the listening socket.
+
+        ``rank``, ``incarnation``: of this process; peers must address both.
+        """
         self.rank, self.incarnation = rank, incarnation
         self._listener, address = self._listen()
         self._listener.setblocking(False)

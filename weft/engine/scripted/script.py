@@ -18,7 +18,7 @@ import yaml
 from msgspec import Meta
 
 from weft.common.errors import ConfigError, InvalidRequest, Overloaded, RowError, Unavailable, WeftError
-from weft.config.file import load_yaml
+from weft.config.file import load_yaml, unreadable
 from weft.text.tokenizer import Tokenizer
 
 Finish: TypeAlias = Literal["stop", "length", "error"]
@@ -152,8 +152,7 @@ def _json_lines(path: Path, name: str) -> list[tuple[int, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        why = error.strerror or "cannot be read"
-        raise ConfigError(f"{name}: {why}", param="--scripted") from None
+        raise unreadable(path, name, "--scripted", error) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not UTF-8 text", param="--scripted") from None
     found = []

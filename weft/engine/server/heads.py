@@ -97,10 +97,14 @@ class HeadProcesses:
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Wait up to ``seconds`` for all engine processes, which have received a shutdown, then kill the
-        rest, then the workers. Return the exit statuses of the engine processes.
+        """End the processes of the group. The engine processes have received a shutdown.
 
-        ``status``: exit status of the server, reported to other hosts.
+        Wait up to ``seconds`` for the local engine processes and kill the rest. Then end the workers. Last,
+        give other hosts the rest of the time, at least ``LEAVE_S`` seconds, to read ``status``: the exit
+        status of the server.
+
+        Return the exit status of each local engine process, and each known non-zero status of an engine
+        process on another host. Statuses of replaced engine processes may be included.
         """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
@@ -123,9 +127,12 @@ class HeadGroups:
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``groups`` need distinct names, except for a single group, which may have no name.
+        """Prepare all groups. No engine process is started.
 
-        See ``HeadProcesses``. After an error, the groups made so far are closed.
+        Each group gets a new subfolder of ``folder``. No other user may have access to ``folder``. ``groups``
+        need distinct names, and nobody checks the names. A single group may have no name. ``log_level``: of
+        the processes. ``start``: starts a process. Raises ConfigError when other hosts cannot reach the local
+        host. After an error, the groups made so far are closed.
         """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []

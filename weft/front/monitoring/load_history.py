@@ -108,11 +108,13 @@ class LoadHistory:
         """Load of each engine process over the last sample."""
 
     def add(self, now: float, engines: Iterable[EngineState], latencies: Sequence[Sequence[float]]) -> None:
-        """Add the sample that ends ``now``, and update ``engines``. The first call only sets the counters
-        to compare with. A second call within one second changes nothing.
+        """Add the sample that ends ``now``, and replace ``self.engines`` by the loads over the sample.
 
-        ``now``: seconds of the monotonic clock. ``latencies``: cumulative bucket counts of each histogram
-        of this process.
+        The first call only stores the counters for the next call. A call in the same rounded second as the
+        call before changes nothing.
+
+        ``now``: seconds of the monotonic clock. ``engines``: present state of each engine process.
+        ``latencies``: cumulative bucket counts of each histogram of this process; kept until the next call.
         """
         states = list(engines)
         second = round(now)

@@ -19,7 +19,6 @@ from weft.common.allocator import trim_heap
 from weft.common.errors import (
     DeadlineExceeded,
     ErrorInfo,
-    InvalidRequest,
     Overloaded,
     ReportedError,
     Unavailable,
@@ -47,7 +46,7 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
-from weft.front.requests.proofs import Compiling, Unproved, digest_of
+from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, Reader, check_model, takes_too_long
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
@@ -62,7 +61,6 @@ from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
-from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats
 
 if TYPE_CHECKING:
@@ -201,7 +199,7 @@ class Front:
             self._reports = asyncio.create_task(report(self._engine_stats))
         keep = load_history.keep(self._history, self._engine_states, self.metrics.latencies)
         self._sampling = asyncio.create_task(keep)
-        self._reader = setup.reader(text, self._grammars, waits=False)
+        self._reader = setup.reader(text)
 
     def _engine_stats(self) -> list[tuple[str, HeadStats]]:
         return [(instance.name, instance.stats) for instance in self.links.instances]
@@ -342,27 +340,6 @@ class Front:
         lease.give(sum(map(len, files.values())))
         return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 
-    async def _read_again(self, read: Callable[[], T]) -> T:
-        """Return the result of ``read``, called in a thread. If a grammar is still compiling, wait on the
-        event loop and call ``read`` again. A thread must not wait for a grammar: threads are few, and a
-        client can request a slow grammar. Raises InvalidRequest for a compile time-out, and Overloaded
-        after ``MAX_READS`` calls."""
-        for _ in range(MAX_READS):
-            try:
-                return await self.in_thread(read)
-            except Compiling as under_way:
-                await _ended(under_way.task)
-                try:
-                    under_way.task.result()
-                except InvalidRequest:
-                    # The service caches the failure: the next read finds the failure, and may try a looser
-                    # grammar.
-                    pass
-                except DeadlineExceeded:
-                    # A time-out is not cached: another read would start the compile again.
-                    raise takes_too_long(under_way.param) from None
-        raise Overloaded("compiling the request's grammars takes too long; try again later")
-
     async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
         """Read a body for an answer without the engine, and return the answer's JSON. ``kind``: one of
         ``MADE``. Raises the errors of ``read``."""
@@ -387,9 +364,10 @@ class Front:
 
         def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
             """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
-            input, or the result of ``use``. Raises WeftError and Compiling."""
+            input, or the result of ``use``. Raises WeftError."""
             if data is None:
-                answer = read_with(reader.knowing(headers, client), kind, b"".join(body))
+                knowing = reader.knowing(headers, client, Told(verdicts, self._grammars))
+                answer = read_with(knowing, kind, b"".join(body))
             else:
                 answer = _decoded(data)
             return answer.wanted or answer.unproved or use(answer)
@@ -399,9 +377,9 @@ class Front:
             while len(verdicts) < MAX_READS:
                 known = Known(files=headers, verdicts=verdicts)
                 data = await self._read_large(kind, body, known, client)
-                found = await self._read_again(functools.partial(take, data))
+                found = await self.in_thread(take, data)
                 if isinstance(found, Unproved):
-                    verdicts[digest_of(found.grammar)] = await self._verdict(found.grammar, client)
+                    verdicts[digest_of(found.grammar)] = await self._verdict(found, client)
                 elif isinstance(found, tuple):
                     assert not files  # all files were requested at once
                     files = await self.media.fetch(found, lease or own, client)
@@ -410,14 +388,19 @@ class Front:
                     return found, files
         raise Overloaded("compiling the request's grammars takes too long; try again later")
 
-    async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
-        """Compile ``grammar`` and wait for the result. Return the compile error; None if the grammar
-        compiles. A compile time-out is also an error."""
+    async def _verdict(self, unproved: Unproved, client: int) -> ErrorInfo | None:
+        """Compile a grammar and wait for the result on the event loop. Return the compile error; None if the
+        grammar compiles. Raises InvalidRequest for a compile time-out: a looser grammar may take as long.
+
+        A thread must not wait for a grammar: threads are few, and a client can request a slow grammar.
+        """
         assert self._grammars is not None
-        task = await self.in_thread(self._grammars.submit, grammar, client)
+        task = await self.in_thread(self._grammars.submit, unproved.grammar, client)
         await _ended(task)
         try:
             task.result()
+        except DeadlineExceeded:
+            raise takes_too_long(unproved.param) from None
         except WeftError as error:
             return error.info()
         return None

@@ -1,8 +1,7 @@
 """Proof that a request's grammars compile, before any grammar reaches an engine.
 
-A thread of the API server asks ``GrammarCheck``, and raises Compiling rather than wait. A read worker has
-no compiler. The worker raises NeedsProof, the API server compiles the grammar, and the worker reads the
-body again.
+A reader does not wait for a compile, and a read worker has no compiler. The reader raises NeedsProof, the API
+server waits for the compile on the event loop, and the body is read again with the verdict.
 """
 
 from __future__ import annotations
@@ -13,19 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from weft.common.errors import DeadlineExceeded, ErrorInfo, InvalidRequest, ReportedError
-from weft.grammar.guard.service import Compile
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError
 from weft.types.grammar import Grammar
-
-
-class Compiling(Exception):
-    """A grammar of the request is still compiling. Read the body again afterwards."""
-
-    def __init__(self, task: Compile, param: str) -> None:
-        """``param``: request field of the grammar."""
-        super().__init__("a grammar is being compiled")
-        self.task = task
-        self.param = param
 
 
 class Proof(Protocol):
@@ -42,56 +30,57 @@ class Grammars(Protocol):
     """Compiles grammars: implemented by ``setup.GrammarCheck`` and ``Told``."""
 
     def submit(self, grammar: Grammar, client: int) -> Proof:
-        """Start a compile for ``client``; never blocks. May raise NeedsProof, which makes the API server
-        compile the grammar and read again."""
+        """Start a compile for ``client``; never blocks."""
 
 
 class Unproved(msgspec.Struct, frozen=True):
-    """A grammar without a verdict in the read worker."""
+    """A grammar without a verdict, and the request field of the grammar."""
 
     grammar: Grammar
+    param: str
 
 
 class NeedsProof(Exception):
-    """A read worker needs the verdict on a grammar."""
+    """A reader needs the verdict on a grammar. Read the body again with the verdict."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        super().__init__("a grammar was not compiled")
-        self.unproved = Unproved(grammar)
+    def __init__(self, grammar: Grammar, param: str) -> None:
+        """``param``: request field of the grammar."""
+        super().__init__("a grammar has no verdict yet")
+        self.unproved = Unproved(grammar, param)
 
 
 class Told:
     """``Grammars`` of one request, from the API server's verdicts."""
 
-    def __init__(self, verdicts: Mapping[str, ErrorInfo | None]) -> None:
+    def __init__(self, verdicts: Mapping[str, ErrorInfo | None], compiler: Grammars | None = None) -> None:
+        """``compiler``: compiles grammars without a verdict; None in a read worker."""
         self._verdicts = verdicts
+        self._compiler = compiler
 
-    def submit(self, grammar: Grammar, client: int) -> _Verdict:
-        """Return the verdict on ``grammar``, without any compile. Raises NeedsProof for a grammar without a
-        verdict."""
+    def submit(self, grammar: Grammar, client: int) -> Proof:
+        """Return the verdict on ``grammar``. Without a verdict, start a compile; without a compiler, return a
+        proof that is not done."""
         digest = digest_of(grammar)
-        if digest not in self._verdicts:
-            raise NeedsProof(grammar)
-        return _Verdict(self._verdicts[digest])
+        known = digest in self._verdicts
+        if known or self._compiler is None:
+            return _Verdict(self._verdicts.get(digest), known)
+        return self._compiler.submit(grammar, client)
 
 
 class _Verdict:
-    def __init__(self, error: ErrorInfo | None) -> None:
-        self._error = error
+    def __init__(self, error: ErrorInfo | None, known: bool) -> None:
+        self._error, self._known = error, known
 
     def done(self) -> bool:
-        return True
+        return self._known
 
     def wait(self) -> None:
         """Raise the compile error, if any; never blocks. An InvalidRequest stays an InvalidRequest, which
-        readers can answer with a looser grammar. A time-out becomes DeadlineExceeded; any other error
-        becomes ReportedError."""
+        readers can answer with a looser grammar. Any other error becomes ReportedError."""
         if self._error is None:
             return
         if self._error.http_status == InvalidRequest.http_status:
             raise InvalidRequest(self._error.message, param=self._error.param, code=self._error.code)
-        if self._error.http_status == DeadlineExceeded.http_status:
-            raise DeadlineExceeded(self._error.message)
         raise ReportedError(self._error)
 
 

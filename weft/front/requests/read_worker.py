@@ -63,7 +63,7 @@ def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tupl
 
 def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
     """Read one request. Return the job, or the JSON for a kind in ``MADE``, or the missing files or the
-    grammar without a verdict. Raises WeftError, Compiling."""
+    grammar without a verdict. Raises WeftError."""
     try:
         if kind in MADE:
             return ReadAnswer(made=MADE[kind](reader, body))

@@ -26,9 +26,8 @@ from weft.front.protocol.parse import parse, printable
 from weft.front.protocol.responses.protocol import TokensRequest
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
 from weft.front.requests.asked_output import grammar_of, output_of, variables_of
-from weft.front.requests.proofs import Compiling, Grammars
+from weft.front.requests.proofs import Grammars, NeedsProof
 from weft.grammar.backends.checks import check_tree
-from weft.grammar.guard.service import Compile
 from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
 from weft.text.chat import ChatPrompt, expanded
@@ -114,12 +113,11 @@ class Reader:
         grammars: Grammars | None = None,
         keep_attribution: bool = False,
         pictures: Pictures | None = None,
-        waits: bool = True,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
-        an answer. ``grammars``: compiles each grammar before submission to an engine. ``keep_attribution``:
-        see ``weft.front.protocol.messages.conversion``. ``pictures``: None if the model takes no images.
-        ``waits``: True to wait for slow grammars; False: reading methods raise Compiling instead."""
+        an answer. ``grammars``: compiles each grammar before submission to an engine; reading waits for
+        slow grammars. ``keep_attribution``: see ``weft.front.protocol.messages.conversion``. ``pictures``:
+        None if the model takes no images."""
         self.text = text
         self.limits = limits
         self._names = names
@@ -129,20 +127,22 @@ class Reader:
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
         self._client = 0
-        self._waits = waits
+        self._waits = True
 
     def knowing(
         self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
     ) -> Reader:
         """Return a copy of the reader for one request, or the reader itself if nothing is given. ``files``:
         headers of the request's fetched images, by URL; reading raises NeedsFiles while one is missing.
-        ``client``: number of the API key. ``grammars``: replaces the reader's own."""
+        ``client``: number of the API key. ``grammars``: replaces the reader's own; reading then raises
+        NeedsProof instead of waiting for a slow grammar."""
         if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
         made._files = files
         made._client = client
-        made._grammars = grammars or self._grammars
+        if grammars is not None:
+            made._grammars, made._waits = grammars, False
         return made
 
     @property
@@ -169,7 +169,7 @@ class Reader:
 
     def chat(self, body: bytes) -> Job:
         """Return the job of a chat request. Raises WeftError for an invalid request, NeedsFiles for
-        unfetched images, and Compiling or NeedsProof for a grammar without a verdict."""
+        unfetched images, and NeedsProof for a grammar without a verdict."""
         asked = self.named(parse(body, ChatRequest))
         thoughts = asked.thoughts()
         try:
@@ -274,8 +274,8 @@ class Reader:
 
     def completions(self, body: bytes) -> Job:
         """Return the job of a completions request. Without ``max_tokens``, the length is
-        ``DEFAULT_COMPLETION_TOKENS`` or the free context, if smaller. Raises WeftError, and Compiling or
-        NeedsProof for a grammar without a verdict."""
+        ``DEFAULT_COMPLETION_TOKENS`` or the free context, if smaller. Raises WeftError, and NeedsProof
+        for a grammar without a verdict."""
         asked = self.named(parse(body, CompletionRequest))
         params = asked.sampling()
         form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
@@ -377,9 +377,8 @@ class Reader:
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
         """Compile ``grammar`` and wait for the result. Return at once for a reader without ``grammars``.
-        Raises InvalidRequest, with ``param``, for a grammar that fails or takes too long. Raises Compiling
-        for a compile under way if the reader does not wait, and NeedsProof in a read worker without a
-        verdict."""
+        Raises InvalidRequest, with ``param``, for a grammar that fails or takes too long. Raises NeedsProof
+        for a compile under way if the reader does not wait, and in a read worker without a verdict."""
         if self._grammars is None:
             return
         try:
@@ -388,8 +387,7 @@ class Reader:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         task = self._grammars.submit(grammar, self._client)
         if not (self._waits or task.done()):
-            assert isinstance(task, Compile)
-            raise Compiling(task, param)
+            raise NeedsProof(grammar, param)
         try:
             task.wait()
         except InvalidRequest as error:

@@ -77,8 +77,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 10.0
     """Maximum seconds for compiling a grammar."""
 
-    def reader(self, text: TextModel, grammars: Grammars | None = None, *, waits: bool = True) -> Reader:
-        """Return a reader over ``text``. ``grammars``, ``waits``: see ``Reader``."""
+    def reader(self, text: TextModel, grammars: Grammars | None = None) -> Reader:
+        """Return a reader over ``text``. ``grammars``: see ``Reader``."""
         return Reader(
             text,
             self.names,
@@ -87,7 +87,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             keep_attribution=self.keep_attribution,
             grammars=grammars,
             pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
-            waits=waits,
         )
 
 

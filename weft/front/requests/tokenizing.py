@@ -89,7 +89,11 @@ def tokenize(reader: Reader, body: bytes) -> bytes:
 
 
 def _conversation(reader: Reader, asked: TokenizeRequest) -> list[int]:
-    """Return the token ids of the conversation's prompt. Raises the errors of ``Reader.prompted``."""
+    """Return the token ids of the conversation's prompt.
+
+    Raises InvalidRequest for an invalid conversation, tool or image, ContextLength for too long a prompt, and
+    NeedsFiles for images without a known header.
+    """
     continues = bool(asked.continue_final_message)
     opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
     conversation = Conversation(

@@ -85,10 +85,13 @@ class Compile:
         return self.result()
 
     def end(self, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """Store the result and run the callbacks in this thread. Only the service calls this method."""
+        """Store the result. Only the service calls this method, and ``call_back`` afterwards."""
         self._compiled = compiled
         self._error = error
         self._ended.set()
+
+    def call_back(self) -> None:
+        """Call the callbacks. The service holds no lock: a callback may use the service."""
         for call in list(self._calls):
             call()
 
@@ -217,12 +220,14 @@ class GrammarService:
         """End all waiting compiles with Unavailable. Does not wait for running threads. Idempotent."""
         with self._lock:
             self._closed = True
-            for work in self._under_way.values():
-                for task in work.waiters:
-                    task.end(None, Unavailable("the server is stopping"))
+            waiters = [task for work in self._under_way.values() for task in work.waiters]
+            for task in waiters:
+                task.end(None, Unavailable("the server is stopping"))
             self._queues.clear()
             self._kept.clear()
             self._under_way.clear()
+        for task in waiters:
+            task.call_back()
 
     def _find(self, key: _Key) -> Compile | None:
         """Return a cached result, or None.
@@ -301,10 +306,13 @@ class GrammarService:
                 self._running[client] -= 1
                 if not self._running[client]:
                     del self._running[client]
-                if not self._closed:
+                waiters = [] if self._closed else work.waiters  # `close` has ended the waiters
+                if waiters:
                     self._end(work, compiled, error)
                 going = self._next()
                 self._start_threads()
+            for task in waiters:
+                task.call_back()
 
     def _compile(self, grammar: Grammar) -> tuple[CompiledGrammar | None, WeftError | None]:
         """Return (compiled grammar, None) or (None, error).
@@ -321,10 +329,8 @@ class GrammarService:
             return None, WeftError("the grammar could not be compiled")
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """Deliver a result to all waiters and cache the result.
-
-        Beyond the limits, the least recently used results leave the cache. Errors except InvalidRequest are
-        not cached. The work is no longer under way. The lock must be held.
+        """Store a result for all waiters and cache the result. Errors except InvalidRequest are not
+        cached. The lock must be held.
         """
         self._under_way.pop(work.key, None)
         for task in work.waiters:

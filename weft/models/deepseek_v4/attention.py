@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.base import Backends, CoreInput, LayerCache, StepInput
 from weft.attention.sparse.compress import ByToken, Completed, Compressor
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
@@ -77,7 +77,7 @@ class DownLinear(Linear):
 
         Quantized codes are dequantized first.
         """
-        take_codes(self.weight, allowed=False)
+        take_codes(self._notes.weight(self.weight), allowed=False)
         if self._overlap > 1:
             rows = list[Tensor]()
             end = self._before
@@ -215,20 +215,9 @@ class SparseAttention(Layer):
             if not segment.tokens:
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
+            core = CoreInput(segment, caches, self._dim**-0.5, plan, self.sinks)
             selected = None
             if mine.reads.top:
-                selected = backend.select(
-                    index_q[rows], index_weights[rows], caches, segment, mine.reads, plan
-                )
-            backend.attend(
-                q[rows],
-                out[rows],
-                caches,
-                segment,
-                mine.reads,
-                plan,
-                selected,
-                self.sinks,
-                self._dim**-0.5,
-            )
+                selected = backend.select(index_q[rows], index_weights[rows], core, mine.reads)
+            backend.attend(q[rows], out[rows], core, mine.reads, selected)
         return out

@@ -10,13 +10,11 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch import nn
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
-from weft.layers.held import Held, held_on, hold_codes
-from weft.layers.shard import largest_of, rounding_of
+from weft.layers.held import Held, Weight, hold_codes
 from weft.models.files import WeightFile
 from weft.models.quantized.coding import CodedPiece, arranged, read_codes
 from weft.models.quantized.cuts import cut
@@ -56,7 +54,7 @@ class Target:
     """Parameters of a model, the sources of their values, and statistics of quantized weights."""
 
     weights: WeightMap
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, Weight]
     quantized: QuantizedSpec | None
     wide: torch.dtype
     """Dtype in which scales are applied."""
@@ -79,7 +77,7 @@ class Target:
 
     def settle(self) -> None:
         """End the filling: keep parameters with codes for ``report``, and release all parameters."""
-        found = (held_on(parameter) for parameter in self.parameters.values())
+        found = (weight.note.held for weight in self.parameters.values())
         self.waiting = [held for held in found if held is not None and held.pieces]
         self.parameters = {}
 
@@ -92,22 +90,24 @@ class Target:
         Raises ConfigError that names the weight and a missing or misfitting part.
         """
         placement = self.weights.placements[source.name]
-        parameter = self.parameters[placement.parameter]
-        taken = windows(parameter, placement.index)
-        divided = bool(taken) and bool(taken[0].source) and _sliceable(placement, parameter)
+        weight = self.parameters[placement.parameter]
+        taken = windows(weight, placement.index)
+        divided = bool(taken) and bool(taken[0].source) and _sliceable(placement, weight)
         # Three ways, in order: keep codes; read only the slices of this rank; read the whole weight and cut.
-        if not taken or self._hold_blocks(source, file, parameter):
+        if not taken or self._hold_blocks(source, file, weight):
             return
         if divided and self._fill_slices(source, file, taken):
-            return self._count_widened(source, file, sum(parameter.data[w.target].nbytes for w in taken))
+            return self._count_widened(
+                source, file, sum(weight.parameter.data[w.target].nbytes for w in taken)
+            )
         try:
             cut_parts = self._cut(source, file, taken) if divided else None
             if cut_parts is not None:
                 parts, spec = cut_parts
-                if self._hold(parts, spec, source, file, parameter, taken):
+                if self._hold(parts, spec, source, file, weight, taken):
                     return
                 form, (piece,) = read(parts, spec, self.wide)
-                target = parameter.data[taken[0].target]
+                target = weight.parameter.data[taken[0].target]
                 if piece.values.shape != target.shape:
                     raise Misfit(
                         f"the result has shape {list(piece.values.shape)}, a rank needs {list(target.shape)}"
@@ -116,12 +116,12 @@ class Target:
                 size = target.nbytes
             else:
                 parts = {role: _read(part, source, file) for role, part in source.parts.items()}
-                if self._hold(parts, self.quantized, source, file, parameter):
+                if self._hold(parts, self.quantized, source, file, weight):
                     return
-                form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, parameter))
-                size = sum(copy(source.name, p.values, placement, parameter, p.index) for p in pieces)
+                form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, weight))
+                size = sum(copy(source.name, p.values, placement, weight, p.index) for p in pieces)
             # A weight that fills more or less than its place would leave wrong values without an error.
-            expected = sum(parameter.data[window.target].nbytes for window in taken)
+            expected = sum(weight.parameter.data[window.target].nbytes for window in taken)
             if size != expected:
                 raise Misfit(f"the result has {size} bytes, config.json requires {expected}")
         except Lacks as error:
@@ -153,17 +153,17 @@ class Target:
             kind, published = stored.quantized
             self._count(kind, published, size, size)
 
-    def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
-        """Attach a weight of a GGUF file to ``parameter`` as codes.
+    def _hold_blocks(self, source: Source, file: WeightFile, weight: Weight) -> bool:
+        """Attach a weight of a GGUF file to ``weight`` as codes.
 
         Return False, without effect, if the weight must be dequantized.
         """
         stored = file.gguf(source.name)
-        if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
+        if not self.blocks or stored is None or stored.quantized is None or weight.note.held is None:
             return False
         placement = self.weights.placements[source.name]
-        found = stored.codes(_wanted(placement, parameter))
-        return found is not None and self._hold_pieces(*found, stored.quantized[1], placement, parameter)
+        found = stored.codes(_wanted(placement, weight))
+        return found is not None and self._hold_pieces(*found, stored.quantized[1], placement, weight)
 
     def _hold(
         self,
@@ -171,23 +171,23 @@ class Target:
         spec: QuantizedSpec | None,
         source: Source,
         file: WeightFile,
-        parameter: nn.Parameter,
+        weight: Weight,
         cut_to: list[Window] | None = None,
     ) -> bool:
-        """Attach ``parts`` to ``parameter`` as codes. Return False if the parts must be dequantized.
+        """Attach ``parts`` to ``weight`` as codes. Return False if the parts must be dequantized.
 
         cut_to: the single window to which ``parts`` are already cut. Raises Misfit.
         """
-        if not self.packed or spec is None or held_on(parameter) is None:
+        if not self.packed or spec is None or weight.note.held is None:
             return False
         placement = self.weights.placements[source.name]
-        found = read_codes(parts, spec, _wanted(placement, parameter))
+        found = read_codes(parts, spec, _wanted(placement, weight))
         if found is None:
             return False
         published = sum(part.nbytes for part in parts.values())
         form, pieces = found
         pieces = (_in_file(piece, file.mapped) for piece in pieces)
-        return self._hold_pieces(form, pieces, published, placement, parameter, cut_to)
+        return self._hold_pieces(form, pieces, published, placement, weight, cut_to)
 
     def _hold_pieces(
         self,
@@ -195,50 +195,45 @@ class Target:
         pieces: Iterator[CodedPiece],
         published: int,
         placement: Placement,
-        parameter: nn.Parameter,
+        weight: Weight,
         cut_to: list[Window] | None = None,
     ) -> bool:
-        """Attach all pieces as codes and count the bytes.
-
-        Return False at the first piece that codes cannot represent; earlier pieces of a stack stay attached.
-        """
-        held = 0
+        """Attach the codes of all ``pieces``. Return False, without effect, if codes cannot represent one
+        piece."""
+        places = list[tuple[int, int, Codes]]()
         for piece in pieces:
-            size = self._hold_piece(piece, placement, parameter, cut_to)
-            if size is None:
+            found = self._places_of(piece, placement, weight, cut_to)
+            if found is None:
                 return False
-            held += size
-        self._count(form, published, held)
+            places += found
+        # Attach only after every piece fits: codes of a weight that is dequantized would occupy memory twice.
+        for matrix, row, part in places:
+            hold_codes(weight, matrix, row, part)
+        self._count(form, published, sum(part.nbytes for _, _, part in places))
         return True
 
-    def _hold_piece(
-        self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
-    ) -> int | None:
-        """Attach the codes of one piece and return their bytes.
-
-        Return None, with nothing attached, if codes cannot represent the piece; a cut inside a group is
-        counted.
-        """
+    def _places_of(
+        self, piece: CodedPiece, placement: Placement, weight: Weight, cut_to: list[Window] | None
+    ) -> list[tuple[int, int, Codes]] | None:
+        """Return (matrix, first row, codes) for each window of a piece; None if codes cannot represent the
+        piece. A cut inside a group is counted."""
         codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
         if codes is None:
             return None
         where = inside(placement.index, *piece.index) if piece.index else placement.index
-        if not cut_to and codes.shape != part_shape(parameter, where):
+        if not cut_to and codes.shape != part_shape(weight, where):
             return None  # dequantizing raises the error
         places = list[tuple[int, int, Codes]]()
-        for window in cut_to or windows(parameter, where):
+        for window in cut_to or windows(weight, where):
             part: Codes | None = codes
             if not cut_to:
                 part = _part_of(codes, window)
                 self.cut_groups += part is None
-            place = _place(parameter, window)
+            place = _place(weight, window)
             if part is None or place is None:
                 return None
             places.append((*place, part))
-        # Attach only after every window fits, so that a failure leaves the parameter unchanged.
-        for matrix, row, part in places:
-            hold_codes(parameter, matrix, row, part)
-        return sum(part.nbytes for _, _, part in places)
+        return places
 
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
@@ -271,16 +266,16 @@ class Target:
         Return False, without effect, for other weights. Raises ConfigError for another shape.
         """
         placement = self.weights.placements[source.name]
-        parameter = self.parameters[placement.parameter]
-        if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
+        weight = self.parameters[placement.parameter]
+        if set(source.parts) != {PLAIN} or not weight.parameter.is_floating_point():
             return False
         if not file.floating(source.name):
             return False
-        _check_shape(source.name, file.shape(source.name), part_shape(parameter, placement.index))
+        _check_shape(source.name, file.shape(source.name), part_shape(weight, placement.index))
         if placement.parts:
-            return _fill_groups(source.name, file, placement, parameter, taken)
+            return _fill_groups(source.name, file, placement, weight, taken)
         for window in taken:
-            target = parameter.data[window.target]
+            target = weight.parameter.data[window.target]
             target.copy_(placement.arranged(file.part(source.name, window.source), target.dtype))
         return True
 
@@ -328,42 +323,42 @@ def _part_of(codes: Codes, window: Window, least: int | None = None) -> Codes | 
     return codes[rows].columns(*columns.indices(codes.inputs)[:2], least=least)
 
 
-def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
+def _place(weight: Weight, window: Window) -> tuple[int, int] | None:
     """Return (matrix, first row) of ``window`` in the local parameter; None if the window has only some
     columns."""
-    entries = (*window.target, *(slice(None),) * (parameter.dim() - len(window.target)))
+    entries = (*window.target, *(slice(None),) * (weight.parameter.dim() - len(window.target)))
     *stack, rows, columns = entries
     if not isinstance(rows, slice) or not isinstance(columns, slice):
         return None
-    if columns.indices(parameter.shape[-1])[:2] != (0, parameter.shape[-1]):
+    if columns.indices(weight.parameter.shape[-1])[:2] != (0, weight.parameter.shape[-1]):
         return None
     matrix = stack[0] if stack else 0
     if not isinstance(matrix, int):
         return None
-    return matrix, rows.indices(parameter.shape[-2])[0]
+    return matrix, rows.indices(weight.parameter.shape[-2])[0]
 
 
-def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
-    """Attach this rank's part of ``values`` [.., N, K] as codes, if ``parameter`` wants whole rows rounded.
+def hold_rounded(weight: Weight, index: tuple[int | slice, ...], values: Tensor) -> bool:
+    """Attach this rank's part of ``values`` [.., N, K] as codes, if ``weight`` wants whole rows rounded.
 
-    Return False if ``parameter`` takes plain values, or (logged) if ranks cut the rows inside quantization
+    Return False if ``weight`` takes plain values, or (logged) if ranks cut the rows inside quantization
     groups.
     """
-    rounds = rounding_of(parameter)
+    rounds = weight.note.rounds
     if rounds is None:
         return False
     if values.dim() == 3:
-        made = [hold_rounded(parameter, inside(index, i), matrix) for i, matrix in enumerate(values)]
+        made = [hold_rounded(weight, inside(index, i), matrix) for i, matrix in enumerate(values)]
         return all(made)
-    taken = windows(parameter, index)
+    taken = windows(weight, index)
     if not taken:
         return True
     # Whole rows are rounded before the cut, so that every rank has the same codes as a single rank.
-    codes = rounds(values.to(parameter.dtype))
+    codes = rounds(values.to(weight.parameter.dtype))
     places = list[tuple[int, int, Codes]]()
     for window in taken:
         part = _part_of(codes, window, least=2)
-        place = _place(parameter, window)
+        place = _place(weight, window)
         if part is None or place is None:
             _log.warning(
                 "--tp cuts rows of %d inputs inside quantization groups: each rank quantizes its part "
@@ -373,7 +368,7 @@ def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values
             return False
         places.append((*place, part))
     for matrix, row, part in places:
-        hold_codes(parameter, matrix, row, part)
+        hold_codes(weight, matrix, row, part)
     return True
 
 
@@ -389,7 +384,7 @@ def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[Weight
 
 
 def _fill_groups(
-    name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
+    name: str, file: WeightFile, placement: Placement, weight: Weight, taken: list[Window]
 ) -> bool:
     """Read the groups of rows behind the windows ``taken`` into the parameter.
 
@@ -401,43 +396,41 @@ def _fill_groups(
     (begin, end), inner = found
     size = sum(last - first for first, last in placement.parts)
     rows = file.part(name, (slice(begin * size, end * size),))
-    arranged = replace(placement, groups=end - begin).arranged(rows, parameter.dtype)
+    arranged = replace(placement, groups=end - begin).arranged(rows, weight.parameter.dtype)
     for window in inner:
-        parameter.data[window.target].copy_(arranged[window.source])
+        weight.parameter.data[window.target].copy_(arranged[window.source])
     return True
 
 
-def _wanted(placement: Placement, parameter: nn.Parameter) -> Callable[[int], bool]:
+def _wanted(placement: Placement, weight: Weight) -> Callable[[int], bool]:
     """Return a predicate: True if this rank stores a part of matrix i of a stack, or if the stack has no
     matrix i."""
-    count = part_shape(parameter, placement.index)[:1]
-    return lambda i: (i,) >= count or bool(windows(parameter, inside(placement.index, i)))
+    count = part_shape(weight, placement.index)[:1]
+    return lambda i: (i,) >= count or bool(windows(weight, inside(placement.index, i)))
 
 
-def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
+def _sliceable(placement: Placement, weight: Weight) -> bool:
     """Return True if a slice of the parameter needs only a slice of the published tensor."""
-    return placement.read is None and largest_of(parameter) is None and rounding_of(parameter) is None
+    return placement.read is None and weight.note.largest is None and weight.note.rounds is None
 
 
-def copy(
-    name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
-) -> int:
-    """Copy this rank's part of ``values`` into ``parameter``, or attach the part as rounded codes.
+def copy(name: str, values: Tensor, placement: Placement, weight: Weight, index: tuple[int, ...] = ()) -> int:
+    """Copy this rank's part of ``values`` into the parameter, or attach the part as rounded codes.
 
     ``values`` fill the placement or matrix ``index`` of the placement. The largest magnitudes of rows are
     noted where the parameter wants them. Return the bytes of the part. Raises ConfigError for another shape,
     and for numbers of less than 16 bits.
     """
-    whole = part_shape(parameter, placement.index)
+    whole = part_shape(weight, placement.index)
     fits = not index or index[0] < whole[0]
     if fits:
         with contextlib.suppress(ValueError, IndexError, RuntimeError):  # ``_check_shape`` reports below
             # A matrix of a stack is arranged as a stack of one.
-            values = placement.arranged(values[None] if index else values, parameter.dtype)
+            values = placement.arranged(values[None] if index else values, weight.parameter.dtype)
             values = values[0] if index else values
     shape = tuple(values.shape) if not index else (index[0] + 1 if not fits else whole[0], *values.shape)
     _check_shape(name, shape, whole, more=not fits)
-    is_table = not parameter.is_floating_point() and not values.is_floating_point()  # a table of ids
+    is_table = not weight.parameter.is_floating_point() and not values.is_floating_point()  # a table of ids
     if not is_table and (not values.is_floating_point() or values.element_size() < 2):
         raise ConfigError(
             f"weight {name} has type {values.dtype}; quantized weights need a quantization_config in "
@@ -446,10 +439,10 @@ def copy(
         )
     size = 0
     where = inside(placement.index, *index) if index else placement.index
-    note_largest(parameter, where, values)
-    held = hold_rounded(parameter, where, values)
-    for window in windows(parameter, where):
-        target = parameter.data[window.target]
+    note_largest(weight, where, values)
+    held = hold_rounded(weight, where, values)
+    for window in windows(weight, where):
+        target = weight.parameter.data[window.target]
         if not held:
             target.copy_(values[window.source])
         size += target.nbytes

@@ -12,13 +12,14 @@ import torch
 
 from weft.ops import coded, cpu
 from weft.ops.coded import Codes, MixedCodes
+from weft.ops.coding import Coding
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
-# Coding of int8 weights for rows in 8 bits (csrc/rounded.h).
-BYTES = [6, 0, 0, 4]
+BYTES = Coding(numbers=6, scales=0, zeros=0, group=4)
+"""Coding of int8 weights for rows in 8 bits (csrc/rounded.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class PackedMatrix:
     inputs: int
     scales: Tensor | None = None
     """Scales of an int8 matrix, or factors of codes: float32 [rows]; None for neither."""
-    coding: list[int] | None = None
-    """Coding of codes, see csrc/coded.h; None for plain and int8 weights."""
+    coding: dict[str, int] | None = None
+    """``Coding`` of codes as keywords of the operators; None for plain and int8 weights."""
     order: Tensor | None = None
     """Input of each column of codes, int64 [inputs]; None for the natural order."""
 
@@ -46,8 +47,8 @@ class PackedRows:
     """Number of rows of each part."""
     scales: Tensor | None
     """Factors, float32 [rows of all parts]; None without factors."""
-    coding: list[int]
-    """Codings of the parts, four integers per part."""
+    codings: dict[str, list[int]]
+    """``Coding`` of each part as keywords of the operator: a list with an entry per part for each field."""
 
 
 def pack(weight: Tensor) -> PackedMatrix:
@@ -84,16 +85,19 @@ def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
     """Pack a matrix [N, K] of codes for ``linear``. Mapped pages of the codes are released."""
     if isinstance(codes, Codes):
         return _packed_codes(codes, gated=False)
-    parts = [_packed_codes(part, gated=False) for part in codes.parts]
+    blocks = [code_blocks(part, gated=False) for part in codes.parts]
+    factors = [_factors(part) for part in codes.parts]
+    counts = [len(part) for part in codes.parts]
     # Parts share one factors tensor if any part has factors; the other parts get ones.
     scales = None
-    if any(part.scales is not None for part in parts):
-        scales = torch.cat([torch.ones(p.rows) if p.scales is None else p.scales for p in parts])
+    if any(each is not None for each in factors):
+        both = zip(counts, factors, strict=True)
+        scales = torch.cat([torch.ones(count) if each is None else each for count, each in both])
     return PackedRows(
-        data=[part.data for part in parts],
-        rows=[part.rows for part in parts],
+        data=[data for data, _ in blocks],
+        rows=counts,
         scales=scales,
-        coding=[number for part in parts for number in part.coding or ()],
+        codings={field: [getattr(coding, field) for _, coding in blocks] for field in Coding._fields},
     )
 
 
@@ -132,7 +136,7 @@ def pack_gated_fp8(weight: Tensor) -> PackedMatrix:
     return pack_gated_codes(coded.to_fp8(weight.detach()))
 
 
-def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
+def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, Coding]:
     """Return (bytes [blocks, bytes of a block] in the extension's layout, coding) of a matrix of codes.
 
     Mapped pages of the codes are released.
@@ -155,9 +159,11 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
         scales = scales.view(torch.uint8)
     zeros = None if codes.zeros is None else codes.zeros.contiguous()
     values = codes.values.contiguous()
-    data = torch.ops.weft_cpu.pack_coded.default(values, scales, zeros, codes.inputs, gated, codes.coding)
+    coding = codes.coding
+    pack_coded = torch.ops.weft_cpu.pack_coded.default
+    data = pack_coded(values, scales, zeros, codes.inputs, gated, **coding._asdict())
     codes.drop_pages()
-    return data, codes.coding
+    return data, coding
 
 
 def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
@@ -166,15 +172,18 @@ def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
     ``gated``: the rows are a gate half and an up half.
     """
     data, coding = code_blocks(codes, gated=gated)
-    factors = None if codes.factors is None else codes.factors.float()
     return PackedMatrix(
         data=data,
         rows=len(codes),
         inputs=codes.inputs,
-        scales=factors,
-        coding=coding,
+        scales=_factors(codes),
+        coding=coding._asdict(),
         order=codes.order,
     )
+
+
+def _factors(codes: Codes) -> Tensor | None:
+    return None if codes.factors is None else codes.factors.float()
 
 
 def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
@@ -186,7 +195,7 @@ def _packed_int8(
     weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
 ) -> PackedMatrix:
     data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds_rows)
-    coding = BYTES if rounds_rows else None
+    coding = BYTES._asdict() if rounds_rows else None
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
 
 
@@ -210,7 +219,7 @@ def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = N
     """Return ``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 and codes."""
     if isinstance(weight, PackedRows):
         parts = torch.ops.weft_cpu.linear_parts.default
-        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.coding)
+        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, **weight.codings)
         return made
     return _run(x, weight, bias, 0)
 
@@ -234,7 +243,7 @@ def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Ten
     if weight.order is not None:
         # The packed columns are permuted, so x is permuted to match.
         x = x.index_select(1, weight.order)
-    result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, weight.coding)
+    result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, **weight.coding)
     return result
 
 
@@ -246,10 +255,9 @@ def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
 
 def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """Return rows of a table from ``pack_codes``: ids int64 [T]; [T, K] in ``dtype``."""
-    ops = torch.ops.weft_cpu
-    made: Tensor = ops.embedding_coded.default(
-        ids, table.data, table.rows, table.inputs, table.scales, table.coding, dtype
-    )
+    assert table.coding is not None
+    rows = torch.ops.weft_cpu.embedding_coded.default
+    made: Tensor = rows(ids, table.data, table.rows, table.inputs, table.scales, dtype, **table.coding)
     if table.order is None:
         return made
     found = torch.empty_like(made)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from weft.ops.coded import Codes
+from weft.ops.coding import Coding
 from weft.ops.cpu import linear
 from weft.ops.cpu.served import ACTIVATIONS, serve
+from weft.ops.cpu.structs import coding_struct, struct
 from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
 from weft.ops.routing import SCORINGS
 from weft.ops.stacks import Unstacked
@@ -26,12 +28,28 @@ SWIGLU = 5
 """Number of ``gate * sigmoid(alpha * gate) * (up + 1)`` in csrc/gemm_tile.h."""
 
 
-_PLAIN = [0, 0, 0, 0]
-"""Coding of a matrix without codes."""
 _Bits: TypeAlias = Literal["plain", "int8", "w8a8"]
 """Format in which plain matrices are packed."""
 _BLOCK = 32
 """Columns of a packed block (csrc/gemm_block.h)."""
+
+
+class _Matrix(NamedTuple):
+    """A matrix, or a stack of one matrix per local expert, in the layouts of ``MoeMatrix`` (csrc/moe.h)."""
+
+    packed: Tensor | None = None
+    """None: there is no such matrix."""
+    scales: Tensor | None = None
+    """Scales of int8, or factors of codes: float32 [matrices, rows]."""
+    coding: Coding | None = None
+    """None for plain and int8 matrices."""
+
+    def struct(self, bias: Tensor | None = None) -> Any:
+        """Return the ``MoeMatrix`` of the extension. bias: [matrices, rows] in the dtype of x."""
+        coding = None if self.coding is None else coding_struct(self.coding)
+        return torch.classes.weft_cpu.MoeMatrix(
+            packed=self.packed, scales=self.scales, bias=bias, coding=coding
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,55 +136,50 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     rule = weights.rule
     gate = weights.gate
     router, bias = _router(weights)
-    shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
-    down = weights.down.shape[1:]
     inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of inner rows
-    matrices = {
-        "up": _matrix(weights.gate_up, True, bits),
-        "down": _matrix(weights.down, False, inner, weights.down_largest),
-        "shared_up": _matrix(weights.shared_gate_up, True, bits),
-        "shared_down": _matrix(weights.shared_down, False, inner, weights.shared_down_largest),
-    }
-    # Positional layout of the constructor of csrc/moe.cpp
-    sizes = [
-        down[0],
-        weights.router.shape[0],
-        rule.top_k,
-        down[1],
-        shared,
-        int(weights.shared_gate is not None),
-        SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
-        SCORINGS.index(rule.scoring),
-        int(rule.renormalize),
-        rule.groups,
-        rule.top_groups,
-        int(rule.group_rule == "top2"),
-        len(weights.down),
-    ]
-    experts = (
-        *matrices["up"][:2],
-        _plain(weights.gate_up_bias),
-        *matrices["down"][:2],
-        _plain(weights.down_bias),
+    # Before packing, which empties stacks of codes.
+    spec = struct(
+        "MoeSpec",
+        hidden=weights.down.shape[1],
+        experts=weights.router.shape[0],
+        local_experts=len(weights.down),
+        top_k=rule.top_k,
+        intermediate=weights.down.shape[2],
+        shared_intermediate=0 if weights.shared_down is None else weights.shared_down.shape[1],
+        gated_shared=weights.shared_gate is not None,
+        activation=SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
+        limit=gate.limit,
+        alpha=gate.alpha,
+        scoring=SCORINGS.index(rule.scoring),
+        renormalize=rule.renormalize,
+        groups=rule.groups,
+        top_groups=rule.top_groups,
+        top2=rule.group_rule == "top2",
+        scale=rule.scale,
     )
+    up = _matrix(weights.gate_up, True, bits)
+    down = _matrix(weights.down, False, inner, weights.down_largest)
+    up_bias = _plain(weights.gate_up_bias)
+    down_bias = _plain(weights.down_bias)
+    shared_up = _matrix(weights.shared_gate_up, True, bits)
+    shared_down = _matrix(weights.shared_down, False, inner, weights.shared_down_largest)
     block = torch.classes.weft_cpu.Moe(
-        router,
-        bias,
-        _plain(weights.correction),
-        _plain(weights.table),
-        *experts,
-        *matrices["shared_up"][:2],
-        *matrices["shared_down"][:2],
-        sizes,
-        [rule.scale, gate.limit, gate.alpha],
-        [number for _, _, coding in matrices.values() for number in coding],
+        spec=spec,
+        router=_Matrix(router).struct(bias),
+        up=up.struct(up_bias),
+        down=down.struct(down_bias),
+        shared_up=shared_up.struct(),
+        shared_down=shared_down.struct(),
+        correction=_plain(weights.correction),
+        table=_plain(weights.table),
     )
+    of_experts = (up.packed, up.scales, up_bias, down.packed, down.scales, down_bias)
     return Packed(
         block=block,
         experts=len(weights.router),
         device=weights.router.device,
         shared=weights.shared_down is not None,
-        of_experts=tuple(tensor for tensor in experts if tensor is not None),
+        of_experts=tuple(tensor for tensor in of_experts if tensor is not None),
     )
 
 
@@ -176,17 +189,14 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 
 def _matrix(
     weight: Tensor | Codes | Unstacked | None, gated: bool, bits: _Bits, largest: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, list[int]]:
-    """Return (packed, scales or factors, coding) of a matrix [rows, inputs] or a stack of matrices.
-
-    ``largest``: see ``to_int8``. Returns (None, None, plain coding) without a weight.
-    """
+) -> _Matrix:
+    """Return a matrix [rows, inputs], or a stack of matrices, packed. ``largest``: see ``to_int8``."""
     if weight is None:
-        return None, None, _PLAIN
+        return _Matrix()
     if isinstance(weight, Codes | Unstacked):
         return _coded(weight, gated)
     if bits == "plain":
-        return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
+        return _Matrix(torch.ops.weft_cpu.pack.default(weight.detach(), gated))
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
     rounds = bits == "w8a8"
     # Packing zero rows gives the shape of a block in this layout.
@@ -197,23 +207,20 @@ def _matrix(
     for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
         made = linear.int8_blocks(matrix, gated=gated, largest=most, rounds_rows=rounds)
         packed[place], scales[place] = made
-    return packed, scales, linear.BYTES if rounds else _PLAIN
+    return _Matrix(packed, scales, linear.BYTES if rounds else None)
 
 
-def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Return (packed, factors, coding) of codes; factors are None without factors.
-
-    An ``Unstacked`` stack is emptied, matrix by matrix.
-    """
+def _coded(codes: Codes | Unstacked, gated: bool) -> _Matrix:
+    """Return codes packed. An ``Unstacked`` stack is emptied, matrix by matrix."""
     if isinstance(codes, Codes) and codes.values.dim() == 2:
-        data, coding = linear.code_blocks(codes, gated=gated)
-        return data, _floats(codes.factors), coding
+        data, only = linear.code_blocks(codes, gated=gated)
+        return _Matrix(data, _floats(codes.factors), only)
     # A rank without experts: no block, but the coding must be valid.
     if isinstance(codes, Codes) and not len(codes):
-        coding = linear.coded.storable(codes).coding
-        return torch.empty(0, 0, 0, dtype=torch.uint8), _floats(codes.factors), coding
+        none = torch.empty(0, 0, 0, dtype=torch.uint8)
+        return _Matrix(none, _floats(codes.factors), linear.coded.storable(codes).coding)
     factors = list[Tensor | None]()
-    coding = list[int]()
+    coding: Coding | None = None
     packed: Tensor | None = None
     for place in range(len(codes)):
         one = codes.take(place) if isinstance(codes, Unstacked) else codes[place]
@@ -224,7 +231,7 @@ def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None
         factors.append(_floats(one.factors))
     kept = [each for each in factors if each is not None]
     assert packed is not None
-    return packed, torch.stack(kept) if kept else None, coding
+    return _Matrix(packed, torch.stack(kept) if kept else None, coding)
 
 
 def _of_blocks(count: int, rows: int, block: Sequence[int], gated: bool) -> Tensor:

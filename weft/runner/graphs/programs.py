@@ -198,8 +198,10 @@ class _Builder:
         return registers
 
     def _reads(self, arguments: Sequence[Any]) -> list[int]:
-        """Return the registers of all tensors in ``arguments``, nested lists included. Tensors without a
-        register are constants."""
+        """Return the registers of the tensors in ``arguments``, nested lists included. Changes nothing.
+
+        Tensors without a register are constants and are left out.
+        """
         found = []
         for value in arguments:
             if isinstance(value, list | tuple):

@@ -314,9 +314,10 @@ class Sampler:
     def _draw_directly(
         self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int, masks: direct.Masks | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run steps 4 to 7, without top_k and top_p, in the CPU extension.
+        """Run steps 4 to 7, without top_k and top_p, in the CPU extension. ``x`` is not changed.
 
-        ``at``: rows of ``x`` to draw; None for all. ``masks``: masks that were not applied to ``x`` yet.
+        Return (tokens int64 [R], error bool [R]). Tokens of rows with an error are arbitrary. ``at``: rows of
+        ``x`` to draw; None for all. ``masks``: masks that were not applied to ``x`` yet.
         """
         place = torch.arange(len(x)) if at is None else at
         if kind & GREEDY:

@@ -92,8 +92,12 @@ class EncodeScheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Accept images, queue their encoding and offer the transfers. Return []. Raises InvalidRequest or
-        Overloaded before any change."""
+        """Accept images, queue the encoding and offer the transfers. Return [].
+
+        Between ``lose`` and ``requeue_all``, the transfers are not offered yet: ``requeue_all`` offers the
+        transfers. ``now``, ``awaits`` and ``until`` have no effect. Raises InvalidRequest or Overloaded
+        before any change.
+        """
         pixels = self._book.check(submit)
         live = len(self._book.live)
         full = live and self._book.pixels + pixels > self._most_pixels

@@ -74,10 +74,12 @@ class ChannelReader:
         self._tape.begin_part()
 
     def header(self, start: int) -> Reading[bool]:
-        """Read the header at ``start``, and the body too if the message is a call.
+        """Read the header at ``start``, and the body too if the message is a call. Set ``body`` and return
+        True.
 
-        Set ``body``. Return False if no header stands there, with the cursor back at ``start``, or if a call
-        does not begin.
+        Return False if no header stands there: the cursor is back at ``start``. Return False also if a call
+        does not begin: the cursor is then behind the header. With False, ``body`` is unchanged and nothing is
+        given out.
         """
         tape = self._tape
         read = yield from self._until_message(start)

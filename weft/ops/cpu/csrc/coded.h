@@ -26,8 +26,6 @@
 
 #include "common.h"
 
-#include <vector>
-
 namespace weft {
 
 enum class Numbers : int64_t {
@@ -71,12 +69,12 @@ struct Coding {
   // Bytes to the upper level of `k`.
   int64_t upper_at(int64_t k) const { return offset(k / kSpan * kSpan); }
 
-  static Coding of(const std::vector<int64_t>& given) {
-    if (given.empty()) return {};
-    TORCH_CHECK(given.size() == 4 && given[0] >= 1 && given[0] <= 7 && given[1] >= 0 && given[1] <= 4 &&
-                    given[2] >= 0 && given[2] <= 2 && given[3] >= 2 && given[3] % 2 == 0,
-                "a coding is numbers, scales, zeros, group");
-    const Coding made{Numbers(given[0]), Scales(given[1]), Zeros(given[2]), given[3]};
+  // The coding of Python's numbers (weft/ops/coding.py).
+  static Coding of(int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+    TORCH_CHECK(numbers >= 1 && numbers <= 7 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
+                    group % 2 == 0,
+                "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
+    const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
     TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
     TORCH_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
     TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4, "a coding with minimums is of 4 bits");

@@ -83,8 +83,7 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
 // values: bytes [rows, inputs], or [rows, inputs / 2 rounded up] of 4 bits, the first of a pair in the low half; scales
 // [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
-                  bool gated, std::vector<int64_t> given) {
-  const Coding coding = Coding::of(given);
+                  bool gated, const Coding& coding) {
   TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
                   !coding.rounds_rows() && coding.scales != Scales::halves && coding.scales != Scales::levels,
               "pack_coded: numbers, scales and zero points as the coding says");
@@ -300,8 +299,7 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
 
 // ids int64 [T] -> [T, inputs] of a packed matrix of `rows` rows; factors: float32 [rows] or none.
 Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
-                       const std::optional<Tensor>& factors, std::vector<int64_t> given, at::ScalarType type) {
-  const Coding coding = Coding::of(given);
+                       const std::optional<Tensor>& factors, const Coding& coding, at::ScalarType type) {
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
   TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "rows are bfloat16 or float32");
   TORCH_CHECK(coding && !coding.rounds_rows() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&

@@ -236,20 +236,19 @@ void check_coded(const Tensor& packed, const Layout& layout, const Coding& codin
 
 // The same for quantized weights (coded.h), packed by `pack_coded` or `pack_ggml`; factors: float32 [rows] or none.
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given) {
+                    const std::optional<Tensor>& factors, int64_t activation, const Coding& coding) {
   check_x(x);
   const Layout layout{x.size(1), rows, activation != 0};
-  const Coding coding = Coding::of(given);
   check_coded(packed, layout, coding);
   return multiply(x, packed, layout, bias, factors, activation, coding);
 }
 
-// The same for rows in several codings, one after another: each entry of `packed` has `rows` and four numbers of
+// The same for rows in several codings, one after another: each entry of `packed` has an entry of `rows` and of
 // `codings`.
 Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& factors, std::vector<int64_t> codings) {
+                    const std::optional<Tensor>& factors, const std::vector<Coding>& codings) {
   check_x(x);
-  TORCH_CHECK(rows.size() == packed.size() && codings.size() == 4 * packed.size(), "rows and codings for each part");
+  TORCH_CHECK(rows.size() == packed.size() && codings.size() == packed.size(), "rows and codings for each part");
   int64_t all = 0;
   for (const int64_t count : rows) {
     TORCH_CHECK(count >= 0, "rows");
@@ -265,12 +264,11 @@ Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows
   int64_t begin = 0;
   for (size_t i = 0; i < packed.size(); begin += rows[i], ++i) {
     const Layout layout{x.size(1), rows[i], false};
-    const Coding coding = Coding::of({codings.begin() + int64_t(4 * i), codings.begin() + int64_t(4 * i + 4)});
-    check_coded(packed[i], layout, coding);
+    check_coded(packed[i], layout, codings[i]);
     Tensor to = out.narrow(1, begin, rows[i]);
     if (to.numel() == 0) continue;
     run_any(layout, from, packed[i], part(bias, begin, rows[i]), part(factors, begin, rows[i]), Activation::none,
-            coding, to, &loops);
+            codings[i], to, &loops);
   }
   leave(std::move(loops));
   return out;

@@ -60,6 +60,51 @@ void describe_attention(torch::Library& m) {
   m.impl("sigmoid_gate", kCpu, TORCH_FN(sigmoid_gate));
 }
 
+using Optional = std::optional<Tensor>;
+
+// Operators take a coding as four numbers by keyword: an object as argument adds 10 us to a call from Python.
+void describe_coded(torch::Library& m) {
+  m.def(
+      "linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("linear_coded", kCpu,
+         [](const Tensor& x, const Tensor& packed, int64_t rows, const Optional& bias, const Optional& factors,
+            int64_t activation, int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return linear_coded(x, packed, rows, bias, factors, activation, Coding::of(numbers, scales, zeros, group));
+         });
+  // Entry i of each list is for part i.
+  m.def(
+      "linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, *, "
+      "int[] numbers, int[] scales, int[] zeros, int[] group) -> Tensor");
+  m.impl("linear_parts", kCpu,
+         [](const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const Optional& bias, const Optional& factors,
+            at::IntArrayRef numbers, at::IntArrayRef scales, at::IntArrayRef zeros, at::IntArrayRef group) {
+           const size_t parts = packed.size();
+           TORCH_CHECK(
+               numbers.size() == parts && scales.size() == parts && zeros.size() == parts && group.size() == parts,
+               "a coding for each part");
+           std::vector<Coding> codings;
+           for (size_t i = 0; i < parts; ++i) codings.push_back(Coding::of(numbers[i], scales[i], zeros[i], group[i]));
+           return linear_parts(x, packed, rows, bias, factors, codings);
+         });
+  m.def(
+      "pack_coded(Tensor values, Tensor factors, Tensor? points, int inputs, bool gated, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("pack_coded", kCpu,
+         [](const Tensor& values, const Tensor& factors, const Optional& points, int64_t inputs, bool gated,
+            int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return pack_coded(values, factors, points, inputs, gated, Coding::of(numbers, scales, zeros, group));
+         });
+  m.def(
+      "embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, ScalarType dtype, *, "
+      "int numbers, int scales, int zeros, int group) -> Tensor");
+  m.impl("embedding_coded", kCpu,
+         [](const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs, const Optional& factors,
+            at::ScalarType type, int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
+           return embedding_coded(ids, packed, rows, inputs, factors, Coding::of(numbers, scales, zeros, group), type);
+         });
+}
+
 void describe_products(torch::Library& m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm_(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
@@ -72,17 +117,11 @@ void describe_products(torch::Library& m) {
   m.impl("qkv_rope_cache", kCpu, TORCH_FN(qkv_rope_cache));
   m.impl("gated", kCpu, TORCH_FN(gated));
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
-  m.def(
-      "linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
-      " -> Tensor");
-  m.def("linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, int[] codings) -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
   m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
   m.def("set_brgemm(bool value) -> bool", &set_brgemm);
   m.impl("linear", kCpu, TORCH_FN(linear));
-  m.impl("linear_coded", kCpu, TORCH_FN(linear_coded));
-  m.impl("linear_parts", kCpu, TORCH_FN(linear_parts));
   m.impl("pack", kCpu, TORCH_FN(pack));
   m.impl("pack_int8", kCpu, TORCH_FN(pack_int8));
   m.impl("embedding", kCpu, TORCH_FN(embedding));
@@ -90,23 +129,39 @@ void describe_products(torch::Library& m) {
   m.impl("pack_bytes", kCpu, TORCH_FN(pack_bytes));
   m.def("pack_nibbles(Tensor values, Tensor scales, Tensor zeros, int inputs, bool gated) -> Tensor");
   m.impl("pack_nibbles", kCpu, TORCH_FN(pack_nibbles));
-  m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
   m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
-  m.def(
-      "embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
-      " ScalarType dtype) -> Tensor");
-  m.impl("pack_coded", kCpu, TORCH_FN(pack_coded));
   m.def("weight_bytes(int[] sizes) -> Tensor", TORCH_FN(weight_bytes));
   m.impl("pack_ggml", kCpu, TORCH_FN(pack_ggml));
-  m.impl("embedding_coded", kCpu, TORCH_FN(embedding_coded));
 }
 
-using Optional = std::optional<Tensor>;
+// Structs that Python makes by name (weft/ops/cpu/structs.py).
+
+struct HeldCoding : torch::CustomClassHolder {
+  HeldCoding(int64_t numbers, int64_t scales, int64_t zeros, int64_t group)
+      : coding(Coding::of(numbers, scales, zeros, group)) {}
+  const Coding coding;
+};
+
+struct HeldSpec : torch::CustomClassHolder, MoeSpec {};
+
+struct HeldMatrix : torch::CustomClassHolder {
+  HeldMatrix(Optional packed, Optional scales, Optional bias, std::optional<c10::intrusive_ptr<HeldCoding>> coding)
+      : matrix{std::move(packed), std::move(scales), std::move(bias), coding ? (*coding)->coding : Coding{}} {}
+  MoeMatrix matrix;
+};
 
 // Weights of a routed block, as an object for Python.
 struct MoeWeights : torch::CustomClassHolder {
-  template <class... Given>
-  explicit MoeWeights(Given... given) : moe(make_moe(std::move(given)...)) {}
+  using Given = c10::intrusive_ptr<HeldMatrix>;
+  MoeWeights(const c10::intrusive_ptr<HeldSpec>& spec, const Given& router, const Given& up, const Given& down,
+             const Given& shared_up, const Given& shared_down, Optional correction, Optional table)
+      : moe(make_moe(*spec, {.router = router->matrix,
+                             .up = up->matrix,
+                             .down = down->matrix,
+                             .shared_up = shared_up->matrix,
+                             .shared_down = shared_down->matrix,
+                             .correction = std::move(correction),
+                             .table = std::move(table)})) {}
   int64_t nbytes() const { return weft::nbytes(*moe); }
   std::shared_ptr<const Moe> moe;
 };
@@ -114,11 +169,36 @@ struct MoeWeights : torch::CustomClassHolder {
 using Held = c10::intrusive_ptr<MoeWeights>;
 
 void describe_moe(torch::Library& m) {
+  m.class_<HeldCoding>("Coding").def(
+      torch::init<int64_t, int64_t, int64_t, int64_t>(), "",
+      {torch::arg("numbers"), torch::arg("scales"), torch::arg("zeros"), torch::arg("group")});
+  m.class_<HeldSpec>("MoeSpec")
+      .def(torch::init<>())
+      .def_readwrite<int64_t>("hidden", &MoeSpec::hidden)
+      .def_readwrite<int64_t>("experts", &MoeSpec::experts)
+      .def_readwrite<int64_t>("local_experts", &MoeSpec::local_experts)
+      .def_readwrite<int64_t>("top_k", &MoeSpec::top_k)
+      .def_readwrite<int64_t>("intermediate", &MoeSpec::intermediate)
+      .def_readwrite<int64_t>("shared_intermediate", &MoeSpec::shared_intermediate)
+      .def_readwrite<bool>("gated_shared", &MoeSpec::gated_shared)
+      .def_readwrite<int64_t>("activation", &MoeSpec::activation)
+      .def_readwrite<double>("limit", &MoeSpec::limit)
+      .def_readwrite<double>("alpha", &MoeSpec::alpha)
+      .def_readwrite<int64_t>("scoring", &MoeSpec::scoring)
+      .def_readwrite<bool>("renormalize", &MoeSpec::renormalize)
+      .def_readwrite<int64_t>("groups", &MoeSpec::groups)
+      .def_readwrite<int64_t>("top_groups", &MoeSpec::top_groups)
+      .def_readwrite<bool>("top2", &MoeSpec::top2)
+      .def_readwrite<double>("scale", &MoeSpec::scale);
+  m.class_<HeldMatrix>("MoeMatrix")
+      .def(torch::init<Optional, Optional, Optional, std::optional<c10::intrusive_ptr<HeldCoding>>>(), "",
+           {torch::arg("packed"), torch::arg("scales"), torch::arg("bias"), torch::arg("coding")});
+  using Given = MoeWeights::Given;
   m.class_<MoeWeights>("Moe")
       .def("nbytes", &MoeWeights::nbytes)
-      .def(torch::init<Tensor, Optional, Optional, Optional, Tensor, Optional, Optional, Tensor, Optional, Optional,
-                       Optional, Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>,
-                       std::vector<int64_t>>());
+      .def(torch::init<c10::intrusive_ptr<HeldSpec>, Given, Given, Given, Given, Given, Optional, Optional>(), "",
+           {torch::arg("spec"), torch::arg("router"), torch::arg("up"), torch::arg("down"), torch::arg("shared_up"),
+            torch::arg("shared_down"), torch::arg("correction"), torch::arg("table")});
   m.def("moe(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
   m.def("moe_route(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> (Tensor, Tensor, Tensor)");
   m.def("moe_part(Tensor x, Tensor places, Tensor? scales, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
@@ -171,6 +251,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("take_waits() -> int[]", &take_waits);
   m.def("set_crews(bool value, int alone=32768) -> bool", &set_crews);
   describe_attention(m);
+  describe_coded(m);
   describe_products(m);
   describe_moe(m);
   describe_sampling(m);

@@ -51,13 +51,9 @@ constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines b
 using Optional = std::optional<Tensor>;
 
 // Matrices of one shape, packed one after another: all experts, or a single matrix.
-struct Matrix {
-  // [matrices, blocks, steps, 32, depth], or coded [matrices, blocks, bytes]; float32 [matrices, rows]: scales of int8,
-  // or factors of codes; bias in x's dtype [matrices, rows]
-  Optional packed, scales, bias;
+struct Matrix : MoeMatrix {
   Layout layout{0, 0, false};
   int64_t matrices = 0;
-  Coding coding = {};
   bool int8() const { return scales && !coding; }
   int64_t bytes() const { return packed->numel() / matrices * packed->element_size(); }
 };
@@ -105,44 +101,50 @@ class Scratch {
 
 class Moe {
  public:
-  Moe(Tensor router, Optional router_bias, Optional correction, Optional table, Tensor gate_up, Optional gate_up_scales,
-      Optional gate_up_bias, Tensor down, Optional down_scales, Optional down_bias, Optional shared_gate_up,
-      Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales, std::vector<int64_t> sizes,
-      std::vector<double> numbers, std::vector<int64_t> codings)
-      : correction(std::move(correction)), table(std::move(table)) {
-    TORCH_CHECK(sizes.size() == 13 && numbers.size() == 3 && codings.size() == 16, "moe: sizes");
-    const auto coding = [&](int at) -> Coding {
-      return codings[4 * at] == 0 ? Coding{} : Coding::of({codings.begin() + 4 * at, codings.begin() + 4 * at + 4});
-    };
-    hidden = sizes[0], intermediate = sizes[3], shared = sizes[4], gated_shared = sizes[5];
-    activation = Activation(sizes[6]), limit = float(numbers[1]), alpha = float(numbers[2]);
-    rule = {sizes[1],  sizes[2],       Scoring(sizes[7]), sizes[8] != 0, sizes[9],
-            sizes[10], sizes[11] != 0, float(numbers[0]), nullptr};
-    const int64_t experts = rule.experts, k = rule.top_k, here = sizes[12];
+  Moe(const MoeSpec& spec, MoeTensors given)
+      : correction(std::move(given.correction)),
+        table(std::move(given.table)),
+        rule{.experts = spec.experts,
+             .top_k = spec.top_k,
+             .scoring = Scoring(spec.scoring),
+             .renormalize = spec.renormalize,
+             .groups = spec.groups,
+             .top_groups = spec.top_groups,
+             .top2 = spec.top2,
+             .scale = float(spec.scale),
+             .correction = nullptr},
+        hidden(spec.hidden),
+        intermediate(spec.intermediate),
+        shared(spec.shared_intermediate),
+        gated_shared(spec.gated_shared),
+        activation(Activation(spec.activation)),
+        limit(float(spec.limit)),
+        alpha(float(spec.alpha)) {
+    const int64_t experts = rule.experts, k = rule.top_k, here = spec.local_experts;
     TORCH_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
     TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
                     rule.top_groups <= std::min(rule.groups, kMostChosen) &&
                     experts / rule.groups * rule.top_groups >= k,
                 "moe: groups");
-    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, here, coding(0)};
-    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, here, coding(1)};
     const int64_t rows = experts + (gated_shared ? 1 : 0);
-    this->router = {router, std::nullopt, router_bias, {hidden, rows, false}, 1};
-    check(this->router, "router"), check(up, "gate_up"), check(this->down, "down");
+    router = {std::move(given.router), {hidden, rows, false}, 1};
+    up = {std::move(given.up), {hidden, 2 * intermediate, true}, here};
+    down = {std::move(given.down), {intermediate, hidden, false}, here};
+    check(router, "router"), check(up, "gate_up"), check(down, "down");
     if (shared) {
-      shared_up = {shared_gate_up, shared_gate_up_scales, std::nullopt, {hidden, 2 * shared, true}, 1, coding(2)};
-      this->shared_down = {shared_down, shared_down_scales, std::nullopt, {shared, hidden, false}, 1, coding(3)};
-      check(shared_up, "shared gate_up"), check(this->shared_down, "shared down");
+      shared_up = {std::move(given.shared_up), {hidden, 2 * shared, true}, 1};
+      shared_down = {std::move(given.shared_down), {shared, hidden, false}, 1};
+      check(shared_up, "shared gate_up"), check(shared_down, "shared down");
     }
     TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
-    if (this->correction) {
-      TORCH_CHECK(this->correction->scalar_type() == at::kFloat && this->correction->numel() == experts &&
-                      this->correction->is_contiguous(),
-                  "moe: correction");
-      rule.correction = this->correction->const_data_ptr<float>();
+    if (correction) {
+      TORCH_CHECK(
+          correction->scalar_type() == at::kFloat && correction->numel() == experts && correction->is_contiguous(),
+          "moe: correction");
+      rule.correction = correction->const_data_ptr<float>();
     }
-    if (this->table) {
-      const Tensor& ids = *this->table;
+    if (table) {
+      const Tensor& ids = *table;
       TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 2 && ids.size(1) == k && ids.is_contiguous(),
                   "moe: the table must be int64 [tokens, top_k]");
       const int64_t* id = ids.const_data_ptr<int64_t>();
@@ -632,15 +634,8 @@ const int64_t* data_of(const Tensor& ids) { return ids.defined() ? ids.const_dat
 
 }  // namespace
 
-std::shared_ptr<const Moe> make_moe(Tensor router, Optional router_bias, Optional correction, Optional table,
-                                    Tensor gate_up, Optional gate_up_scales, Optional gate_up_bias, Tensor down,
-                                    Optional down_scales, Optional down_bias, Optional shared_gate_up,
-                                    Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales,
-                                    std::vector<int64_t> sizes, std::vector<double> numbers,
-                                    std::vector<int64_t> codings) {
-  return std::make_shared<const Moe>(router, router_bias, correction, table, gate_up, gate_up_scales, gate_up_bias,
-                                     down, down_scales, down_bias, shared_gate_up, shared_gate_up_scales, shared_down,
-                                     shared_down_scales, std::move(sizes), std::move(numbers), std::move(codings));
+std::shared_ptr<const Moe> make_moe(const MoeSpec& spec, MoeTensors tensors) {
+  return std::make_shared<const Moe>(spec, std::move(tensors));
 }
 
 int64_t nbytes(const Moe& moe) { return moe.nbytes(); }

@@ -14,6 +14,8 @@
 
 namespace weft {
 
+struct Coding;  // coded.h
+
 // --- capabilities.cpp ---
 
 std::vector<std::string> capabilities();
@@ -93,9 +95,9 @@ Tensor gated(const Tensor& given, int64_t code);
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& scales, int64_t activation);
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given);
+                    const std::optional<Tensor>& factors, int64_t activation, const Coding& coding);
 Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& factors, std::vector<int64_t> codings);
+                    const std::optional<Tensor>& factors, const std::vector<Coding>& codings);
 Tensor pack(const Tensor& weight, bool gated);
 Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16);
 Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs);
@@ -106,11 +108,11 @@ bool set_brgemm(bool value);
 Tensor pack_bytes(const Tensor& values, bool gated);
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated);
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
-                  bool gated, std::vector<int64_t> given);
+                  bool gated, const Coding& coding);
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped);
 Tensor weight_bytes(at::IntArrayRef sizes);
 Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
-                       const std::optional<Tensor>& factors, std::vector<int64_t> given, at::ScalarType type);
+                       const std::optional<Tensor>& factors, const Coding& coding, at::ScalarType type);
 
 // --- sampling.cpp ---
 

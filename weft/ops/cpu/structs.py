@@ -1,0 +1,24 @@
+"""C++ structs of the extension, made by field name. The fields are declared in csrc/library.cpp."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from weft.ops.coding import Coding
+
+
+def struct(name: str, **fields: object) -> Any:
+    """Return a new struct ``name`` of the extension with ``fields``. Raises if the struct lacks a field."""
+    made = getattr(torch.classes.weft_cpu, name)()
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+@functools.cache
+def coding_struct(coding: Coding) -> Any:
+    """Return ``coding`` as an object of the extension. A model has few codings, so the objects are kept."""
+    return torch.classes.weft_cpu.Coding(**coding._asdict())
