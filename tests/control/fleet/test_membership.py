@@ -34,7 +34,7 @@ def test_a_new_member_that_dies_while_it_loads_counts_as_missing() -> None:
 
 
 def test_the_first_member_reports_prefixes_once_there_is_a_choice() -> None:
-    one = Driver("a", versions=dict.fromkeys("ab", m.VERSION)).up()
+    one = Driver("a").up()
     assert not [message for message in one.sent() if isinstance(message, m.WatchPrefixes)]
     joined(one, "b")
     asked = [action.instance for action in one.of(e.Send) if isinstance(action.message, m.WatchPrefixes)]

@@ -2,7 +2,7 @@
 ``weft.control.fleet.fleet``.
 
 An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old link come
-from a process already given up, and change nothing.
+from a process already given up, and change nothing. Events of an instance that has left change nothing.
 """
 
 from __future__ import annotations

@@ -494,12 +494,22 @@ class Fleet:
             self.open.bereft.add(sequence)
             self._parked.add(sequence)
 
+    def _drain(self, event: e.Draining) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.drain(instance, self._now)
+
+    def _undrain(self, event: e.Undrained) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.undrain(instance, self._now)
+
     def _retired(self, event: e.Retired) -> None:
         """Retire the instance with the whole expert-parallel group, whose sequences move elsewhere.
 
         Fail the fleet if the rest can never serve.
         """
-        retired = self.table.instances[event.instance]
+        retired = self.table.instances.get(event.instance)
+        if retired is None:  # it has left
+            return
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):
                 self._lose(instance, event.error, replace=False)
@@ -556,8 +566,8 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,
-    e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
-    e.Undrained: lambda fleet, event: fleet.table.undrain(fleet.table.instances[event.instance], fleet._now),
+    e.Draining: Fleet._drain,
+    e.Undrained: Fleet._undrain,
     e.Stalled: Fleet._stalled,
     e.Tick: Fleet._tick,
     e.Closing: Fleet._close,
