@@ -186,7 +186,8 @@ class Cluster(Timeline):
             losses = sum(stream.losses for stream in front.streams.values())
             processes = len({link.head for link in front.links.values()})
             counted = f"{front.name}: {fleet.table.restarts} restarts, and it saw {processes} processes"
-            require(fleet.table.restarts <= max(0, processes - len(self.instances)), counted)
+            seen = len({link.head.instance for link in front.links.values()})
+            require(fleet.table.restarts <= processes - seen, counted)
             require(fleet.failovers <= losses, f"{front.name}: {fleet.failovers} fail-overs, {losses} losses")
             if not front.alive:
                 continue
@@ -211,6 +212,8 @@ class Cluster(Timeline):
             late = sum(head.engine.late_images for head in self.supervisor.heads.values())
             require(not late, "images were late without a fault")
         for head in self.supervisor.heads.values():
+            leaves = head.instance in self.supervisor.removed
+            require(not (head.alive and leaves), f"{head.name} runs, and its instance has left")
             if head.alive and head.ready:
                 self._check_idle(head)
         self._reap()
@@ -399,7 +402,7 @@ class Cluster(Timeline):
 
         Raise Violation if instances able to serve are left.
         """
-        gone = not self.rooms.can_serve(self.supervisor.retired)
+        gone = not self.rooms.can_serve(self.supervisor.retired | self.supervisor.removed)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(
             gone or not front.fleet.table.complete, f"{front.name} failed, and instances are left: {states}"

@@ -89,7 +89,7 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
     waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
     if message != LATE and "encode" not in named and "decode" in present:
         require(images or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
-    left = [one for one in fleet.table.instances.values() if one.name not in front.retired_instances]
+    left = [one for one in fleet.table.wanted if one.name not in front.retired_instances]
     awaited = any(one.state not in SERVING or one.shunned for one in left)
     # An expected instance justifies the longer wait of `recovery`.
     patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role

@@ -7,6 +7,7 @@ steps in flight are lost.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,19 @@ def plan(cluster: Cluster) -> int:
         else:
             cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
             planned += 1
-    return planned
+    return planned + _plan_leave(cluster)
+
+
+def _plan_leave(cluster: Cluster) -> int:
+    """Let an instance leave in some schedules. Return the number of planned changes.
+
+    A random generator of its own keeps the other schedules as they are without this kind.
+    """
+    rng = random.Random(f"members of {cluster.seed}")
+    times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice((1, 1, 2)))] if rng.random() < 0.2 else []
+    for at in times:
+        cluster.at(at, None, _fire, cluster, _leave, "instance left")
+    return len(times)
 
 
 def _during_a_request(cluster: Cluster) -> float:
@@ -281,6 +294,12 @@ def _drain(cluster: Cluster) -> bool:
     """Upgrade an engine: drain the process, then start another one. Return True if the drain begins."""
     head = _head(cluster)
     return head is not None and cluster.supervisor.drain(head.instance)
+
+
+def _leave(cluster: Cluster) -> bool:
+    """Let an instance leave the server. Return True if it leaves."""
+    head = _head(cluster)
+    return head is not None and cluster.supervisor.remove(head.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:

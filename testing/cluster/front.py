@@ -56,6 +56,7 @@ class FrontProcess:
         self.replaced: set[int] = set()
         """Links for which the fleet has requested a replacement."""
         self.retired_instances: set[str] = set()
+        self.left_instances: set[str] = set()
         self.registry_at = 0.0
         """Arrival time of the latest event of the registry."""
         self._ticks_at = float("inf")
@@ -117,6 +118,8 @@ class FrontProcess:
             cluster.at(
                 cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head
             )
+        elif isinstance(action, e.Forget):
+            self._forget(action.instance)
         elif isinstance(action, e.Failed):
             cluster.note(self.name, "..", "", f"failed: {action.error.message}")
             cluster.front_failed(self)
@@ -134,6 +137,8 @@ class FrontProcess:
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
             again = f"{self.name}: sequence {message.sequence} was sent again, and had ended where it was"
             require(not stream.ended_elsewhere, again)
+            leaves = link.head.instance in self.left_instances
+            require(not leaves, f"{self.name}: sequence {message.sequence} was sent to one that has left")
             self._lands(stream)
             stream.links.add(link.number)
             if stream.times_given_back and link.head.instance not in stream.given_back:
@@ -177,6 +182,18 @@ class FrontProcess:
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
+
+    def _forget(self, instance: str) -> None:
+        """Close the links of an instance that has left. Raise Violation if a sequence is still there."""
+        for link in self.links.values():
+            if link.head.instance != instance or link.unlinked:
+                continue
+            there = [one.sequence for one in self.streams.values() if one.open and link.number in one.links]
+            require(not there, f"{self.name} forgot {instance}, and sequences {there} are there")
+            link.unlinked = True
+            self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: forgotten")
+            if link.up:
+                self.cluster.disconnect(link)
 
     def _stays(self, stream: Stream, lost: Link) -> bool:
         """Return True if the sequence may stay where it is after the loss of one of its instances.
@@ -265,7 +282,8 @@ class FrontProcess:
                 self._track_back(link, event)
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):
-            half_open = self.fleet.table.instances[link.head.instance].state is InstanceState.HALF_OPEN
+            instance = self.fleet.table.instances.get(link.head.instance)
+            half_open = instance is not None and instance.state is InstanceState.HALF_OPEN
             self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
@@ -344,6 +362,16 @@ class FrontProcess:
         """Learn from the registry of the retirement of an instance."""
         self.retired_instances.add(instance)
         self.feed(e.Retired(instance, error))
+
+    def joined(self, instance: str) -> None:
+        """Learn from the registry of a new member."""
+        self.left_instances.discard(instance)
+        self.feed(e.Joined(instance))
+
+    def left(self, instance: str) -> None:
+        """Learn from the registry of an instance that leaves the server."""
+        self.left_instances.add(instance)
+        self.feed(e.Left(instance))
 
     def draining(self, instance: str) -> None:
         """Learn from the registry of an instance about to drain."""

@@ -31,6 +31,8 @@ class Supervisor:
         """The present process of each instance, alive or not."""
         self.retired: set[str] = set()
         """Instances without any further process."""
+        self.removed: set[str] = set()
+        """Instances that leave or have left the server."""
         self.restarts = 0
         self.drains = 0
         """Number of instances ordered to drain."""
@@ -54,6 +56,9 @@ class Supervisor:
     def introduce(self, front: FrontProcess) -> None:
         """Announce all present processes to ``front``, which has just begun."""
         for head in self.heads.values():
+            if head.instance in self.removed:
+                self.tell(front, front.left, head.instance)
+                continue
             self.tell(front, front.started, head)
             if head.instance in self.retired:
                 self.tell(front, front.retired, head.instance, EngineDead("it died too often"))
@@ -98,6 +103,41 @@ class Supervisor:
         self._cluster.at(self._cluster.now + self._cluster.rng.random() * 0.04, head, head.drain)
         return True
 
+    def remove(self, instance: str) -> bool:
+        """Drain the process of an instance, which leaves the server. Return False if not possible now.
+
+        Another instance of the role stays. The instance may join again later.
+        """
+        cluster = self._cluster
+        head, roles = self.heads[instance], cluster.rooms.roles
+        left = {name for name in roles if name not in self.retired | self.removed | {instance}}
+        if roles[instance] not in {roles[name] for name in left} or self._domains[instance]:
+            return False
+        if not (head.alive and head.ready) or instance in self._upgrading or head.protocol.draining:
+            return False
+        self.drains += 1
+        self.removed.add(instance)
+        for front in cluster.fronts:
+            self.tell(front, front.left, instance)
+        cluster.at(cluster.now + cluster.rng.random() * 0.04, head, head.drain)
+        return True
+
+    def _rejoin(self, instance: str) -> None:
+        """Let a removed instance join again, with a new process.
+
+        Ignored once the server can serve nothing.
+        """
+        cluster = self._cluster
+        cluster.pending_faults -= 1
+        if not cluster.rooms.can_serve(self.retired | self.removed):
+            return
+        cluster.count("joined")
+        self.removed.discard(instance)
+        cluster.replicas[instance].reopen()
+        for front in cluster.fronts:
+            self.tell(front, front.joined, instance)
+        self.start(instance)
+
     def drained(self, head: HeadProcess) -> None:
         """End a drained process without work."""
         self._cluster.count("upgraded")
@@ -120,6 +160,14 @@ class Supervisor:
         instance = head.instance
         # From now on other reports about the same process change nothing.
         head.replaced = True
+        if instance in self.removed:
+            cluster.count("left")
+            cluster.note("supervisor", "..", instance, "has left")
+            cluster.replicas[instance].close()
+            if cluster.rng.random() < 0.6:
+                cluster.pending_faults += 1
+                cluster.at(cluster.now + cluster.rng.uniform(0.1, 2.0), None, self._rejoin, instance)
+            return
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)
         # Upgrades do not use up the restart budget.
@@ -157,7 +205,7 @@ class Supervisor:
         """
         cluster = self._cluster
         cluster.pending_faults -= 1
-        if not cluster.rooms.can_serve(self.retired):
+        if not cluster.rooms.can_serve(self.retired | self.removed):
             return  # the server has ended
         cluster.count("revived")
         self._budget = RestartBudget(self._budget.most, self._budget.window)

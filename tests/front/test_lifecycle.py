@@ -125,7 +125,7 @@ def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, dea
 
 
 def test_phases() -> None:
-    life = Lifecycle(capacity=1)
+    life = Lifecycle(capacity=lambda: 1)
     with pytest.raises(Unavailable), life.request():
         pass
     life.move(Phase.READY)

@@ -407,6 +407,27 @@ def a_digest_of_the_wrong_attempt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimTransport, "digest", of_the_first)
 
 
+def who_leaves_gets_work(patch: pytest.MonkeyPatch) -> None:
+    """An instance that leaves the server does not drain."""
+
+    def leave(self: InstanceTable, instance: Instance, now: float) -> None:
+        instance.leaving = True
+        self.leaving.add(instance.name)
+
+    patch.setattr(InstanceTable, "leave", leave)
+
+
+def who_leaves_is_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
+    """An instance that leaves is forgotten before its sequences have ended."""
+
+    def departed(self: InstanceTable, now: float) -> list[Instance]:
+        gone = [self.instances.pop(name) for name in sorted(self.leaving)]
+        self.leaving.clear()
+        return gone
+
+    patch.setattr(InstanceTable, "departed", departed)
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -434,6 +455,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (reuse_before_the_fence, "which has ended there|nobody had changed"),
         (a_span_off_by_one_block, "reads what is not its sequence's own|nobody had changed"),
         (a_digest_of_the_wrong_attempt, "digests of .* were wrong, and nobody had changed"),
+        (who_leaves_gets_work, "was sent to one that has left"),
+        (who_leaves_is_forgotten_at_once, "and sequences .* are there|'head"),
     ],
 )
 def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ _COMMANDS = {
     "models": "weft.cli.models:models",
     "sim": "weft.cli.sim.sim:sim",
     "bench": "weft.cli.bench.bench:bench",
-    "revive": "weft.cli.revive:revive",
+    "status": "weft.cli.admin:status",
+    "scale": "weft.cli.admin:scale",
+    "drain": "weft.cli.admin:drain",
+    "restart": "weft.cli.admin:restart",
+    "revive": "weft.cli.admin:revive",
     "trace": "weft.cli.trace:trace",
     "build-ops": "weft.cli.build_ops:build_ops",
 }

@@ -187,6 +187,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Start number of the engine process if the API server is on another host; see weft/types/board.py."""
     group: str = ""
     """Name of the group in a server of several groups."""
+    base: str = ""
+    """Name of the group without its number: ``decode`` for ``decode0``; "" for a group without a name."""
     host: HostShare = HostShare()
     scripted: str = ""
     """File of scripted outputs in place of a model; see ``weft.engine.scripted.scripted``."""

@@ -66,6 +66,8 @@ class GroupSettings(NamedTuple):
 
     name: str
     config: Config
+    base: str = ""
+    """Name without the number: ``decode`` for ``decode0``."""
 
 
 class Topology(NamedTuple):
@@ -101,7 +103,7 @@ def short_form(config: Config, towers: bool = False) -> Topology | None:
             computes = role in ("prefill", "unified")
             one = _with_images(one, tower=role == "encode" or (towers and computes), takes=computes)
         # Names count within a role: prefill0, prefill1, decode0, ..
-        groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
+        groups += [GroupSettings(f"{role}{number}", one, role) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
 
@@ -161,12 +163,12 @@ def _groups(
     if name is None:
         first = numbers[role]
         numbers[role] += count
-        return [GroupSettings(f"{role}{number}", config) for number in range(first, first + count)]
+        return [GroupSettings(f"{role}{n}", config, role) for n in range(first, first + count)]
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{where}: name must have at most 24 characters of a-z, 0-9 and -, and begin with a letter"
         )
-    return [GroupSettings(f"{name}{number}" if count > 1 else name, config) for number in range(count)]
+    return [GroupSettings(f"{name}{n}" if count > 1 else name, config, name) for n in range(count)]
 
 
 def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
@@ -241,18 +243,17 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     # Resolve encode groups first: for a model without a tower their error is the clearest.
     order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
     for number in order:
-        name, config = topology.groups[number]
+        name, config, base = topology.groups[number]
         share = HostShare(ranks=sum(here), first=sum(here[:number]))
         try:
-            found[number] = resolve(
-                msgspec.structs.replace(config, front=topology.front), group=name, host=share
-            )
+            made = resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
+            found[number] = msgspec.structs.replace(made, base=base)
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
-    made = [found[number] for number in range(len(here))]
-    _check_alike(made)
-    _check_cores(made)
-    return tuple(made)
+    resolved = [found[number] for number in range(len(here))]
+    _check_alike(resolved)
+    _check_cores(resolved)
+    return tuple(resolved)
 
 
 def _role(group: GroupSettings) -> Role:
@@ -266,8 +267,8 @@ def _over_hosts(topology: Topology) -> Topology:
     Raise ConfigError.
     """
     groups = []
-    for number, (name, config) in enumerate(topology.groups):
-        parallel = check_hosts(config.parallel)
+    for number, group in enumerate(topology.groups):
+        parallel = check_hosts(group.config.parallel)
         if parallel.nnodes > 1:
             host, port = meeting_place(parallel)
             if port + number > 65535:
@@ -278,16 +279,16 @@ def _over_hosts(topology: Topology) -> Topology:
                 )
             place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
             parallel = msgspec.structs.replace(parallel, rdzv=place)
-        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
+        groups.append(group._replace(config=msgspec.structs.replace(group.config, parallel=parallel)))
     return topology._replace(groups=tuple(groups))
 
 
 def on_host(topology: Topology, node: int) -> Topology:
     """Return the topology as seen from host ``node``. Raise no error: ``resolve_groups`` checks the host."""
     groups = []
-    for name, config in topology.groups:
-        parallel = msgspec.structs.replace(config.parallel, node_rank=node)
-        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
+    for group in topology.groups:
+        parallel = msgspec.structs.replace(group.config.parallel, node_rank=node)
+        groups.append(group._replace(config=msgspec.structs.replace(group.config, parallel=parallel)))
     return topology._replace(groups=tuple(groups))
 
 

@@ -16,6 +16,7 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
 from weft.front import page
+from weft.front.admin import add_groups
 from weft.front.http import answers, docs_page, openapi
 from weft.front.http.hosts import Hosts
 from weft.front.lifecycle import Phase
@@ -45,6 +46,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_responses(app, front)
     add_tokenizing(app, front)
     add_admin(app, front)
+    add_groups(app, front)
     add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from weft.common.errors import Overloaded, Unavailable
@@ -33,10 +33,16 @@ class Lifecycle:
     bound, so a request refused here would be refused there, too.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: Callable[[], int]) -> None:
+        """``capacity``: returns the present bound, which changes with the number of engines."""
         self.phase = Phase.STARTING
         self.active = 0
-        self.capacity = capacity
+        self._capacity = capacity
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of requests at once."""
+        return self._capacity()
 
     def move(self, phase: Phase) -> None:
         """Enter ``phase`` if the table allows the move; otherwise do nothing."""

@@ -52,6 +52,18 @@ class ProfileRequest(Body, frozen=True, kw_only=True):
             raise InvalidRequest(f"seconds must be between 0 and {MOST_PROFILE_S:g}", param="seconds")
 
 
+class DrainRequest(Body, frozen=True, kw_only=True):
+    """POST /admin/drain with a body."""
+
+    group: str
+    """Name of the group, or of one engine process, that drains and ends."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for an empty name, which must not drain the whole server."""
+        if not self.group:
+            raise InvalidRequest("group must be the name of a group", param="group")
+
+
 class ReviveRequest(Body, frozen=True, kw_only=True):
     """POST /admin/revive."""
 
@@ -94,10 +106,20 @@ def add_admin(app: FastAPI, front: Front) -> None:
             raise NotFound("no running request has this rid", param="rid")
         return Response(to_json(Done(status="aborted")), media_type=JSON)
 
-    @app.post("/admin/drain", openapi_extra=openapi.returns(Done))
+    @app.post("/admin/drain", openapi_extra=openapi.answers_of(DrainRequest, Done))
     async def drain(request: Request) -> Response:
         """Drain and end the server, as SIGTERM does: new requests are refused, and running requests may
-        finish."""
+        finish. With ``group`` in the body: drain and end one group; the server goes on.
+
+        404 for an unknown group; 400 if the server could not serve requests without the group.
+        """
+        headers = request.headers
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            with front.bodies.upload() as upload:
+                asked = parse(b"".join(await read_json(request, upload)), DrainRequest)
+            names = ", ".join(front.links.remove(asked.group))
+            log.info("drain of %s requested over /admin/drain", names)
+            return Response(to_json(Done(status=f"draining {names}")), media_type=JSON)
         log.info("drain requested over /admin/drain")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)

@@ -176,7 +176,7 @@ def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, op
         drain_timeout=front.drain_timeout,
         on_switch=operations.switched,
     )
-    signal.signal(signals.RESTART, lambda *_: owner.restart())
+    signal.signal(signals.RESTART, lambda *_: owner.ask_restart())
     owner.start()
     operations.compile(owner.switch)
     return serve(resolved, front, owner)

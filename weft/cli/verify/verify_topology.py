@@ -33,7 +33,7 @@ from weft.config.hub import resolve_model_path
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, ParallelSection, SpeculationSection, TransferSection
-from weft.config.topology import GroupSettings, Topology, face, read_topology, resolve_groups
+from weft.config.topology import Topology, face, read_topology, resolve_groups
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
 from weft.types.messages import HeadStats, Role, Submit
@@ -158,9 +158,9 @@ def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
 def _changed(topology: Topology, **model: Any) -> Topology:
     """Return ``topology`` with changed model settings in every group."""
     groups = []
-    for name, config in topology.groups:
-        section = msgspec.structs.replace(config.model, **model)
-        groups.append(GroupSettings(name, msgspec.structs.replace(config, model=section)))
+    for group in topology.groups:
+        section = msgspec.structs.replace(group.config.model, **model)
+        groups.append(group._replace(config=msgspec.structs.replace(group.config, model=section)))
     return topology._replace(groups=tuple(groups))
 
 

@@ -2,7 +2,7 @@
 ``weft.control.fleet.fleet``.
 
 An instance has one name for ever, and a new *link* (an integer) for each process. Events of an old link come
-from a process already given up, and change nothing.
+from a process already given up, and change nothing. Events of an instance that has left change nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +47,27 @@ class Resumed(NamedTuple):
 
 
 # -- events: changes of instances
+
+
+class Joined(NamedTuple):
+    """``instance`` is a new member of the server. ``Expected`` follows with the first process.
+
+    ``domain`` is the expert-parallel group of the instance; "" means no group. A name that is already a
+    member changes nothing.
+    """
+
+    instance: str
+    domain: str = ""
+
+
+class Left(NamedTuple):
+    """``instance`` is no longer a member of the server.
+
+    The instance gets no new sequences. ``Forget`` follows after the end of the open sequences. Unknown names
+    change nothing.
+    """
+
+    instance: str
 
 
 class Expected(NamedTuple):
@@ -142,6 +163,8 @@ Event: TypeAlias = (
     | Closed
     | Paused
     | Resumed
+    | Joined
+    | Left
     | Expected
     | Located
     | Linked
@@ -189,6 +212,12 @@ class Unlink(NamedTuple):
     link: int
 
 
+class Forget(NamedTuple):
+    """``instance`` has left: the last sequence there has ended. Close the link and drop the name."""
+
+    instance: str
+
+
 class Complete(NamedTuple):
     """All instances have answered for the first time, or enough for a start: accept requests."""
 
@@ -199,4 +228,4 @@ class Failed(NamedTuple):
     error: WeftError
 
 
-Action: TypeAlias = Send | Deliver | Replace | Unlink | Complete | Failed
+Action: TypeAlias = Send | Deliver | Replace | Unlink | Forget | Complete | Failed

@@ -90,6 +90,8 @@ class Fleet:
         """
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
+        if self.table.leaving:
+            self._forget_departed()
         # Any event may free an instance or a sequence, so placement follows every event.
         self._lateness.look(now)
         if self._parked:
@@ -116,8 +118,10 @@ class Fleet:
 
     def _opened(self, event: e.Opened) -> None:
         self.open.open(event)
-        if event.pinned is not None and not self.table.instances[event.pinned].alive:
-            self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
+        if event.pinned is not None:
+            pinned = self.table.instances.get(event.pinned)
+            if pinned is None or not pinned.alive:
+                self._end_pinned(event.pinned, Unavailable("the requested engine is not available"))
 
     def _end_pinned(self, name: str, error: WeftError) -> None:
         for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
@@ -198,11 +202,12 @@ class Fleet:
     def _received(self, event: e.Received) -> None:
         """Apply a message of an instance and note the time.
 
-        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up, are dropped.
+        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up or forgotten,
+        are dropped.
         """
-        instance, message = self.table.instances[event.instance], event.message
-        # A message over an old link comes from a process already given up.
-        if instance.link != event.link or instance.state in GONE:
+        instance, message = self.table.instances.get(event.instance), event.message
+        # A message over an old link comes from a process already given up, or from an instance that has left.
+        if instance is None or instance.link != event.link or instance.state in GONE:
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
         instance.heard = self._now
@@ -228,11 +233,20 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
-        # A single instance leaves no choice, so no reports of prefixes are needed.
-        if self.router.asks(instance) and len(self.table.instances) > 1:
-            self._send(instance, m.WatchPrefixes())
+        self._watch_prefixes()
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
+
+    def _watch_prefixes(self) -> None:
+        """Ask the instances that are up for reports of cached prefixes, each process once.
+
+        A single instance leaves no choice, so no reports are needed.
+        """
+        if len(self.table.instances) > 1:
+            for instance in self.table.instances.values():
+                if instance.alive and not instance.watched and self.router.asks(instance):
+                    instance.watched = True
+                    self._send(instance, m.WatchPrefixes())
 
     def _take(self, instance: Instance, event: m.TokenEvent) -> None:
         """Apply a token event of ``instance``.
@@ -366,6 +380,26 @@ class Fleet:
 
     # -- instances that come and go -----------------------------------------------------------------
 
+    def _join(self, event: e.Joined) -> None:
+        self.table.join(event.instance, event.domain, self._now)
+
+    def _left(self, event: e.Left) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.leave(instance, self._now)
+
+    def _forget_departed(self) -> None:
+        """Say goodbye to the leaving instances without open sequences, and forget them."""
+        for instance in self.table.departed(self._now):
+            if instance.alive:
+                self._send(instance, m.Goodbye())
+            self._actions.append(e.Forget(instance.name))
+            # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
+            self._end_pinned(instance.name, Unavailable("the requested engine has left the server"))
+            log.info("engine %s has left", instance.name)
+        # Without members the server waits for new ones. Retired members never come back.
+        if self.table.over and any(one.state is InstanceState.RETIRED for one in self.table.wanted):
+            self._fail(EngineDead("no engine is left"))
+
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the report about the end of the former process may come later, or never
@@ -398,8 +432,8 @@ class Fleet:
 
     def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
         """Return the instance of ``event`` if the event comes from the present link; None for an old link."""
-        instance = self.table.instances[event.instance]
-        return instance if instance.link == event.link else None
+        instance = self.table.instances.get(event.instance)
+        return instance if instance is not None and instance.link == event.link else None
 
     def _lost(self, event: e.Lost) -> None:
         if (instance := self._linked_to(event)) is not None:
@@ -422,7 +456,7 @@ class Fleet:
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
-        elif replace and not self._closing:
+        elif replace and not self._closing and not instance.leaving:
             self._actions.append(e.Replace(instance.name, error))
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
@@ -460,12 +494,22 @@ class Fleet:
             self.open.bereft.add(sequence)
             self._parked.add(sequence)
 
+    def _drain(self, event: e.Draining) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.drain(instance, self._now)
+
+    def _undrain(self, event: e.Undrained) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.undrain(instance, self._now)
+
     def _retired(self, event: e.Retired) -> None:
         """Retire the instance with the whole expert-parallel group, whose sequences move elsewhere.
 
         Fail the fleet if the rest can never serve.
         """
-        retired = self.table.instances[event.instance]
+        retired = self.table.instances.get(event.instance)
+        if retired is None:  # it has left
+            return
         for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):
                 self._lose(instance, event.error, replace=False)
@@ -513,6 +557,8 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Closed: Fleet._closed,
     e.Paused: Fleet._pause,
     e.Resumed: Fleet._resume,
+    e.Joined: Fleet._join,
+    e.Left: Fleet._left,
     e.Expected: Fleet._expected,
     e.Located: Fleet._located,
     e.Linked: Fleet._listening,
@@ -520,8 +566,8 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,
-    e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
-    e.Undrained: lambda fleet, event: fleet.table.undrain(fleet.table.instances[event.instance], fleet._now),
+    e.Draining: Fleet._drain,
+    e.Undrained: Fleet._undrain,
     e.Stalled: Fleet._stalled,
     e.Tick: Fleet._tick,
     e.Closing: Fleet._close,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -67,6 +68,9 @@ class InstanceTable:
         self.instances = {
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
         }
+        self.leaving: set[str] = set()
+        """Names of the leaving instances."""
+        self._orders = itertools.count(len(self.instances))
         for name in retired:
             self.retire(self.instances[name])
         self.complete = False
@@ -92,8 +96,13 @@ class InstanceTable:
 
     @property
     def whole(self) -> bool:
-        """True if all instances are alive and can serve requests."""
-        return self.alive and all(instance.alive for instance in self.instances.values())
+        """True if all wanted instances are alive and can serve requests."""
+        return self.alive and all(one.alive for one in self.wanted if not one.fresh)
+
+    @property
+    def wanted(self) -> list[Instance]:
+        """The members of the server, in order: all instances except leaving ones."""
+        return [one for one in self.instances.values() if not one.leaving]
 
     @property
     def over(self) -> bool:
@@ -113,12 +122,12 @@ class InstanceTable:
     @property
     def awaited(self) -> bool:
         """True if an instance may come back: not retired, and not serving now or shunned."""
-        left = (one for one in self.instances.values() if one.state is not InstanceState.RETIRED)
+        left = (one for one in self.wanted if one.state is not InstanceState.RETIRED)
         return any(one.state not in SERVING or one.shunned for one in left)
 
     def missing(self, images: bool) -> list[str]:
         """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
-        known = (one.role for one in self.instances.values())
+        known = (one.role for one in self.wanted)
         return missing_roles(known, (one.role for one in self._serving()), images)
 
     @property
@@ -192,6 +201,40 @@ class InstanceTable:
         self.lacking.stall(seconds, now)
         self.gone.stall(seconds, now)
 
+    # -- members
+
+    def join(self, name: str, domain: str, now: float) -> None:
+        """Add a member without a process. Do nothing if the name is a member already.
+
+        A leaving instance of the same name stays, and takes sequences again.
+        """
+        present = self.instances.get(name)
+        if present is None:
+            # A member of a complete server need not be up for the server to be whole.
+            self.instances[name] = Instance(name, domain, next(self._orders), fresh=self.complete)
+        elif present.leaving:
+            present.leaving = False
+            self.leaving.discard(name)
+            self.undrain(present, now)
+        self._changed(now)
+
+    def leave(self, instance: Instance, now: float) -> None:
+        """Mark the instance as leaving: no new sequences from now on."""
+        instance.leaving = True
+        self.leaving.add(instance.name)
+        self.drain(instance, now)
+
+    def departed(self, now: float) -> list[Instance]:
+        """Remove the leaving instances without open sequences, and return them."""
+        gone = [self.instances[name] for name in sorted(self.leaving) if not self.instances[name].open]
+        for one in gone:
+            del self.instances[one.name]
+            self.leaving.discard(one.name)
+        if gone:
+            self._look_for_path(now)
+            self._changed(now)
+        return gone
+
     # -- states
 
     def expect(self, instance: Instance, link: int, now: float, domain: str = "") -> None:
@@ -243,16 +286,17 @@ class InstanceTable:
         instance.since = instance.heard = instance.moved = now
         instance.state = self._state_when_up(instance)
         if self.complete:
-            log.info("engine %s is back", instance.name)
+            log.info("engine %s %s", instance.name, "has joined" if instance.fresh else "is back")
+        instance.fresh = False
         # A joining API server starts as soon as the present instances can serve.
-        all_up = all(other.alive for other in self.instances.values())
+        all_up = all(other.alive for other in self.wanted)
         self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
         self._look_for_path(now)
         self._changed(now)
         self._say_who_is_lonely()
 
     def _look_for_path(self, now: float) -> None:
-        missing = [one for one in self.instances.values() if not one.alive]
+        missing = [one for one in self.wanted if not one.alive]
         absent = all(one.state is InstanceState.STARTING and not one.located for one in missing)
         path = not self.complete and absent and self.serve(self._serving())
         self._path_since = min(self._path_since, now) if path else math.inf
@@ -310,13 +354,14 @@ class InstanceTable:
         """
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
-        planned = closing or instance.state is InstanceState.DRAINING
+        planned = closing or instance.leaving or instance.state is InstanceState.DRAINING
         # During the first start the caller reports the reason as the last log line.
         level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
         log.log(level, "engine %s is lost: %s", instance.name, error.message)
         # A death soon after the start extends the row of deaths.
         healthy = instance.alive and now - instance.since >= HEALTHY_S
         instance.deaths = 1 if healthy else instance.deaths + 1
+        instance.fresh = False
         instance.state = InstanceState.DOWN
         self._look_for_path(now)
         self._changed(now)
@@ -352,6 +397,8 @@ class InstanceTable:
 
     @staticmethod
     def _state_when_up(instance: Instance) -> InstanceState:
+        if instance.leaving:
+            return InstanceState.DRAINING
         return InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
 
     def _changed(self, now: float) -> None:

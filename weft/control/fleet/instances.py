@@ -27,6 +27,8 @@ class InstanceState(Enum):
        │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
        ▼
      retired ──Expected, revived by an operator──► starting
+
+    ``Left`` drains an instance in any state. The instance is forgotten after its last open sequence.
     """
 
     STARTING = "starting"
@@ -85,6 +87,13 @@ class Instance:
     shunned: bool = False
     """True if no sequences are sent: another instance reported the end of the process, or no connection
     works."""
+    fresh: bool = False
+    """True from ``Joined`` until the first answer or the first loss: the server is complete without the
+    instance."""
+    leaving: bool = False
+    """True after ``Left``: the instance finishes the open sequences and is then forgotten."""
+    watched: bool = False
+    """True if the present process was asked to report cached prefixes."""
     lonely: bool = False
     """True if the missing partner of the present process was already logged."""
     prefixes: PrefixView = field(default_factory=PrefixView)
@@ -135,7 +144,7 @@ class Instance:
     def start(self, link: int, deadline: float) -> None:
         """Reset everything known about the process, because a new process was started."""
         self.state = InstanceState.STARTING
-        self.lonely = self.shunned = self.located = False
+        self.lonely = self.shunned = self.located = self.watched = False
         self.link = link
         self.deadline = deadline
         self.welcome = None

@@ -78,6 +78,8 @@ class Address(NamedTuple):
     """Expert-parallel group of the engine process: the engines of one group work together or not at all. ""
     for no group.
     """
+    leaving: bool = False
+    """True if the engine process drains and ends, and no other process of the name will be started."""
 
 
 class Link:

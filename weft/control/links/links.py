@@ -30,7 +30,7 @@ from weft.control.fleet.instances import Instance, InstanceState
 from weft.control.fleet.policy import Policies, PromptHashes, block_of
 from weft.control.links.flow import Flow, Observer
 from weft.control.links.link import POLL, Address, Link
-from weft.control.links.owner import Owner
+from weft.control.links.owner import EngineInfo, Owner, Scaled
 from weft.control.links.placements import Placements
 from weft.kv.hashing import prompt_hashes
 from weft.tracing.spans import SpanContext
@@ -325,12 +325,29 @@ class Links:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
 
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Start or end groups of one base name. Return the changes. See ``Owner.scale``."""
+        return self._owner.scale(base, groups)
+
+    def describe(self) -> list[EngineInfo]:
+        """Return all members of the server, as the owner of the processes knows them."""
+        return self._owner.describe()
+
+    def restart(self, name: str) -> list[str]:
+        """Replace processes in turn. Return the names. See ``Owner.restart``."""
+        return self._owner.restart(name)
+
+    def remove(self, name: str) -> list[str]:
+        """Drain and end a group or an engine process. Return the names. See ``Owner.remove``."""
+        return self._owner.remove(name)
+
     def revive(self, group: str) -> list[str]:
         """Start the retired engine processes of a group again. Return the names. See ``Owner.revive``."""
         return self._owner.revive(group)
 
     def _lives(self, name: str) -> bool:
-        return self._fleet.table.instances[name].alive
+        instance = self._fleet.table.instances.get(name)
+        return instance is not None and instance.alive
 
     def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
         """Open a flow for the sequences, pass the request to the fleet and return the flow."""
@@ -399,6 +416,12 @@ class Links:
                     self._placements.lost(instance)
                 if (link := self._links[instance]).number == number:
                     self._end(link)
+            case e.Forget(instance):
+                if self._placements is not None:
+                    self._placements.lost(instance)
+                if (left := self._links.pop(instance, None)) is not None:
+                    self._past_bad_frames += left.bad_frames
+                    self._end(left, flush=True)
             case e.Replace(instance, error):
                 self._replace(instance, error)
             case e.Complete():
@@ -426,8 +449,19 @@ class Links:
     def _follow_owner(self) -> None:
         """Compare the owner's processes with the fleet's instances and feed the differences to the fleet."""
         present = self._owner.present(self._fleet.open.kept)
-        for name, instance in self._fleet.table.instances.items():
-            address = present.get(name)
+        table = self._fleet.table
+        members = {
+            name: one for name, one in present.items() if not (isinstance(one, Address) and one.leaving)
+        }
+        for name, found in members.items():
+            if name not in table.instances or name in table.leaving:
+                self._feed(e.Joined(name, found.domain if isinstance(found, Address) else ""))
+        for name, instance in list(table.instances.items()):
+            if name not in members:
+                if name not in table.leaving:
+                    self._feed(e.Left(name))
+                continue
+            address = members[name]
             link = self._links.get(name)
             if isinstance(address, WeftError):
                 if instance.state is not InstanceState.RETIRED:
@@ -454,8 +488,8 @@ class Links:
         self._feed(e.Expected(name, number, address.domain))
         self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
-    def _end(self, link: Link) -> None:
-        task = asyncio.get_running_loop().create_task(link.close(flush=False))
+    def _end(self, link: Link, flush: bool = False) -> None:
+        task = asyncio.get_running_loop().create_task(link.close(flush=flush))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

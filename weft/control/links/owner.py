@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from weft.common.errors import WeftError
 from weft.control.links.link import Address
 
 
+class Scaled(NamedTuple):
+    """Answer to a change of the number of groups."""
+
+    starting: tuple[str, ...] = ()
+    """Names of the instances that start."""
+    leaving: tuple[str, ...] = ()
+    """Names of the instances that drain and end."""
+
+
+class EngineInfo(NamedTuple):
+    """One member of the server, as its owner knows the member."""
+
+    name: str
+    group: str
+    base: str
+    """Name of the group without its number; "" for a group without a name."""
+    role: str
+    state: Literal["running", "draining", "leaving", "waiting", "retired", "ended"]
+    """``waiting``: a restart is due later. ``leaving``: drains, and is then removed."""
+
+
 class Owner(Protocol):
     """The owner of the instances' processes. See ``weft.control.processes``. No method blocks."""
 
-    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
-        """Return for each instance the address of the current process, or an error if no process will be
-        started again. Polled. ``kept``: number of begun sequences of the API server that are at no instance.
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
+        """Return for each member of the server the address of the current process, an error if no process
+        will be started again, or None while there is no process yet. A name that is absent has left.
+
+        Polled. ``kept``: number of begun sequences of the API server that are at no instance.
         """
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
@@ -22,6 +45,29 @@ class Owner(Protocol):
 
     def drain(self) -> None:
         """Report that the API server finishes all requests and then ends."""
+
+    def describe(self) -> list[EngineInfo]:
+        """Return all members of the server, in start order."""
+
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Start or end groups until ``groups`` groups have the name ``base`` and a number.
+
+        Return the changes.
+
+        Groups to end drain first. Raises NotFound, InvalidRequest or Unavailable.
+        """
+
+    def remove(self, name: str) -> list[str]:
+        """Drain and end ``name``, a group or one engine process. Return the names of the instances.
+
+        Raises NotFound, InvalidRequest or Unavailable.
+        """
+
+    def restart(self, name: str = "") -> list[str]:
+        """Replace the processes of group or engine ``name`` in turn, without loss of a request; "" for all.
+
+        Return the names of the instances. Raises NotFound or Unavailable.
+        """
 
     def revive(self, name: str) -> list[str]:
         """Start retired processes again, with a new restart budget. ``name``: a group, or one engine process.

@@ -47,6 +47,28 @@ class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     name: str
 
 
+class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator changes the number of groups of one base name by HTTP."""
+
+    base: str
+    groups: int
+
+
+class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator removes a group by HTTP.
+
+    ``name`` is a group or a single engine.
+    """
+
+    name: str
+
+
+class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator replaces the engines of a group in turn by HTTP; "" for all."""
+
+    name: str
+
+
 class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """API server to supervisor: the API server has lost the connection to an engine process."""
 
@@ -61,7 +83,16 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     order: Order
 
 
-FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | GroupRevived | HeadLost
+FromFront: TypeAlias = (
+    FrontReady
+    | FrontAlive
+    | DrainAsked
+    | GroupRevived
+    | GroupRestarted
+    | GroupsScaled
+    | GroupRemoved
+    | HeadLost
+)
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop)
 
@@ -162,6 +193,18 @@ class SupervisorLink:
     def revive(self, name: str) -> None:
         """Request a restart of the retired engines of group ``name``, or of engine ``name``."""
         self._say(GroupRevived(name))
+
+    def scale(self, base: str, groups: int) -> None:
+        """Request a number of groups for one base name."""
+        self._say(GroupsScaled(base, groups))
+
+    def remove(self, name: str) -> None:
+        """Request the removal of group ``name``, or of engine ``name``."""
+        self._say(GroupRemoved(name))
+
+    def restart(self, name: str) -> None:
+        """Request a rolling restart of group ``name``, of engine ``name``, or of all engines ("")."""
+        self._say(GroupRestarted(name))
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """Report the loss of an engine process."""

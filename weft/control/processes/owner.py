@@ -9,10 +9,12 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.links.link import Address
+from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import HeadProbe
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.table import Member, ProcessState, ProcessTable, Start, to_revive
+from weft.control.processes.scaling import plan_removal, plan_scale
+from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start, to_revive
 
 log = get_logger(__name__)
 
@@ -20,11 +22,17 @@ log = get_logger(__name__)
 class Starter(Protocol):
     """Start and end engine processes. The implementation is ``weft.engine.server.heads.HeadProcesses``."""
 
+    def add(self, group: str, like: str) -> None:
+        """Prepare a new group with the settings of group ``like``. Raise Unavailable without a place."""
+
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
 
     def kill(self, name: str, incarnation: int) -> None:
         """Kill the process and its children at once. The process may have ended already."""
+
+    def forget(self, name: str) -> None:
+        """Release everything that is kept for an engine that has left the server."""
 
 
 class HeadOwner:
@@ -62,12 +70,26 @@ class HeadOwner:
         """Start every engine process without a wait for readiness."""
         self._carry_out(self._table.start(self._clock.now()))
 
-    def restart(self) -> None:
+    def ask_restart(self) -> None:
         """Request a rolling restart: engines finish their work and are replaced in turn.
 
         Safe in a signal handler.
         """
         self._asked = True
+
+    def restart(self, name: str = "") -> list[str]:
+        """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
+        self._check_open()
+        names = self._table.with_name(name)
+        self._rolling.begin(names)
+        return names
+
+    def describe(self) -> list[EngineInfo]:
+        """Return all members: see ``weft.control.links.owner.Owner``."""
+        return [
+            EngineInfo(name, entry.member.group, entry.member.base, entry.member.role, entry.condition)
+            for name, entry in self._table.entries.items()
+        ]
 
     def switch(self) -> None:
         """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
@@ -82,26 +104,55 @@ class HeadOwner:
         self._draining = True
         self._rolling.end()
 
-    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
-        """Return, by name, the address of the present process, or the error if the engine is retired.
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
+        """Return, by name, the address of the present process, the error if the engine is retired, or None
+        before the first process.
 
         The caller polls this method. Each call also advances restarts and starts processes with a due time in
         the past.
         """
         self._rolling.keeps("", kept)
         self._turn()
-        present: dict[str, Address | WeftError] = {}
+        present: dict[str, Address | WeftError | None] = {}
         for name, entry in self._table.entries.items():
             if entry.state is ProcessState.RETIRED and entry.error is not None:
                 present[name] = entry.error
             # A waiting name keeps its last address: the link then finds the process ended.
             elif name in self._addresses:
-                present[name] = self._addresses[name]._replace(draining=entry.draining)
+                address = self._addresses[name]
+                present[name] = address._replace(draining=entry.draining, leaving=entry.leaving)
+            else:
+                present[name] = None
         return present
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """Replace an engine process after a loss report from the API server."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
+
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Change the number of groups: see ``weft.control.links.owner.Owner``."""
+        self._check_open()
+        table = self._table
+        change = plan_scale(base, groups, table.members, table.leaving, table.serves)
+        now = self._clock.now()
+        for group, members in change.new.items():
+            self._starter.add(group, change.like)
+            self._carry_out(table.join(members, now))
+        self._carry_out(self._rolling.remove(change.leaving, now))
+        return Scaled(change.starting, tuple(change.leaving))
+
+    def remove(self, name: str) -> list[str]:
+        """Drain and end a group: see ``weft.control.links.owner.Owner``."""
+        self._check_open()
+        table = self._table
+        names = plan_removal(name, table.members, table.leaving, table.serves)
+        self._carry_out(self._rolling.remove(names, self._clock.now()))
+        return names
+
+    def _check_open(self) -> None:
+        """Raise Unavailable while the server shuts down."""
+        if self._draining or self._table.over:
+            raise Unavailable("the server is shutting down")
 
     def revive(self, name: str) -> list[str]:
         """Start retired engines again: see ``weft.control.links.links.Owner``.
@@ -109,11 +160,9 @@ class HeadOwner:
         Raise Unavailable while the server shuts down.
         """
         entries = self._table.entries
-        members = {one: entry.member for one, entry in entries.items()}
         retired = [one for one, entry in entries.items() if entry.state is ProcessState.RETIRED]
-        found = to_revive(name, members, retired)
-        if self._draining or self._table.over:
-            raise Unavailable("the server is shutting down")
+        found = to_revive(name, self._table.members, retired)
+        self._check_open()
         self._carry_out(self._table.revive(name, self._clock.now()))
         return found
 
@@ -132,6 +181,12 @@ class HeadOwner:
             self._switch_asked = False
             if not self._draining:
                 self._rolling.begin_switch()
+        # The API server forgets a leaving engine when its requests have ended, and does not report the end.
+        for name in self._table.leaving:
+            address = self._addresses.get(name)
+            if address is not None and (status := address.process.poll()) is not None:
+                error = EngineDead(f"the process ended with status {status}")
+                self._carry_out(self._table.lose(name, address.incarnation, error, now))
         for name, incarnation, idle in self._probes.look(self._rolling.watched, self._addresses):
             self._rolling.seen(name, incarnation, idle)
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
@@ -145,6 +200,9 @@ class HeadOwner:
                 self._probes.quit(action.name)
             elif isinstance(action, Switch):
                 self._on_switch()
+            elif isinstance(action, Forget):
+                self._addresses.pop(action.name, None)
+                self._starter.forget(action.name)
             else:
                 self._starter.kill(action.name, action.incarnation)
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
+from weft.common.errors import EngineDead, ErrorInfo, NotFound, ReportedError, WeftError
 from weft.control.links.link import Address
-from weft.control.processes.table import Member, Role, to_revive
+from weft.control.links.owner import EngineInfo, Scaled
+from weft.control.processes.scaling import plan_removal, plan_scale
+from weft.control.processes.table import Condition, Member, Role, named, to_revive, with_domains
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -28,11 +29,15 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     role: Role
     name: str
     incarnation: int
-    state: Literal["running", "draining", "waiting", "ended", "retired"]
+    state: Condition
     domain: str = ""
     """Name of the engine's expert-parallel group; "" if none."""
     group: str = ""
     """Engine only: name of the group."""
+    base: str = ""
+    """Engine only: name of the group without its number."""
+    group_role: str = "unified"
+    """Engine only: role of the group."""
     endpoint: str | None = None
     """Address of an engine's socket; None if unknown so far."""
     pid: int | None = None
@@ -109,18 +114,25 @@ class RegistryOwner:
         report: Callable[[str, int, WeftError], None],
         revive: Callable[[str], None] = lambda name: None,
         keeps: Callable[[int], None] = lambda kept: None,
+        scale: Callable[[str, int], None] = lambda base, groups: None,
+        remove: Callable[[str], None] = lambda name: None,
+        restart: Callable[[str], None] = lambda name: None,
+        serves: Callable[[set[str]], bool] = bool,
     ) -> None:
         """``report`` notifies the supervisor of a lost engine.
 
         ``revive`` requests a restart of a retired group. ``keeps`` reports the number of begun sequences
-        at no engine.
+        at no engine. ``scale`` requests a number of groups for one base name, ``remove`` the end of a group,
+        ``restart`` a rolling restart of a group.
+        ``serves``: see ``ProcessTable``.
         """
         self._reader = reader
         self._keeps = keeps
         self._report, self._revive = report, revive
+        self._scale, self._remove, self._restart, self._serves = scale, remove, restart, serves
         self._keys: dict[str, CurveKeys] = {}
 
-    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
         """Return, by name, the address of each present engine, or the error that ended the engine for
         good.
         """
@@ -136,9 +148,36 @@ class RegistryOwner:
         ``weft.control.links.links.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
         """
         heads = self._reader.read().of("head")
-        members = {one.name: Member(one.domain, one.group) for one in heads}
-        found = to_revive(name, members, [one.name for one in heads if one.state == "retired"])
+        found = to_revive(name, _members(heads), [one.name for one in heads if one.state == "retired"])
         self._revive(name)
+        return found
+
+    def describe(self) -> list[EngineInfo]:
+        """Return all members: see ``weft.control.links.owner.Owner``."""
+        heads = self._reader.read().of("head")
+        return [EngineInfo(one.name, one.group, one.base, one.group_role, one.state) for one in heads]
+
+    def restart(self, name: str = "") -> list[str]:
+        """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
+        members = _members(self._reader.read().of("head"))
+        found = with_domains(named(name, members), members) if name else list(members)
+        if not found:
+            raise NotFound(f"unknown group {name!r}", param="group")
+        self._restart(name)
+        return found
+
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Request a number of groups: see ``weft.control.links.owner.Owner``."""
+        heads = self._reader.read().of("head")
+        change = plan_scale(base, groups, _members(heads), _leaving(heads), self._serves)
+        self._scale(base, groups)
+        return Scaled(change.starting, tuple(change.leaving))
+
+    def remove(self, name: str) -> list[str]:
+        """Request the end of a group: see ``weft.control.links.owner.Owner``."""
+        heads = self._reader.read().of("head")
+        found = plan_removal(name, _members(heads), _leaving(heads), self._serves)
+        self._remove(name)
         return found
 
     def drain(self) -> None:
@@ -152,8 +191,9 @@ class RegistryOwner:
         keys = None if record.secret is None else self._keys_of(record.secret)
         # The address of an engine on another host may be unknown at first. The link then polls the function.
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
-        draining = record.state == "draining"
-        return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain)
+        leaving = record.state == "leaving"
+        draining = leaving or record.state == "draining"
+        return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain, leaving)
 
     def _keys_of(self, secret: str) -> CurveKeys:
         """Return the encryption keys of a secret file. Each file is read once."""
@@ -167,3 +207,13 @@ class RegistryOwner:
             if (record.name, record.incarnation) == (name, incarnation):
                 return record.endpoint
         return None
+
+
+def _members(heads: list[ProcessRecord]) -> dict[str, Member]:
+    """Return the engines of the registry as members, by name."""
+    return {one.name: Member(one.domain, one.group, one.group_role, one.base) for one in heads}
+
+
+def _leaving(heads: list[ProcessRecord]) -> frozenset[str]:
+    """Return the names of the leaving engines."""
+    return frozenset(one.name for one in heads if one.state == "leaving")

@@ -7,6 +7,8 @@ process table starts the replacement, without a charge to the restart budget. Un
 elsewhere, as after any loss. If a replacement does not come up, the rolling restart ends there; the remaining
 processes stay as before.
 
+Processes that leave the server drain and quit in the same way, and are not started again.
+
 A *switch* replaces all processes at once, because the new processes compute with other operations:
 
     all answer, all idle ─► drain all ─all idle─► Switch, quit all ─ended─► all load ─all answer─► done
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from weft.common.errors import EngineDead
@@ -66,6 +69,8 @@ class RollingRestart:
         self._drain_timeout = drain_timeout
         self._asked = False
         """True while a requested restart waits until all processes answer."""
+        self._only: frozenset[str] = frozenset()
+        """Names that the requested restart replaces; empty for all."""
         self._left: deque[dict[str, int]] = deque()
         """Units (name -> incarnation) to replace after the current unit."""
         self._unit: dict[str, int] = {}
@@ -102,13 +107,33 @@ class RollingRestart:
         """
         entries = self._table.entries
         waits = self._asked or (self._wants_switch and not self.active)
-        return {name: entries[name].incarnation for name in (self._running() if waits else self._unit)}
+        names = self._running() if waits else self._unit
+        return {name: entries[name].incarnation for name in names if name in entries}
 
-    def begin(self) -> None:
-        """Begin to replace all processes, once all running processes answer. No effect during a restart."""
+    def begin(self, only: Iterable[str] = ()) -> None:
+        """Begin to replace the processes ``only``, or all, once all running processes answer.
+
+        No effect during a restart.
+        """
         if not self.active:
-            log.info("a rolling restart was requested")
+            self._only = frozenset(only)
+            log.info("a rolling restart of %s was requested", ", ".join(sorted(self._only)) or "all engines")
             self._asked, self._up, self._waits_since = True, set(), math.inf
+
+    def remove(self, names: Iterable[str], now: float) -> list[Action]:
+        """Drain and end ``names``, which leave the server. Work waits at most ``drain_timeout``.
+
+        A replacement that is under way finishes first.
+        """
+        actions: list[Action] = [*self._table.leave(names)]
+        entries = self._table.entries
+        unit = {name: entries[name].incarnation for name in names if name in entries}
+        if unit:
+            log.info("%s drains and leaves the server", " and ".join(unit))
+            # A replacement that waits for its turn has become pointless.
+            others = (one for one in self._left if not one.keys() <= unit.keys())
+            self._left = deque([unit, *others])
+        return actions if self._unit else [*actions, *self._next(now)]
 
     def begin_switch(self) -> None:
         """Request a switch, once all processes answer and are idle. No effect while a switch waits.
@@ -140,7 +165,7 @@ class RollingRestart:
         # unit.
         if self._asked:
             self._up.add(name)
-        elif self._unit.get(name) == incarnation or (not self.active and self._wants_switch):
+        if self._unit.get(name) == incarnation or (not self.active and self._wants_switch):
             if idle:
                 self._idle[name] = incarnation
             elif idle is not None:
@@ -168,6 +193,8 @@ class RollingRestart:
             self._asked = False
             units: dict[str, dict[str, int]] = {}
             for name, entry in running.items():
+                if entry.leaving or (self._only and name not in self._only):
+                    continue
                 # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
                 units.setdefault(entry.member.domain or f" {name}", {})[name] = entry.incarnation
             self._left.extend(units.values())
@@ -181,20 +208,23 @@ class RollingRestart:
             # next idle moment.
             self._switching = False
             return self._abandon(EngineDead("another process started before the switch"), now)
-        entries = [self._table.entries[name] for name in self._unit]
-        ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
+        # A process that has left the server has no entry any more.
+        left = {name: entry for name, entry in self._table.entries.items() if name in self._unit}
+        ended = [one.incarnation != self._unit[name] for name, one in left.items()]
         # An incarnation more than 1 above the old number means that the replacement died too.
-        again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
-        if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
+        again = [one.incarnation > self._unit[name] + 1 for name, one in left.items()]
+        if any(again) or any(one.state is not t.ProcessState.RUNNING for one in left.values()):
             log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
             self._asked = self._wants_switch = False
-            self._left.clear()
+            leaving = self._table.leaving
+            self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
             return self._abandon(
                 EngineDead("another engine of the expert-parallel group did not start again"), now
             )
         if all(ended):
-            if self._up >= self._unit.keys():
-                log.info("%s is restarted", " and ".join(self._unit))
+            if self._up >= left.keys():
+                if left:
+                    log.info("%s is restarted", " and ".join(left))
                 self._unit = {}
                 return self._next(now)
             return []

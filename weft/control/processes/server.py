@@ -23,7 +23,7 @@ import msgspec
 
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import ReportedError
+from weft.common.errors import ReportedError, WeftError
 from weft.common.log import get_logger
 from weft.control.links.link import Address
 from weft.control.links.shutdown import shut_down
@@ -31,7 +31,7 @@ from weft.control.processes import channel, process_registry
 from weft.control.processes import supervisor as s
 from weft.control.processes.owner import Probes, Starter
 from weft.control.processes.rolling import Quit, Switch
-from weft.control.processes.table import Kill, ProcessState, Start
+from weft.control.processes.table import Forget, Kill, ProcessState, Start
 
 log = get_logger(__name__)
 
@@ -175,8 +175,26 @@ class ClusterServer:
                 self._signals.append(signal.SIGTERM)
             elif isinstance(message, channel.GroupRevived):
                 self._on(s.ReviveAsked(message.name))
+            elif isinstance(message, channel.GroupsScaled | channel.GroupRemoved):
+                self._change(message)
+            elif isinstance(message, channel.GroupRestarted):
+                self._on(s.RestartAsked(message.name))
             else:
                 self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
+
+    def _change(self, asked: channel.GroupsScaled | channel.GroupRemoved) -> None:
+        """Change the groups of the server. A refusal is logged: the API server has checked the request."""
+        try:
+            if isinstance(asked, channel.GroupRemoved):
+                self._on(s.RemoveAsked(asked.name))
+                return
+            change = self._supervisor.plan(asked.base, asked.groups)
+            for group in change.new:
+                self._heads.add(group, change.like)
+        except WeftError as error:
+            log.error("the groups stay as they are: %s", error.message)
+        else:
+            self._on(s.ScaleAsked(change))
 
     def _on(self, event: s.Event) -> None:
         """Pass an event to the supervisor and carry out the resulting actions."""
@@ -195,6 +213,9 @@ class ClusterServer:
                     self._run_front(name, incarnation)
                 case Kill(_, name, _):
                     self._end_front(name)
+                case Forget("head", name):
+                    self._addresses.pop(name, None)
+                    self._heads.forget(name)
                 case Switch():
                     self._on_switch()
                 case Quit(name, _):
@@ -258,21 +279,22 @@ class ClusterServer:
         """Return the registry entries of all started engines."""
         records = []
         for name, entry in self._supervisor.heads.entries.items():
-            if (address := self._addresses.get(name)) is None:
-                continue
-            endpoint = address.endpoint
-            process = address.process
+            address = self._addresses.get(name)
+            endpoint = None if address is None else address.endpoint
+            process = None if address is None else address.process
             records.append(
                 process_registry.ProcessRecord(
                     role="head",
                     name=name,
                     incarnation=entry.incarnation,
-                    state="draining" if entry.draining else entry.state.value,
-                    domain=address.domain,
+                    state=entry.condition,
+                    domain=entry.member.domain,
                     group=entry.member.group,
-                    endpoint=endpoint if isinstance(endpoint, str) else endpoint(),
+                    base=entry.member.base,
+                    group_role=entry.member.role,
+                    endpoint=endpoint() if callable(endpoint) else endpoint,
                     pid=process.pid if isinstance(process, subprocess.Popen) else None,
-                    secret=self._secret if address.keys is not None else None,
+                    secret=self._secret if address is not None and address.keys is not None else None,
                     error=None if entry.error is None else entry.error.info(),
                 )
             )

@@ -11,6 +11,7 @@ engine; API servers only report lost engines. Engines outlive API servers, and e
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
@@ -18,10 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, NotFound, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.processes import table as t
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
+from weft.control.processes.scaling import Change, plan_removal, plan_scale
 
 log = get_logger(__name__)
 
@@ -89,7 +91,10 @@ class Signalled(NamedTuple):
 
 
 class RestartAsked(NamedTuple):
-    """Request for a rolling restart of all engines: see ``weft.control.processes.rolling``."""
+    """Request for a rolling restart: see ``weft.control.processes.rolling``."""
+
+    name: str = ""
+    """A group or an engine; "" for all engines."""
 
 
 class SwitchAsked(NamedTuple):
@@ -98,6 +103,18 @@ class SwitchAsked(NamedTuple):
 
 class ReviveAsked(NamedTuple):
     """An operator revives the retired engines of a group, or one engine: see ``ProcessTable.revive``."""
+
+    name: str
+
+
+class ScaleAsked(NamedTuple):
+    """An operator changes the number of groups. The owner of the processes has prepared the new groups."""
+
+    change: Change
+
+
+class RemoveAsked(NamedTuple):
+    """An operator removes a group, or one engine: see ``scaling.plan_removal``."""
 
     name: str
 
@@ -123,6 +140,8 @@ Event: TypeAlias = (
     | RestartAsked
     | SwitchAsked
     | ReviveAsked
+    | ScaleAsked
+    | RemoveAsked
     | HeadSeen
     | Tick
 )
@@ -279,9 +298,10 @@ class Supervisor:
     # -- the server
 
     def _restart(self, event: RestartAsked) -> list[Action]:
-        """Begin a rolling restart. Ignored outside the serving phase."""
+        """Begin a rolling restart. Ignored outside the serving phase, and for an unknown name."""
         if self.phase is ServerPhase.SERVING:
-            self.rolling.begin()
+            with contextlib.suppress(NotFound):
+                self.rolling.begin(self.heads.with_name(event.name))
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:
@@ -295,6 +315,30 @@ class Supervisor:
         if self.phase is not ServerPhase.SERVING:
             return []
         return [*self.heads.revive(event.name, self._now)]
+
+    def plan(self, base: str, groups: int) -> Change:
+        """Return the change that gives ``base`` a number of groups. Change nothing.
+
+        Raise NotFound, InvalidRequest, or Unavailable outside the serving phase.
+        """
+        if self.phase is not ServerPhase.SERVING:
+            raise Unavailable("the server does not serve now")
+        heads = self.heads
+        return plan_scale(base, groups, heads.members, heads.leaving, heads.serves)
+
+    def _scale(self, event: ScaleAsked) -> list[Action]:
+        """Start the new groups, and drain the leaving groups."""
+        members = {name: one for group in event.change.new.values() for name, one in group.items()}
+        actions: list[Action] = [*self.heads.join(members, self._now)]
+        return [*actions, *self.rolling.remove(event.change.leaving, self._now)]
+
+    def _remove(self, event: RemoveAsked) -> list[Action]:
+        """Drain a group. Raise NotFound or InvalidRequest. Ignored outside the serving phase."""
+        if self.phase is not ServerPhase.SERVING:
+            return []
+        heads = self.heads
+        names = plan_removal(event.name, heads.members, heads.leaving, heads.serves)
+        return [*self.rolling.remove(names, self._now)]
 
     def _seen(self, event: HeadSeen) -> list[Action]:
         """Pass a probe answer to the rolling restart."""
@@ -374,6 +418,8 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     RestartAsked: Supervisor._restart,
     SwitchAsked: Supervisor._switch,
     ReviveAsked: Supervisor._revive,
+    ScaleAsked: Supervisor._scale,
+    RemoveAsked: Supervisor._remove,
     HeadSeen: Supervisor._seen,
     Tick: Supervisor._tick,
 }

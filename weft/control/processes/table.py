@@ -30,6 +30,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Seconds of the first delay, doubled by each further death, and the maximum delay."""
 
 Role: TypeAlias = Literal["head", "front"]
+Condition: TypeAlias = Literal["running", "draining", "leaving", "waiting", "ended", "retired"]
 LABELS: dict[Role, str] = {"head": "engine", "front": "API server"}
 """Names of the roles in log lines."""
 
@@ -40,6 +41,8 @@ class ProcessState(Enum):
     RUNNING ──lost──► WAITING (for its restart time) ──► RUNNING (the next incarnation)
     RUNNING ──lost, no restart left──► RETIRED ──revived──► RUNNING
     RUNNING or WAITING ──► ENDED (on request)
+
+    A leaving process has no next state: the name is removed.
     """
 
     RUNNING = "running"
@@ -64,7 +67,14 @@ class Kill(NamedTuple):
     incarnation: int
 
 
-Action: TypeAlias = Start | Kill
+class Forget(NamedTuple):
+    """Drop everything that is kept for ``name``, which has left the server. ``Kill`` came before."""
+
+    role: Role
+    name: str
+
+
+Action: TypeAlias = Start | Kill | Forget
 
 
 class Member(NamedTuple):
@@ -76,6 +86,8 @@ class Member(NamedTuple):
     """Name of the group. All processes of a group share a restart budget."""
     role: str = "unified"
     """Role of the group of an engine process."""
+    base: str = ""
+    """Name of the group without its number; "" for a group without a name. See ``scaling``."""
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
@@ -140,6 +152,15 @@ class ProcessEntry:
     """Number of deaths in a row."""
     due: float = math.inf
     """Waiting only: start time of the next process."""
+    leaving: bool = False
+    """True if the name leaves the server: no process is started again, and the last end removes the name."""
+
+    @property
+    def condition(self) -> Condition:
+        """The state, with the reason of a drain."""
+        if self.state is not ProcessState.RUNNING or not self.draining:
+            return self.state.value
+        return "leaving" if self.leaving else "draining"
 
 
 class ProcessTable:
@@ -164,13 +185,39 @@ class ProcessTable:
         self.role = role
         self._entries = {name: ProcessEntry(member) for name, member in members_of(names).items()}
         groups = {entry.member.group for entry in self._entries.values()}
+        self._restarts = restarts
         self._budgets = {group: RestartBudget(restarts, WINDOW) for group in groups}
-        self._serves = serves
+        self._past: dict[str, int] = {}
+        """Name that has left -> its last incarnation. A later process of the name gets a higher number."""
+        self.serves = serves
 
     @property
     def entries(self) -> Mapping[str, ProcessEntry]:
         """Entries by name, in start order. Only the table changes ``state``."""
         return self._entries
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """Members by name, in start order."""
+        return {name: entry.member for name, entry in self._entries.items()}
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Names of the leaving processes."""
+        return frozenset(name for name, entry in self._entries.items() if entry.leaving)
+
+    def with_name(self, name: str) -> list[str]:
+        """Return the lasting processes of group or process ``name``, with their expert-parallel groups; ""
+        for all.
+
+        Raise NotFound for an unknown name.
+        """
+        members = self.members
+        found = with_domains(named(name, members), members) if name else list(members)
+        if not found:
+            known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+            raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+        return [one for one in found if not self._entries[one].leaving]
 
     @property
     def over(self) -> bool:
@@ -197,6 +244,37 @@ class ProcessTable:
         """Return the actions that start the first process of each name."""
         return [self._next(name, entry, now) for name, entry in self._entries.items()]
 
+    def join(self, members: Mapping[str, Member], now: float) -> list[Action]:
+        """Add new names and return the actions that start their first processes."""
+        actions: list[Action] = []
+        for name, member in members.items():
+            assert name not in self._entries, name
+            self._entries[name] = ProcessEntry(member, self._past.pop(name, 0))
+            self._budgets.setdefault(member.group, RestartBudget(self._restarts, WINDOW))
+            actions.append(self._next(name, self._entries[name], now))
+        return actions
+
+    def leave(self, names: Iterable[str]) -> list[Action]:
+        """Mark ``names`` as leaving. Return the actions that remove the names without a process.
+
+        A running process drains; the caller ends the process when the work is done (``RollingRestart``).
+        """
+        actions: list[Action] = []
+        for name in names:
+            entry = self._entries[name]
+            entry.leaving = True
+            if entry.state is ProcessState.RUNNING:
+                entry.draining = True
+            else:
+                actions.append(self._remove(name))
+        return actions
+
+    def _remove(self, name: str) -> Forget:
+        """Remove a name and return the action that drops what is kept for the name."""
+        self._past[name] = self._entries.pop(name).incarnation
+        log.info("%s %s has left the server", LABELS[self.role], name)
+        return Forget(self.role, name)
+
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
         """Handle the loss of a process: return the actions that kill and replace the process, or retire the
         name. Logged.
@@ -209,6 +287,8 @@ class ProcessTable:
         if entry is None:
             return []
         actions: list[Action] = [Kill(self.role, name, incarnation)]
+        if entry.leaving:
+            return [*actions, self._remove(name)]
         # A planned replacement: the process ended on request, or died just before.
         if entry.draining:
             return [*actions, self._next(name, entry, now)]
@@ -248,10 +328,11 @@ class ProcessTable:
         gone = {id(entry) for entry in self._entries.values() if domain and entry.member.domain == domain}
         gone.add(id(lost))
         # The remaining roles decide if the server can still serve requests.
-        roles = {e.member.role for e in self._entries.values() if _lives(e) and id(e) not in gone}
+        lasting = [e for e in self._entries.values() if _lives(e) and not e.leaving]
+        roles = {e.member.role for e in lasting if id(e) not in gone}
         actions: list[Action] = []
         for name, entry in self._entries.items():
-            if _lives(entry) and (id(entry) in gone or not self._serves(roles)):
+            if _lives(entry) and (id(entry) in gone or not self.serves(roles)):
                 if entry is not lost and entry.state is ProcessState.RUNNING:
                     actions.append(Kill(self.role, name, entry.incarnation))
                 entry.state, entry.due, entry.error = ProcessState.RETIRED, math.inf, error
@@ -297,8 +378,9 @@ class ProcessTable:
             entry.draining = True
 
     def undrain(self, name: str, incarnation: int) -> None:
-        """Undo ``drain``: the process takes work again."""
-        if (entry := self.running(name, incarnation)) is not None:
+        """Undo ``drain``: the process takes work again. A leaving process goes on draining."""
+        entry = self.running(name, incarnation)
+        if entry is not None and not entry.leaving:
             entry.draining = False
 
     def give_up(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from weft.config.gpus import gpu_environment, head_rank
+from weft.common.errors import Unavailable
+from weft.config.gpus import gpu_environment, gpus_here, head_rank
 from weft.config.hosts import uses_board
 from weft.config.names import instance_name
 from weft.config.resolved import EngineConfig
@@ -53,7 +54,10 @@ class HeadProcesses:
             domain=(config.group or "all") if together else "",
             group=config.group,
             role=config.transfer.role,
+            base=config.base,
         )
+        self.config = config
+        """Settings of the group."""
         self.members = dict.fromkeys(self._replicas, member)
         """Name of each engine process, in order, with the facts for the owner of the engines."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
@@ -132,17 +136,48 @@ class HeadGroups:
         """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
+        self._setup = folder, log_level, start
+        self._ends: list[int] = []
+        """Exit statuses of the engine processes of groups that have ended."""
         self.members: dict[str, Member] = {}
         """Name of every engine process, in order, with the facts for the owner of the engines."""
         try:
             for config in groups:
-                group = HeadProcesses(config, folder, log_level, start)
-                self._groups.append(group)
-                self._of.update(dict.fromkeys(group.members, group))
-                self.members.update(group.members)
+                self._open(config)
         except BaseException:
             self.close(0.0, 2)
             raise
+
+    def _open(self, config: EngineConfig) -> None:
+        """Add a group. Raises ConfigError: see ``HeadProcesses``."""
+        group = HeadProcesses(config, *self._setup)
+        self._groups.append(group)
+        self._of.update(dict.fromkeys(group.members, group))
+        self.members.update(group.members)
+
+    def add(self, group: str, like: str) -> None:
+        """Prepare ``group`` with the settings of the group ``like``. Start nothing.
+
+        Raises Unavailable if the group runs over several hosts, or if too few GPUs are free.
+        """
+        config = next(one.config for one in self._groups if one.config.group == like)
+        ranks = config.parallel.layout.ranks
+        if config.parallel.nnodes > 1:
+            raise Unavailable(f"group {like} runs over several hosts, so no group can be added")
+        used = {gpu for one in self._groups for gpu in one.config.gpus}
+        free = [gpu for gpu in gpus_here(config.parallel, config.device) if gpu not in used]
+        if config.device == "cuda" and len(free) < ranks:
+            raise Unavailable(f"group {group} needs {ranks} free GPUs, and {len(free)} are free")
+        gpus = tuple(free[:ranks])
+        self._open(msgspec.structs.replace(config, group=group, gpus=gpus))
+
+    def forget(self, name: str) -> None:
+        """Drop an engine that has left the server. With the last engine of its group, the group ends."""
+        group = self._of.pop(name)
+        del self.members[name]
+        if group not in self._of.values():
+            self._groups.remove(group)
+            self._ends += group.close(0.0)
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start an engine process and return the address. Does not wait for the start."""
@@ -157,9 +192,10 @@ class HeadGroups:
         of the engine processes.
         """
         until = time.monotonic() + seconds
-        return [
+        closed = [
             end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
         ]
+        return [*self._ends, *closed]
 
 
 def group_folder(folder: Path) -> Path:

@@ -18,7 +18,17 @@ OPEN_PATHS = PROBES | {"/"}
 """Paths without a key. The page at "/" holds no data of the server, and asks the user for a key."""
 METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
 """Paths that ``--open-metrics`` opens."""
-ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
+ADMIN_PATHS = frozenset(
+    {
+        "/abort_request",
+        "/admin/drain",
+        "/admin/groups",
+        "/admin/profile",
+        "/admin/restart",
+        "/admin/revive",
+        "/admin/scale",
+    }
+)
 """Paths that change the server or requests of other clients. Only with the admin key, and never from a
 browser."""
 KEY = "weft.key"

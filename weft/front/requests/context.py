@@ -129,7 +129,8 @@ class Front:
         )
         self.metrics = Metrics(self.names[0], self.links)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(each * len(self.links.instances))
+        # A leaving engine takes no requests, so its places do not count.
+        self.lifecycle = Lifecycle(lambda: each * len(self.links.fleet.table.wanted))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0

@@ -1,0 +1,124 @@
+"""Instances that join and leave a fleet in service: events and actions, no clock, no process."""
+
+from __future__ import annotations
+
+from tests.control.fleet.driver import Driver
+from weft.control.fleet import events as e
+from weft.control.fleet.instances import InstanceState
+from weft.types import messages as m
+
+
+def joined(one: Driver, name: str) -> Driver:
+    """Let ``name`` join the fleet and come up."""
+    one.on(e.Joined(name))
+    return one.up(name)
+
+
+def test_a_new_member_takes_requests_once_it_is_up() -> None:
+    one = Driver("a").up()
+    one.on(e.Joined("b"))
+    assert one.fleet.table.whole  # a member that has yet to load is no loss
+    assert one.open(1) == "a"
+    one.up("b")
+    assert one.open(2, request=2) == "b"
+    assert one.fleet.table.whole
+
+
+def test_a_new_member_that_dies_while_it_loads_counts_as_missing() -> None:
+    one = Driver("a").up()
+    one.on(e.Joined("b"))
+    one.expect("b")
+    one.lose("b")
+    assert not one.fleet.table.whole
+    assert one.fleet.table.alive
+
+
+def test_the_first_member_reports_prefixes_once_there_is_a_choice() -> None:
+    one = Driver("a").up()
+    assert not [message for message in one.sent() if isinstance(message, m.WatchPrefixes)]
+    joined(one, "b")
+    asked = [action.instance for action in one.of(e.Send) if isinstance(action.message, m.WatchPrefixes)]
+    assert sorted(asked) == ["a", "b"]
+
+
+def test_who_leaves_finishes_and_is_forgotten() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.open(1)
+    assert one.open(2, request=2) == "b"
+    one.on(e.Left("b"))
+    assert not one.of(e.Forget)
+    assert one.fleet.table.instances["b"].state is InstanceState.DRAINING
+    assert one.fleet.table.whole  # nobody wants it any more
+    assert one.open(3, request=3) == "a"
+    one.tokens("b", 2, 7)
+    assert [event.token_ids for event in one.told()] == [(7,)]
+    one.tokens("b", 2, 8, finish="length")
+    assert [event.finish for event in one.told()] == ["length"]
+    assert one.sent() == [m.Goodbye()]
+    assert one.of(e.Forget) == [e.Forget("b")]
+    assert list(one.fleet.table.instances) == ["a"]
+    one.tokens("b", 2, 9)  # was in flight
+    assert one.told() == []
+
+
+def test_who_leaves_without_work_is_forgotten_at_once() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.on(e.Left("b"))
+    assert one.of(e.Forget) == [e.Forget("b")]
+    one.on(e.Left("b"))
+    assert one.actions == []
+
+
+def test_work_of_one_that_leaves_and_dies_goes_on_elsewhere() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.open(1)
+    assert one.open(2, request=2) == "b"
+    one.tokens("b", 2, 7)
+    one.on(e.Left("b"))
+    one.lose("b")
+    assert one.of(e.Replace) == []  # the owner wants no other process
+    assert one.of(e.Forget) == [e.Forget("b")]
+    (submit,) = one.sent()
+    assert isinstance(submit, m.Submit)
+    assert (submit.sequence, submit.attempt) == (2, 1)
+
+
+def test_who_comes_back_before_it_has_left_goes_on() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.open(1)
+    assert one.open(2, request=2) == "b"
+    one.on(e.Left("b"))
+    one.on(e.Joined("b"))
+    assert one.fleet.table.instances["b"].state is InstanceState.UP
+    one.tokens("b", 2, 8, finish="length")
+    assert one.of(e.Forget) == []
+
+
+def test_a_name_that_left_may_join_again() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.on(e.Left("b"))
+    joined(one, "b")
+    one.open(1)
+    assert one.open(2, request=2) == "b"
+
+
+def test_a_paused_sequence_of_one_that_left_ends_if_no_other_may_take_it() -> None:
+    one = joined(Driver("a").up(), "b")
+    one.open(1, pinned="b")
+    one.on(e.Paused((1,)))
+    one.on(e.Left("b"))
+    assert [event.finish for event in one.told()] == ["error"]
+
+
+def test_requests_fail_in_time_after_the_last_has_left_and_go_on_with_the_next() -> None:
+    one = Driver("a").up()
+    one.on(e.Left("a"))
+    one.now += 1000.0
+    one.on(e.Tick())
+    refusal = one.fleet.refusal()
+    assert refusal is not None
+    assert refusal.http_status == 503
+    assert one.fleet.failure is None
+    joined(one, "b")
+    assert one.fleet.refusal() is None
+    assert one.open(1) == "b"

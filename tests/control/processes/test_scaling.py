@@ -1,0 +1,149 @@
+"""Groups that are added and removed: the plan, the process table and the drain, event by event."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.common.errors import EngineDead, InvalidRequest, NotFound
+from weft.config.topology import serves
+from weft.control.processes.rolling import SETTLE_S, Quit, RollingRestart
+from weft.control.processes.scaling import plan_removal, plan_scale
+from weft.control.processes.table import Forget, Kill, Member, ProcessTable, Start
+
+GONE = EngineDead("the process ended")
+MEMBERS = {
+    "prefill0": Member("", "prefill0", "prefill", "prefill"),
+    "decode0": Member("", "decode0", "decode", "decode"),
+    "decode1": Member("", "decode1", "decode", "decode"),
+}
+NONE: frozenset[str] = frozenset()
+
+
+def made() -> tuple[ProcessTable, RollingRestart]:
+    table = ProcessTable("head", MEMBERS, 5, serves)
+    table.start(0.0)
+    return table, RollingRestart(table, 30.0)
+
+
+def test_more_groups_take_the_smallest_free_numbers() -> None:
+    members = {name: one for name, one in MEMBERS.items() if name != "decode0"}
+    change = plan_scale("decode", 3, members, NONE, serves)
+    assert change.starting == ("decode0", "decode2")
+    assert change.new["decode2"] == {"decode2": Member("", "decode2", "decode", "decode")}
+    assert (change.leaving, change.like) == ([], "decode1")
+
+
+def test_a_group_of_several_engines_is_added_and_removed_whole() -> None:
+    members = {f"all0.{n}": Member("all0", "all0", "unified", "all") for n in range(2)}
+    change = plan_scale("all", 2, members, NONE, serves)
+    assert change.new == {"all1": {f"all1.{n}": Member("all1", "all1", "unified", "all") for n in range(2)}}
+    both = {**members, **change.new["all1"]}
+    assert plan_scale("all", 1, both, NONE, serves).leaving == ["all1.0", "all1.1"]
+    assert plan_removal("all0.1", both, NONE, serves) == ["all0.0", "all0.1"]
+
+
+def test_the_last_group_of_a_role_stays() -> None:
+    assert plan_scale("decode", 1, MEMBERS, NONE, serves).leaving == ["decode1"]
+    with pytest.raises(InvalidRequest, match="without a decode group"):
+        plan_scale("decode", 0, MEMBERS, NONE, serves)
+    with pytest.raises(InvalidRequest, match="without a prefill group"):
+        plan_removal("prefill0", MEMBERS, NONE, serves)
+    # A group that leaves already is no group that serves.
+    with pytest.raises(InvalidRequest, match="without a decode group"):
+        plan_removal("decode0", MEMBERS, frozenset({"decode1"}), serves)
+
+
+def test_unknown_names_and_numbers_are_refused() -> None:
+    with pytest.raises(NotFound, match="prefill, decode"):
+        plan_scale("decod", 2, MEMBERS, NONE, serves)
+    with pytest.raises(InvalidRequest, match="0 to 1024"):
+        plan_scale("decode", 5000, MEMBERS, NONE, serves)
+    with pytest.raises(NotFound, match="decode9"):
+        plan_removal("decode9", MEMBERS, NONE, serves)
+    with pytest.raises(NotFound, match="weft up"):
+        plan_scale("0", 2, {"0": Member()}, NONE, serves)
+
+
+def test_a_group_drains_quits_and_is_gone() -> None:
+    table, rolling = made()
+    assert rolling.remove(["decode1"], 1.0) == []
+    assert table.entries["decode1"].condition == "leaving"
+    assert rolling.watched == {"decode1": 1}
+    rolling.seen("decode1", 1, False)
+    assert rolling.tick(1.0 + SETTLE_S) == []
+    rolling.seen("decode1", 1, True)
+    assert rolling.tick(9.0) == [Quit("decode1", 1)]
+    assert table.lose("decode1", 1, GONE, 9.1) == [Kill("head", "decode1", 1), Forget("head", "decode1")]
+    assert rolling.tick(9.2) == []
+    assert not rolling.active
+    assert list(table.entries) == ["prefill0", "decode0"]
+
+
+def test_a_later_process_of_the_name_has_a_new_incarnation() -> None:
+    table, rolling = made()
+    rolling.remove(["decode1"], 1.0)
+    table.lose("decode1", 1, GONE, 2.0)
+    assert table.join({"decode1": MEMBERS["decode1"]}, 3.0) == [Start("head", "decode1", 2)]
+
+
+def test_work_that_does_not_end_is_cut_after_the_drain_time() -> None:
+    _, rolling = made()
+    rolling.remove(["decode1"], 1.0)
+    rolling.seen("decode1", 1, False)
+    assert rolling.tick(30.9) == []
+    assert rolling.tick(31.0) == [Quit("decode1", 1)]
+    assert rolling.tick(60.0) == [Kill("head", "decode1", 1), Forget("head", "decode1")]
+
+
+def test_a_group_that_waits_for_its_restart_is_gone_at_once() -> None:
+    table, rolling = made()
+    for incarnation in (1, 2, 3):
+        table.lose("decode1", incarnation, GONE, 1.0)
+    assert table.entries["decode1"].condition == "waiting"
+    assert rolling.remove(["decode1"], 2.0) == [Forget("head", "decode1")]
+    assert table.tick(100.0) == []
+
+
+def test_a_removal_waits_for_the_replacement_under_way_and_survives_its_failure() -> None:
+    table, rolling = made()
+    rolling.begin()
+    for name in table.entries:
+        rolling.seen(name, 1, True)
+    rolling.tick(1.0)  # prefill0 drains
+    assert rolling.remove(["decode1"], 2.0) == []
+    assert rolling.watched == {"prefill0": 1}
+    rolling.seen("prefill0", 1, True)
+    assert rolling.tick(3.0) == [Quit("prefill0", 1)]
+    table.lose("prefill0", 1, GONE, 3.1)
+    table.lose("prefill0", 2, GONE, 3.2)  # the new process does not come up: the restart is cancelled
+    rolling.tick(3.3)
+    rolling.tick(3.4)
+    assert rolling.watched == {"decode1": 1}
+    rolling.seen("decode1", 1, True)
+    assert rolling.tick(5.0) == [Quit("decode1", 1)]
+    table.lose("decode1", 1, GONE, 5.1)
+    rolling.tick(5.2)
+    assert not rolling.active  # decode0 was not replaced
+
+
+def test_a_restart_of_one_group_leaves_the_others_alone() -> None:
+    table, rolling = made()
+    rolling.begin(table.with_name("decode0"))
+    for name in table.entries:
+        rolling.seen(name, 1, True)
+    rolling.tick(1.0)
+    rolling.seen("decode0", 1, True)
+    assert rolling.tick(3.0) == [Quit("decode0", 1)]
+    table.lose("decode0", 1, GONE, 3.1)
+    rolling.seen("decode0", 2, True)
+    rolling.tick(4.0)
+    assert not rolling.active
+    assert [entry.incarnation for entry in table.entries.values()] == [1, 2, 1]
+
+
+def test_a_leaving_group_does_not_serve_when_another_is_retired() -> None:
+    table = ProcessTable("head", MEMBERS, 0, serves)
+    table.start(0.0)
+    RollingRestart(table, 30.0).remove(["decode1"], 1.0)
+    actions = table.lose("decode0", 1, GONE, 2.0)
+    assert Kill("head", "prefill0", 1) in actions  # nothing is left that decodes

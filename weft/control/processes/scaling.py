@@ -1,0 +1,121 @@
+"""Changes of a server's groups while the server runs: which groups start, which groups leave. Pure.
+
+Groups with one *base* name can be scaled: ``decode`` is the base name of ``decode0`` and ``decode1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from weft.common.errors import InvalidRequest, NotFound
+from weft.control.processes.table import Member, named, with_domains
+
+MOST_GROUPS = 1024
+"""Maximum groups of one base name."""
+
+
+class Change(NamedTuple):
+    """The difference between the present groups and the wanted groups."""
+
+    new: dict[str, dict[str, Member]]
+    """New group -> engine processes of the group, by name."""
+    leaving: list[str]
+    """Names of the engine processes to drain and end."""
+    like: str = ""
+    """The first group of the base name. New groups have the settings of this group."""
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Names of the new engine processes."""
+        return tuple(name for members in self.new.values() for name in members)
+
+
+def plan_scale(
+    base: str,
+    groups: int,
+    members: Mapping[str, Member],
+    leaving: frozenset[str],
+    serves: Callable[[set[str]], bool],
+) -> Change:
+    """Return the change that gives ``base`` a number of ``groups``.
+
+    ``members``: engine processes by name. ``leaving``: names of ``members`` that leave already; leaving
+    groups do not count. New groups get the smallest free numbers. The newest groups leave first.
+
+    Raise NotFound for an unknown name. Raise InvalidRequest if the number is out of range, or if the
+    remaining roles could not serve requests.
+    """
+    bases = dict.fromkeys(member.base for member in members.values() if member.base)
+    if base not in bases:
+        known = ", ".join(bases) or "none: start the server with `weft up FILE`, whose groups have names"
+        raise NotFound(f"no groups are called {base!r} and a number; the names are {known}", param="base")
+    if not 0 <= groups <= MOST_GROUPS:
+        raise InvalidRequest(f"a name has 0 to {MOST_GROUPS} groups, not {groups}", param="groups")
+    of_base: dict[str, dict[str, Member]] = {}
+    for name, member in members.items():
+        if member.base == base:
+            of_base.setdefault(member.group, {})[name] = member
+    present = [group for group, names in of_base.items() if not names.keys() <= leaving]
+    if groups < len(present):
+        names = [name for group in present[groups:] for name in of_base[group]]
+        _check_roles(names, members, leaving, serves)
+        return Change({}, names)
+    like = next(iter(of_base))
+    taken = {member.group for member in members.values()} | members.keys()
+    free = (name for name in (f"{base}{n}" for n in itertools.count()) if name not in taken)
+    new = {
+        group: _renamed(of_base[like], like, group) for group in itertools.islice(free, groups - len(present))
+    }
+    return Change(new, [], like)
+
+
+def plan_removal(
+    name: str,
+    members: Mapping[str, Member],
+    leaving: frozenset[str],
+    serves: Callable[[set[str]], bool],
+) -> list[str]:
+    """Return the engine processes to drain and end when an operator removes ``name``, a group or a process.
+
+    The result includes the members of the same expert-parallel groups.
+
+    Raise NotFound for an unknown name. Raise InvalidRequest if the remaining roles could not serve requests.
+    """
+    found = with_domains(named(name, members), members) if name else []
+    if not found:
+        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+    names = [one for one in found if one not in leaving]
+    _check_roles(names, members, leaving, serves)
+    return names
+
+
+def _check_roles(
+    names: list[str],
+    members: Mapping[str, Member],
+    leaving: frozenset[str],
+    serves: Callable[[set[str]], bool],
+) -> None:
+    """Raise InvalidRequest if the server could not serve requests without ``names``."""
+    # A leaving process takes no requests, so its role does not count.
+    left = {member.role for one, member in members.items() if one not in leaving and one not in names}
+    lost = {members[name].role for name in names} - left
+    if names and (lost or not serves(left)):
+        roles = " and ".join(sorted(lost)) or "serving"
+        raise InvalidRequest(
+            f"the server would be left without a {roles} group; add another group first, or drain the "
+            "whole server (/admin/drain)",
+            param="group",
+        )
+
+
+def _renamed(processes: Mapping[str, Member], old: str, new: str) -> dict[str, Member]:
+    """Return ``processes`` of group ``old`` as processes of group ``new``: ``decode0.1`` -> ``decode1.1``."""
+    made = {}
+    for name, member in processes.items():
+        domain = new if member.domain else ""
+        made[re.sub(f"^{re.escape(old)}", new, name)] = member._replace(group=new, domain=domain)
+    return made
