@@ -19,7 +19,6 @@ from weft.config.flags import SETTINGS
 from weft.control.fleet.lateness import LATE, NO_ROLE
 from weft.front.http.streaming import late
 from weft.front.messages import errors as messages_errors
-from weft.front.requests.proofs import Told, digest_of
 from weft.front.requests.reading import Reader
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
@@ -78,13 +77,21 @@ def _of_a_late_grammar() -> WeftError:
     folder = ROOT / "weft/checkpoints/spool-text"
     grammar: list[Grammar] = []
 
-    class Late(Told):
-        def submit(self, one: Grammar, client: int):  # type: ignore[no-untyped-def]
+    class Late:
+        """A compile that has reached its deadline."""
+
+        def submit(self, one: Grammar, client: int) -> Late:
             grammar.append(one)
-            return Told({digest_of(one): DeadlineExceeded("late").info()}).submit(one, client)
+            return self
+
+        def done(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise DeadlineExceeded("late")
 
     limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
-    reader = Reader(TextModel.load(folder), ("m",), limits, 1 << 20, grammars=Late({}))
+    reader = Reader(TextModel.load(folder), ("m",), limits, 1 << 20, grammars=Late())  # type: ignore[arg-type]
     body = {"model": "m", "prompt": "a", "guided_regex": "[a-c]"}
     with pytest.raises(WeftError) as raised:
         reader.completions(json.dumps(body).encode())

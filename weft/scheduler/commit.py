@@ -281,9 +281,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     that sends its blocks to another group ends with "moved" at the first token. Raises EngineDead if
     ``result`` lacks requested logprobs.
     """
-    sequence = row.sequence
-    tokens = row.tokens
-    error = row.error
+    sequence, tokens, error = row.sequence, row.tokens, row.error
     accepted = max(len(tokens) - 1, 0)
     drafts = max(row.sample - 1, 0)
     if error is not None:

@@ -164,9 +164,8 @@ class ChatFormat:
         ``kwargs`` are template variables. ``limit`` is the maximum useful number of tokens; a longer prompt
         raises TooManyTokens (see ``Tokenizer.encode_private``).
 
-        Raises InvalidRequest with the parameter's name for invalid messages or variables, for
-        ``continue_final_message`` with ``add_generation_prompt``, for a missing or failing template, for
-        tools with a template without tools, and for a forbidden ``chat_template``.
+        Raises InvalidRequest, with the parameter's name, for invalid messages, variables, tools or
+        combinations, a missing or failing template, and a forbidden ``chat_template``.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:

@@ -36,9 +36,10 @@ def test_a_new_member_that_dies_while_it_loads_counts_as_missing() -> None:
 def test_the_first_member_reports_prefixes_once_there_is_a_choice() -> None:
     one = Driver("a").up()
     assert not [message for message in one.sent() if isinstance(message, m.WatchPrefixes)]
-    joined(one, "b")
-    asked = [action.instance for action in one.of(e.Send) if isinstance(action.message, m.WatchPrefixes)]
-    assert sorted(asked) == ["a", "b"]
+    one.on(e.Joined("b"))
+    assert one.of(e.Send) == [e.Send("a", one.link["a"], m.WatchPrefixes())]
+    one.up("b")
+    assert e.Send("b", one.link["b"], m.WatchPrefixes()) in one.of(e.Send)
 
 
 def test_who_leaves_finishes_and_is_forgotten() -> None:

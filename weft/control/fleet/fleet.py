@@ -382,6 +382,7 @@ class Fleet:
 
     def _join(self, event: e.Joined) -> None:
         self.table.join(event.instance, event.domain, self._now)
+        self._watch_prefixes()
 
     def _left(self, event: e.Left) -> None:
         if (instance := self.table.instances.get(event.instance)) is not None:

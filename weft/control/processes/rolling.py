@@ -210,18 +210,11 @@ class RollingRestart:
             return self._abandon(EngineDead("another process started before the switch"), now)
         # A process that has left the server has no entry any more.
         left = {name: entry for name, entry in self._table.entries.items() if name in self._unit}
-        ended = [one.incarnation != self._unit[name] for name, one in left.items()]
         # An incarnation more than 1 above the old number means that the replacement died too.
         again = [one.incarnation > self._unit[name] + 1 for name, one in left.items()]
         if any(again) or any(one.state is not t.ProcessState.RUNNING for one in left.values()):
-            log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
-            self._asked = self._wants_switch = False
-            leaving = self._table.leaving
-            self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
-            return self._abandon(
-                EngineDead("another engine of the expert-parallel group did not start again"), now
-            )
-        if all(ended):
+            return self._cancel(now)
+        if all(one.incarnation != self._unit[name] for name, one in left.items()):
             if self._up >= left.keys():
                 if left:
                     log.info("%s is restarted", " and ".join(left))
@@ -246,6 +239,16 @@ class RollingRestart:
             return []
         error = EngineDead("the process did not end")
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _cancel(self, now: float) -> list[Action]:
+        """End the restart, because a replacement did not start. Processes that leave the server still do."""
+        log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
+        self._asked = self._wants_switch = False
+        leaving = self._table.leaving
+        self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
+        return self._abandon(
+            EngineDead("another engine of the expert-parallel group did not start again"), now
+        )
 
     def _drain_for_switch(self, now: float) -> None:
         """Drain all processes if all running processes are idle and none is waiting for a restart."""

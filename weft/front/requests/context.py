@@ -105,8 +105,7 @@ class Front:
     ) -> None:
         """``siblings``: other API servers; None for a single API server. ``joining``: True if the others
         serve already."""
-        self.config = config
-        self.section = section
+        self.config, self.section = config, section
         self.names = config.served_names
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
