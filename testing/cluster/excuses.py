@@ -10,9 +10,8 @@ from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import events as e
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import ALIVE, SERVING, Instance
-from weft.control.fleet.lateness import LATE, NO_ROLE, UNFIT
+from weft.control.fleet.open_sequences import LATE, MOST_REFUSALS, NO_ROLE, UNFIT
 from weft.control.fleet.pairs import serve
-from weft.control.fleet.parked import MOST_REFUSALS
 from weft.types import messages as m
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
 from weft.engine.server.replicas import summed
-from weft.types.measures import SECONDS, Measures
-from weft.types.messages import HeadStats, TransferStats
+from weft.types.messages import SECONDS, HeadStats, Measures, TransferStats
 
 COMMON: dict[str, Any] = {
     "dtype": "float64",

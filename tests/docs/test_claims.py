@@ -16,7 +16,7 @@ from weft.cli.main import cli
 from weft.common import errors
 from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftError
 from weft.config.flags import SETTINGS
-from weft.control.fleet.lateness import LATE, NO_ROLE
+from weft.control.fleet.open_sequences import LATE, NO_ROLE
 from weft.front.http.streaming import late
 from weft.front.messages import errors as messages_errors
 from weft.front.requests.reading import Reader

@@ -21,12 +21,12 @@ from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import SharedBytes, SharedName, write_shared
 from weft.control.links import link
 from weft.engine.core import EngineCore
-from weft.engine.server import pixel_inbox
-from weft.engine.server.pixel_inbox import PixelInbox
+from weft.engine.server import engine_server
+from weft.engine.server.engine_server import PixelInbox
 from weft.engine.server.replicas import Replicas
 from weft.types import frames as f
 from weft.types import messages as m
-from weft.types.attachments import encode_parts
+from weft.types.messages import encode_parts
 
 NAME = "qwen3-vl"
 
@@ -229,7 +229,7 @@ def test_a_head_keeps_no_more_descriptors_than_it_may(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks get the other images as bytes."""
-    monkeypatch.setattr(pixel_inbox, "most_descriptors", lambda: 1)
+    monkeypatch.setattr(engine_server, "most_descriptors", lambda: 1)
     one = max(asked(models, NAME), key=lambda its: len(its.media))
     assert len(one.media) > 1
     inbox = PixelInbox(shows=True)

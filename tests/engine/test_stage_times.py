@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from weft.common.errors import ErrorInfo
 from weft.engine.stage_times import StageTimes
-from weft.types.measures import SECONDS
-from weft.types.messages import READINESS_SALT, Submit, TokenEvent
+from weft.types.messages import READINESS_SALT, SECONDS, Submit, TokenEvent
 from weft.types.sampling import TokenParams
 
 

@@ -25,8 +25,8 @@ import zmq
 
 from weft.common.errors import EngineDead, Overloaded, RowError
 from weft.types import messages as m
-from weft.types.attachments import decode_parts
 from weft.types.media import MediaItem
+from weft.types.messages import decode_parts
 
 HANG = 101
 """No event at all: queued for ever."""

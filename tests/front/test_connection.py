@@ -18,7 +18,8 @@ import uvicorn
 
 from tests.support.slowness import deadline
 from weft.front import connection
-from weft.front.http.connections import MOST, MOST_AHEAD, Connections, most_connections
+from weft.front.connection import MOST_AHEAD, MOST_CONNECTIONS, Connections
+from weft.front.server import most_connections
 
 LARGE = 8 << 20
 
@@ -30,7 +31,7 @@ class App:
     as many bytes and no end.
     """
 
-    def __init__(self, most: int = MOST, connections: type = connection.Connection) -> None:
+    def __init__(self, most: int = MOST_CONNECTIONS, connections: type = connection.Connection) -> None:
         http: Any = functools.partial(connections, connections=Connections(most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
         self.config.timeout_keep_alive = 60  # longer than a slow reading of an answer

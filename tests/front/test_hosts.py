@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.common.errors import Forbidden
-from weft.front.http.hosts import Hosts
+from weft.front.http.access import Hosts
 
 LOCAL = ["localhost", "LOCALHOST:8000", "app.localhost", "localhost.", "127.0.0.1:1", "127.9.9.9", "[::1]:80"]
 FOREIGN = [

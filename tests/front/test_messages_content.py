@@ -19,7 +19,8 @@ from weft.common.errors import (
 )
 from weft.front.http.answers import to_json
 from weft.front.messages.content import Blocks
-from weft.front.messages.errors import applies, error_body, translated
+from weft.front.messages.errors import error_body, translated
+from weft.front.middleware import has_messages_shape
 from weft.front.requests.token_counts import cache_creation
 from weft.front.thoughts import unsealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
@@ -138,10 +139,10 @@ def test_an_engine_that_failed_is_an_api_error() -> None:
 
 
 def test_which_routes_have_this_shape() -> None:
-    assert applies("/v1/messages")
-    assert applies("/v1/messages/count_tokens")
-    assert not applies("/v1/messagesx")
-    assert not applies("/v1/chat/completions")
+    assert has_messages_shape("/v1/messages")
+    assert has_messages_shape("/v1/messages/count_tokens")
+    assert not has_messages_shape("/v1/messagesx")
+    assert not has_messages_shape("/v1/chat/completions")
 
 
 def test_the_cache_holds_full_blocks() -> None:

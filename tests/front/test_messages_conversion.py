@@ -18,7 +18,7 @@ from weft.front.protocol.messages.read import read_messages
 from weft.front.protocol.parse import parse
 from weft.front.requests.reading import Job, Reader
 from weft.front.thoughts import sealed
-from weft.text.messages import ImagePart
+from weft.text.images import ImagePart
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 

@@ -16,7 +16,7 @@ from weft.front.http.rate_limit import (
     duration,
     headers_of,
 )
-from weft.front.http.retry_after import LEAST, MOST, WINDOW, RetryAfter
+from weft.front.lifecycle import LEAST_WAIT, MOST_WAIT, WINDOW, RetryAfter
 
 
 def ask(limits: RateLimits, now: float, key: int = 0) -> Admitted | Refused:
@@ -96,7 +96,7 @@ def test_headers_and_durations() -> None:
 @pytest.mark.requirement("F31")
 def test_refused_requests_get_turns_at_the_rate_of_ends() -> None:
     retry = RetryAfter()
-    assert retry.refused(0.0) == LEAST, "nothing is known"
+    assert retry.refused(0.0) == LEAST_WAIT, "nothing is known"
     for at in range(10):
         retry.ended(float(at))
     rate = retry.rate(10.0)
@@ -104,5 +104,5 @@ def test_refused_requests_get_turns_at_the_rate_of_ends() -> None:
     assert [round(retry.refused(10.0)) for _ in range(4)] == [1, 2, 3, 4]
     assert retry.refused(13.9) < 3, "turns pass"
     for _ in range(200):
-        assert LEAST <= retry.refused(14.0) <= MOST
+        assert LEAST_WAIT <= retry.refused(14.0) <= MOST_WAIT
     assert retry.rate(14.0 + 2 * WINDOW) is None

@@ -15,7 +15,7 @@ from weft.front.protocol.responses.protocol import ResponsesRequest
 from weft.front.protocol.responses.read import Lookup, line_of, references
 from weft.front.protocol.responses.tools import Named
 from weft.front.thoughts import sealed
-from weft.text.messages import ImagePart
+from weft.text.images import ImagePart
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "4"}

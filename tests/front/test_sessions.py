@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weft.front.requests.sessions import HEADERS, session_of
+from weft.front.http.access import SESSION_HEADERS, session_of
 
 FLOOD = 60
 """Number of prompts that together exceed the cache several times."""
@@ -15,7 +15,7 @@ BASE = "Tom has 3 pens and Ann has 4 apples. " * 8
 
 @pytest.mark.requirement("G14")
 def test_a_session_is_named_by_headers_or_the_body() -> None:
-    names = {session_of({header: "one"}) for header in HEADERS}
+    names = {session_of({header: "one"}) for header in SESSION_HEADERS}
     assert len(names) == 1
     assert session_of({"session-id": "two", "x-session-id": "one"}) in names
     assert session_of({}, "one") in names

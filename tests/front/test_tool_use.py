@@ -10,7 +10,7 @@ import pytest
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.parse import parse
-from weft.front.protocol.tool_use import MAX_TOOLS, ToolUse
+from weft.front.protocol.tools import MAX_TOOLS, ToolUse
 from weft.text.parsing.parser import Tool
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

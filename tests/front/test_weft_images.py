@@ -19,7 +19,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.families import load_spec
 from weft.config.sections.media_section import MediaSection
 from weft.media.local import LocalPictures, placed
-from weft.text.messages import ImagePart
+from weft.text.images import ImagePart
 from weft.types.sampling import SamplingParams
 
 A, B = image_file((40, 28), seed=1), image_file((40, 28), seed=2)

@@ -14,7 +14,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.sections.media_section import MediaSection
 from weft.media.headers import ImageHeader, read_header
 from weft.media.pictures import LOW_PIXELS, NeedsFiles, Pictures
-from weft.text.messages import ImagePart
+from weft.text.images import ImagePart
 
 SECTION = MediaSection(
     max_image_bytes=1 << 20, max_image_pixels=1 << 20, allowed_media_domains=("example.org",)

@@ -18,7 +18,7 @@ from weft.config.sharding import local_spec, share_of_kv
 from weft.config.sizing.memory import pools_for, state_bytes
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
 from weft.runner.kv_tensors import stacked, zeros
-from weft.runner.states import States
+from weft.runner.slot_state import States
 from weft.types.layout import Layout
 
 CPU = torch.device("cpu")

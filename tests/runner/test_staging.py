@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from weft.common.errors import EngineDead
-from weft.runner.batch.plan_columns import offsets_of, ragged
-from weft.runner.batch.staging import POISON, StagingRing
+from weft.runner.batch.staging import POISON, StagingRing, offsets_of, ragged
 
 CPU = torch.device("cpu")
 

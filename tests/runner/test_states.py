@@ -10,9 +10,9 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
-from weft.runner import states as module
+from weft.runner import slot_state as module
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.states import States
+from weft.runner.slot_state import States
 from weft.types.plan import AppendBlocks, FreeSlot, LoadState, Op, SaveState, column
 
 CPU = torch.device("cpu")

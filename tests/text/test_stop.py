@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.text.stop import StopFinder, StopMatch
+from weft.text.detokenizer import StopFinder, StopMatch
 
 LETTERS = st.text("ab.", max_size=24)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=5), min_size=1, max_size=3)

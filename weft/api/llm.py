@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.api.outputs import EmbeddingOutput, RequestOutput
-from weft.api.request import Request, RequestMaker, client_error
+from weft.api.request import Request, RequestMaker, client_error, spread_grammars, spread_params
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
@@ -235,8 +235,8 @@ class LLM:
         ``what`` names a prompt in error messages. Raise InvalidRequest or ContextLength before any
         computation, and the errors of ``_drive``.
         """
-        params = _spread(sampling_params, len(prompts))
-        grammars = _spread_grammars(grammar, len(prompts))
+        params = spread_params(sampling_params, len(prompts))
+        grammars = spread_grammars(grammar, len(prompts))
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
             raise InvalidRequest(
@@ -384,34 +384,6 @@ class _Run:
         if request.finished:
             self._bar.update(1)
             self._bar.set_postfix_str(f"{self._tokens} tokens", refresh=False)
-
-
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    """Return one SamplingParams per prompt. Raise InvalidRequest for a wrong type or length."""
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
-        raise InvalidRequest(
-            "sampling_params must be a SamplingParams or a list of them", param="sampling_params"
-        )
-    if len(params) != count:
-        raise InvalidRequest(
-            f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
-        )
-    return params
-
-
-def _spread_grammars(
-    grammar: Grammar | Sequence[Grammar | None] | None, count: int
-) -> Sequence[Grammar | None]:
-    """Return one grammar or None per prompt. Raise InvalidRequest for a wrong length."""
-    if not isinstance(grammar, list | tuple):
-        return [grammar] * count  # type: ignore[list-item]
-    if len(grammar) != count:
-        raise InvalidRequest(f"there are {count} prompts but {len(grammar)} grammars", param="grammar")
-    return grammar
 
 
 def _naming(error: WeftError, where: str | None) -> WeftError:

@@ -15,10 +15,10 @@ from weft.media.local import LocalPictures, placed
 from weft.scheduler.images.media import check_media
 from weft.text.chat import expanded
 from weft.text.choice import Choice
+from weft.text.detokenizer import Stops
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
 from weft.text.pooled import normalized
-from weft.text.stop import Stops
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
 from weft.types.grammar import Grammar
 from weft.types.media import MediaItem
@@ -277,3 +277,33 @@ def client_error(error: ErrorInfo) -> WeftError | None:
     if error.blame != "client":
         return None
     return InvalidRequest(error.message, param=error.param, code=error.code)
+
+
+def spread_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    """Return one SamplingParams per prompt. Raise InvalidRequest for a wrong type or length."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise InvalidRequest(
+            "sampling_params must be a SamplingParams or a list of them", param="sampling_params"
+        )
+    if len(params) != count:
+        raise InvalidRequest(
+            f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
+        )
+    return params
+
+
+def spread_grammars(
+    grammar: Grammar | Sequence[Grammar | None] | None, count: int
+) -> Sequence[Grammar | None]:
+    """Return one grammar or None per prompt. Raise InvalidRequest for a wrong length."""
+    if not isinstance(grammar, list | tuple):
+        return [grammar] * count  # type: ignore[list-item]
+    if len(grammar) != count:
+        raise InvalidRequest(f"there are {count} prompts but {len(grammar)} grammars", param="grammar")
+    return grammar

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from weft.engine.disagg.room_notes import RoomTally
 from weft.engine.request_spans import RequestSpans
 from weft.tracing.writer import SpanWriter
-from weft.types.measures import SECONDS, Measures
-from weft.types.messages import READINESS_SALT, Submit, TokenEvent
+from weft.types.messages import READINESS_SALT, SECONDS, Measures, Submit, TokenEvent
 
 
 class StageTimes:

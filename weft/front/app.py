@@ -18,18 +18,15 @@ from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftE
 from weft.front import page
 from weft.front.admin import add_groups
 from weft.front.http import answers, docs_page, openapi
-from weft.front.http.hosts import Hosts
+from weft.front.http.access import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
 from weft.front.monitoring.metrics import CONTENT_TYPE
-from weft.front.openai.chat import chat
-from weft.front.openai.completions import completions
-from weft.front.openai.embeddings import embeddings
-from weft.front.protocol.chat import ChatRequest
-from weft.front.protocol.completions import CompletionRequest
-from weft.front.protocol.embeddings import EmbeddingRequest
+from weft.front.openai.chat import add_chat
+from weft.front.openai.completions import add_completions
+from weft.front.openai.embeddings import add_embeddings
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
@@ -42,7 +39,9 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     """Return the whole application over ``front``, behind the access checks. ``hosts``: accepted host
     names."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
-    _add_generation(app, front)
+    add_chat(app, front)
+    add_completions(app, front)
+    add_embeddings(app, front)
     add_responses(app, front)
     add_tokenizing(app, front)
     add_admin(app, front)
@@ -54,29 +53,6 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
     app.openapi = lambda: _describe(app, front)  # type: ignore[method-assign]
     return AccessGate(app, front.access, hosts, front.metrics, front.section.root_path or "")
-
-
-def _add_generation(app: FastAPI, front: Front) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        openapi_extra=openapi.generates(ChatRequest, answers.ChatCompletion, answers.ChatChunk),
-    )
-    async def create_chat_completion(request: Request) -> Response:
-        """Answer a conversation."""
-        return await chat(front, request)
-
-    @app.post(
-        "/v1/completions",
-        openapi_extra=openapi.generates(CompletionRequest, answers.Completion, answers.Completion),
-    )
-    async def create_completion(request: Request) -> Response:
-        """Continue a text."""
-        return await completions(front, request)
-
-    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, answers.EmbeddingList))
-    async def create_embedding(request: Request) -> Response:
-        """Make a vector of each text, from the model's last hidden states."""
-        return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

@@ -4,6 +4,10 @@ uvicorn's httptools protocol collects headers without a limit, and parses all re
 this class, headers that are too long or too slow, or a body of mostly framing, get an error answer in the
 usual shape, and the connection is closed. The parser gets received bytes in small pieces. Each connection
 has a limited number of pieces per turn, and no piece while a request waits behind another request.
+
+``Connections`` limits the number of open connections. A connection waits for its client until a whole
+request has arrived. Above the limit, the connection with the longest wait is closed for a new connection.
+So a client that opens connections and sends nothing, or little, only loses its own.
 """
 
 from __future__ import annotations
@@ -19,10 +23,69 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
-from weft.front.http.connections import Connections
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
+
+
+MOST_CONNECTIONS = 8192
+"""Minimum limit of connections, if enough files may be open. Bounds memory: a connection in the middle of
+an upload takes about 30 KiB."""
+MOST_AHEAD = 64 << 20
+"""Maximum bytes received behind unanswered requests, over all connections."""
+
+
+class Connections:
+    """Open connections of one server. Used from the server's event loop."""
+
+    def __init__(self, most: int = MOST_CONNECTIONS) -> None:
+        self._most = most
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}
+        """Connections waiting for their client, longest wait first."""
+        self._ahead: dict[Connection, int] = {}
+        self._all_ahead = 0
+
+    def opened(self, connection: Connection) -> bool:
+        """Register a new connection as waiting for its client. Above the limit, close the connection with
+        the longest wait. Return False, without registration, if no other connection can be closed: then the
+        caller must close the new connection."""
+        if len(self._open) >= self._most:
+            if not self._waiting:
+                return False
+            longest = next(iter(self._waiting))
+            # Remove the connection first: `give_way` may call `closed` again.
+            self.closed(longest)
+            longest.give_way()
+        self._open.add(connection)
+        self._waiting[connection] = None
+        return True
+
+    def waits(self, connection: Connection) -> None:
+        """Mark ``connection`` as waiting for its client, with the shortest wait. No effect for a closed
+        connection."""
+        self.works(connection)
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def works(self, connection: Connection) -> None:
+        """Mark ``connection`` as working: a whole request has arrived."""
+        self._waiting.pop(connection, None)
+
+    def holds(self, connection: Connection, ahead: int) -> bool:
+        """Record ``ahead`` bytes behind the connection's request, in place of the last number. Return False
+        if such bytes of all connections exceed the limit; the caller then closes the connection."""
+        self._all_ahead += ahead - self._ahead.pop(connection, 0)
+        if ahead:
+            self._ahead[connection] = ahead
+        return self._all_ahead <= MOST_AHEAD or not ahead
+
+    def closed(self, connection: Connection) -> None:
+        """Remove a closed connection. Idempotent."""
+        self._open.discard(connection)
+        self.holds(connection, 0)
+        self._waiting.pop(connection, None)
+
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256

@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
-from weft.front.http.access import PROBES, REQUEST_ID, AccessControl, RateLimited
+from weft.front.http.access import PROBES, REQUEST_ID, AccessControl, Hosts, RateLimited
 from weft.front.http.answers import error_response, to_json
-from weft.front.http.hosts import Hosts
 from weft.front.messages import errors as messages
 from weft.front.monitoring.metrics import Metrics
 
@@ -31,6 +30,15 @@ ALL_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
 _RETRY_AFTER = {429: 1, 503: 5}
 _CLOSE = frozenset({408, 413, 431})
 """Statuses after which the rest of the request is not read."""
+
+
+MESSAGES_ROUTES = "/v1/messages"
+"""Root of the routes with this error shape."""
+
+
+def has_messages_shape(path: str) -> bool:
+    """Return True if errors of ``path`` have the shape of the Messages API."""
+    return path == MESSAGES_ROUTES or path.startswith(MESSAGES_ROUTES + "/")
 
 
 def error_answer(
@@ -47,7 +55,7 @@ def error_answer(
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     shown: Any = error_response(error)
-    if messages.applies(path):
+    if has_messages_shape(path):
         error = messages.translated(error)
         shown = messages.error_body(error)
     return Response(to_json(shown), error.http_status, headers, "application/json")
@@ -87,7 +95,7 @@ class AccessGate:
         scope[REQUEST_ID] = request_id.decode()
         status = 0
         more = [(b"x-request-id", request_id), *self._access.origins.headers(headers)]
-        if messages.applies(scope["path"]):
+        if has_messages_shape(scope["path"]):
             more.append((b"request-id", request_id))  # name of the header in clients of the Messages API
 
         async def answer(message: Message) -> None:

@@ -27,9 +27,8 @@ from weft.config.sections.all import FrontSection
 from weft.control.links.owner import Owner
 from weft.front import first_request
 from weft.front.app import build_app
-from weft.front.connection import Connection
-from weft.front.http.connections import Connections, most_connections
-from weft.front.http.hosts import Hosts
+from weft.front.connection import MOST_CONNECTIONS, Connection, Connections
+from weft.front.http.access import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.requests.context import Front
@@ -372,3 +371,12 @@ def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSect
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     first = first_request.command(url, config, section, chats=chats)
     return f"weft is ready: {url} model={config.served_names[0]}\ntry: {first}\n"
+
+
+def most_connections(files: int, requests: int) -> int:
+    """Return the limit for ``files`` open files and ``requests`` concurrent requests.
+
+    A quarter of the files stays free for the engine's sockets, and for files opened before others have
+    closed.
+    """
+    return max(min(files * 3 // 4, max(MOST_CONNECTIONS, 2 * requests)), 1)

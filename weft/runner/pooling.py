@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead
-from weft.runner.batch.plan_columns import offsets_of
+from weft.runner.batch.staging import offsets_of
 from weft.types.plan import AllocSlot, FreeSlot, Op, StepPlan
 
 Tensor = torch.Tensor

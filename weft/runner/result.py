@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.batch.plan_columns import most_each, offsets_of
+from weft.runner.batch.staging import most_each, offsets_of
 from weft.runner.pooling import Pooled
 from weft.runner.sampling.sampler import SampleOutput
 from weft.runner.sampling.token_logprobs import LogprobTensors

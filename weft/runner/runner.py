@@ -30,8 +30,7 @@ from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.micro_batches import MicroBatchedSteps
-from weft.runner.batch.plan_columns import even, most_each
-from weft.runner.batch.staging import StagingRing
+from weft.runner.batch.staging import StagingRing, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
@@ -41,8 +40,7 @@ from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampling.sampler import NO_MASKS, Sampler
-from weft.runner.slot_state import SlotState
-from weft.runner.states import States
+from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
@@ -192,7 +190,8 @@ class Runner:
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
         self._ring.release(handle.buffer)
-        self._micro_batched.release(handle.micro_batches)
+        if handle.micro_batches:
+            self._micro_batched.release(handle.micro_batches)
         if self._trace is not None:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return result

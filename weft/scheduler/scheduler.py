@@ -28,7 +28,6 @@ from weft.config.sections.all import SchedulerSection, SpeculationSection, Trans
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
 from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
-from weft.scheduler.gauges import head_stats
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
 from weft.scheduler.sequence import Sequence
@@ -36,17 +35,18 @@ from weft.scheduler.state import SchedulerState
 from weft.scheduler.transfers.media_rooms import MediaRooms
 from weft.scheduler.transfers.rooms import SchedulerRooms
 from weft.scheduler.validate import check_submit
-from weft.types.messages import HeadStats, Submit, TokenEvent
+from weft.types.messages import HeadStats, Submit, TokenEvent, TransferStats
 from weft.types.plan import AllocSlot, Op, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
+
+_log = get_logger(__name__)
+
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
 """Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
 AWAIT_S = 600.0
 """Default time-out in seconds for external input (KV, grammar). ``add(until=...)`` overrides the default."""
-
-_log = get_logger(__name__)
 
 
 class Scheduler:
@@ -505,3 +505,39 @@ class Scheduler:
             )
             _log.error("no progress in %d plans while work waits: %s", self._empty_plans, counts)
             raise EngineDead(f"the scheduler made no progress while work waited ({counts})")
+
+
+def head_stats(state: SchedulerState, waiting: int, transfers: TransferStats | None) -> HeadStats:
+    """Return counters and gauges. ``waiting``: number of sequences without a slot."""
+    counts, embeddings, media = state.counts, state.media.cache, state.kv.media
+    return HeadStats(
+        steps=counts.steps,
+        mixed_steps=counts.mixed_steps,
+        idle_steps=counts.idle_steps,
+        running=len(state.running),
+        waiting=waiting,
+        kv_usage=state.caches.usage(),
+        prefix_queries=counts.prefix_queries,
+        prefix_hits=counts.prefix_hits,
+        preemptions=counts.preemptions,
+        prompt_tokens=counts.prompt_tokens,
+        generation_tokens=counts.generation_tokens,
+        drafts=tuple(counts.drafts),
+        drafts_accepted=tuple(counts.drafts_accepted),
+        row_errors=counts.row_errors,
+        recoveries=counts.recoveries,
+        requeued=counts.requeued,
+        constrained_steps=counts.constrained_steps,
+        prefill_rows=counts.prefill_rows,
+        prefill_tokens=counts.prefill_tokens,
+        decode_rows=counts.decode_rows,
+        grammar_errors=counts.grammar_errors,
+        free_blocks=state.caches.free_blocks(),
+        free_slots=state.slots.available(),
+        transfers=transfers,
+        embedding_transfers=state.images.stats() if media is not None and media.takes else None,
+        images_encoded=embeddings.encoded,
+        image_hits=embeddings.hits,
+        embedding_bytes=embeddings.nbytes,
+        embedding_host_bytes=embeddings.host_nbytes,
+    )

@@ -26,25 +26,16 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
-from weft.text.arrange import RoleOrder, arranged
-from weft.text.conversation import conversation_of, tool_objects
+from weft.text.conversation import RoleOrder, arranged, check_kwargs, conversation_of, tool_objects
 from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
+from weft.text.images import VideoPart, group_times
 from weft.text.limits import MAX_SECONDS
-from weft.text.marks import Marks
+from weft.text.marks import Marks, secret_digits
 from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
-from weft.text.private import secret_digits
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.text.video import VideoPart, group_times
 
-# fmt: off
-_RESERVED = frozenset((
-    "messages", "tokenize", "chat_template", "template", "add_generation_prompt", "continue_final_message",
-    "tools", "documents", "return_dict", "return_tensors", "conversation", "raise_exception",
-    "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "loop", "self", "context",
-    "environment",
-))
 # fmt: on
 
 
@@ -393,34 +384,6 @@ def _not_shown(part: ShownPart) -> InvalidRequest:
         param=part.where,
         code="unsupported_parameter",
     )
-
-
-def check_kwargs(kwargs: Any) -> dict[str, Any]:
-    """Return a copy of the template variables of a request as plain JSON values.
-
-    None becomes {}. Raises InvalidRequest for invalid or reserved names (of Weft or Jinja), and for values
-    outside JSON.
-    """
-    name = "chat_template_kwargs"
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, Mapping):
-        raise InvalidRequest(f"{name} must be an object", param=name)
-    for key in kwargs:
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
-            raise InvalidRequest(
-                f"the keys of {name} must be identifiers that do not start with an underscore", param=name
-            )
-        # Names such as ``eos_token`` are special tokens, which only the server sets.
-        if key in _RESERVED or key.endswith("_token") or key.endswith("_tokens"):
-            raise InvalidRequest(
-                f"{name} cannot set {key}, which the server sets; leave {key} out", param=name
-            )
-    try:
-        checked: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(kwargs)))
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(f"{name} must have JSON values only", param=name) from None
-    return checked
 
 
 def _append(message: dict[str, Any], tail: str) -> None:

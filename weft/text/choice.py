@@ -12,10 +12,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from weft.common.errors import ErrorInfo
-from weft.text.detokenizer import Detokenizer
+from weft.text.detokenizer import Detokenizer, StopFinder, StopMatch, Stops
 from weft.text.logprobs import Logprobs
 from weft.text.parsing.scope import ContentScope
-from weft.text.stop import StopFinder, StopMatch, Stops
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import CacheMiss, LogprobColumns, TokenEvent
 from weft.types.sampling import SamplingParams

@@ -16,8 +16,8 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.echoes import THOUGHTS, thought_of, without_thoughts
+from weft.text.images import VIDEO_KINDS, ImagePart, VideoPart, image_part, video_part
 from weft.text.tokenizer import check_text
-from weft.text.video import VIDEO_KINDS, VideoPart, video_part
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -57,34 +57,6 @@ class TextPart(msgspec.Struct, frozen=True):
     """Text of a message."""
 
     text: str
-
-
-Detail: TypeAlias = Literal["auto", "low", "high"]
-DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
-
-
-class ImagePart(msgspec.Struct, frozen=True):
-    """An image of a message."""
-
-    source: Any
-    """A URL, or a Pillow image from a caller in this process."""
-    where: str
-    """The part of the request, for errors."""
-    detail: Detail = "auto"
-    """"low": the model receives a small version of the image."""
-    kind: str = "image_url"
-    """The API's name for such parts."""
-
-    is_video = False
-
-    @property
-    def frames(self) -> tuple[Any, ...]:
-        """The image as the only frame."""
-        return (self.source,)
-
-    def place(self, number: int) -> str:
-        """Return the place of a frame in the request, for errors."""
-        return self.where
 
 
 ShownPart: TypeAlias = ImagePart | VideoPart
@@ -382,7 +354,7 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
         raise _unsupported(part.kind, part.where, part.where)
     kind = part.get("type") if isinstance(part, Mapping) else None
     if shows is not None and kind in ("image_url", "image") and isinstance(part, Mapping):
-        return _image(part, str(kind), where)
+        return image_part(part, str(kind), where)
     if shows is not None and kind in VIDEO_KINDS and isinstance(part, Mapping):
         return _video(part, where, shows)
     if not isinstance(part, Mapping) or kind in ("text", "refusal"):
@@ -417,44 +389,3 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
             f"{where}: this model accepts images, but no videos", param=where, code="unsupported_parameter"
         )
     return video_part(part, where, shows.group)
-
-
-def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
-    """Return a checked image part, from OpenAI's ``image_url``, or from ``image`` with a Pillow object from
-    this process.
-
-    The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
-    """
-    unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
-    if unknown:
-        shown = min((name for name in unknown if isinstance(name, str)), default="")
-        shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
-        raise InvalidRequest(f"{where}.{shown} is not supported in a part with an image", param=where)
-    given = part.get(kind)
-    if kind == "image":
-        if given is None or isinstance(given, str | bytes | Mapping | list | int | float):
-            raise InvalidRequest(
-                f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}',
-                param=where,
-            )
-        return ImagePart(given, where, kind=kind)
-    # Some clients send the URL alone instead of an object.
-    fields = given if isinstance(given, Mapping) else {"url": given}
-    url = fields.get("url")
-    if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
-        raise InvalidRequest(
-            f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}, '
-            "optionally with detail",
-            param=where,
-        )
-    return ImagePart(url, where, detail_of(fields.get("detail"), where), kind)
-
-
-def detail_of(value: Any, where: str) -> Detail:
-    """Return a valid ``detail`` of an image; None means "auto". Raises InvalidRequest."""
-    if value is None:
-        return "auto"
-    for known in DETAILS:
-        if value == known:
-            return known
-    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)

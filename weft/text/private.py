@@ -13,22 +13,12 @@ are ordinary vocabulary, and text with their spelling produces them, as in every
 from __future__ import annotations
 
 import json
-import secrets
 from typing import Any
 
 import tokenizers
 
 from weft.common.errors import ConfigError
-
-_DIGITS = 40
-
-
-def secret_digits() -> str:
-    """Return a random string of digits that clients cannot guess. All such strings have the same length.
-
-    Digits survive every normalizer, ``upper``, ``lower``, ``trim`` and JSON escaping.
-    """
-    return str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
+from weft.text.marks import secret_digits
 
 
 def build_private(

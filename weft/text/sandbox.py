@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 from weft.text import limits
 from weft.text.limits import Budget, TemplateLimit
-from weft.text.words import Word, written
+from weft.text.marks import Word, written
 
 _REMOVED = ("format", "pprint", "random", "urlize", "xmlattr", "filesizeformat")
 _MAX_SEPARATOR = 16

@@ -34,15 +34,12 @@ class Segments:
     def __init__(self, rules: Segmentation, marks: Iterable[str]) -> None:
         """``marks``: texts that are never cut and never joined with other text."""
         self._rules = rules
+        self.trivial = rules == Segmentation()
+        """True if no text is ever changed."""
         longest_first = sorted(marks, key=lambda text: (-len(text), text))
         self._marks = (
             re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         )
-
-    @property
-    def trivial(self) -> bool:
-        """True if no text is ever changed."""
-        return self._rules == Segmentation()
 
     def split(self, text: str) -> list[str]:
         """Return the parts of ``text`` to encode separately. The ids of all parts together are the ids of

@@ -164,16 +164,16 @@ def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "p
     """
     if not prompt_ids:
         raise InvalidRequest(f"{param} must not be empty", param=param)
-    wrong = InvalidRequest(f"{param} must hold token ids from 0 to {limits.vocab_size - 1}", param=param)
+    wrong = f"{param} must hold token ids from 0 to {limits.vocab_size - 1}"
     if any(type(token) is not int for token in prompt_ids):
-        raise wrong
+        raise InvalidRequest(wrong, param=param)
     try:
         # int64 first, so that the range check cannot overflow.
         ids = np.array(prompt_ids, "<i8")
     except OverflowError:
-        raise wrong from None
+        raise InvalidRequest(wrong, param=param) from None
     if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        raise wrong
+        raise InvalidRequest(wrong, param=param)
     return ids.astype("<i4").tobytes()
 
 

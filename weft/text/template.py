@@ -1,10 +1,15 @@
 """A chat template, compiled and rendered in a separate process under a budget.
 
-    ChatTemplate ──source, variables──► template_worker ──► CompiledTemplate ──► text, or an error
+    ChatTemplate ──source, variables──► worker ──► CompiledTemplate ──► text, or an error
 
 A template comes with a checkpoint and is therefore untrusted code. The sandbox charges the operations of a
 template, but a single operation on nested lists can exceed any budget. Therefore the rendering process has
 limits of CPU time and memory. A template beyond these limits ends its process.
+
+The worker is ``python -m weft.text.template DESCRIPTOR``. A payload is a JSON object with ``source``. For
+rendering, the payload also has ``variables``, the ``tag`` of words in ``variables``, and ``seconds``. The
+reply has the ``facts`` of the template or the ``text``; or ``error`` and ``param``. The JSON module of the
+standard library is used, because variables may contain large integers and lone surrogates.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ from typing import Any
 from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
+from weft.common.confine import confine
 from weft.common.errors import DeadlineExceeded, InvalidRequest
 from weft.common.guard import Guard
-from weft.common.workers import WorkerDied
+from weft.common.workers import Answer, WorkerDied, serve
 from weft.text.limits import MAX_SECONDS, Budget, TemplateLimit
-from weft.text.private import secret_digits
+from weft.text.marks import received, secret_digits, sent
 from weft.text.sandbox import TemplateEnvironment
-from weft.text.words import sent
 
 MAX_SOURCE = 1 << 20
 WALL_SECONDS = 10.0
@@ -99,7 +104,7 @@ class ChatTemplate:
         vars(self).update(_asked({"source": source}, "chat_template")["facts"])
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """Return the text for ``variables`` (JSON values and words of ``weft.text.words``). ``seconds`` is
+        """Return the text for ``variables`` (JSON values and words of ``weft.text.marks``). ``seconds`` is
         the time limit.
 
         Raises InvalidRequest with ``messages`` if the template refuses, fails or exceeds a limit.
@@ -113,7 +118,7 @@ class ChatTemplate:
 @functools.cache
 def _guard() -> Guard:
     """Return the guard of the rendering processes, shared by all templates of this process."""
-    guard = Guard((sys.executable, "-m", "weft.text.template_worker"), b"-")
+    guard = Guard((sys.executable, "-m", "weft.text.template"), b"-")
     atexit.register(guard.close)
     return guard
 
@@ -171,3 +176,41 @@ def _loops_over_content(tree: nodes.Template) -> bool:
             ):
                 return True
     return False
+
+
+CPU_SECONDS = MAX_SECONDS + 0.5
+"""CPU seconds per payload. The budget ends most templates earlier and gives the reason."""
+MEMORY_BYTES = 512 << 20
+"""Bytes beyond the memory of the started process."""
+TEMPLATES_CACHED = 8
+"""Number of cached compiled templates."""
+
+
+def main() -> None:
+    """Run a template worker: answer payloads from the parent process until its end, with confined memory."""
+
+    def prepare(greeting: bytes) -> Answer:
+        confine(MEMORY_BYTES)
+        compiled = functools.lru_cache(TEMPLATES_CACHED)(CompiledTemplate)
+        return lambda payload: (_answer(compiled, json.loads(payload)),)
+
+    serve(prepare, 0, CPU_SECONDS, tells=True)
+
+
+def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:
+    """Return the reply to one payload as JSON. Errors of the template are replies too."""
+    answer: dict[str, Any]
+    try:
+        template = compiled(asked["source"])
+        if "variables" in asked:
+            variables = received(asked["variables"], asked["tag"])
+            answer = {"text": template.render(variables, Budget(asked["seconds"]))}
+        else:
+            answer = {"facts": {name: value for name, value in vars(template).items() if name[0] != "_"}}
+    except InvalidRequest as error:
+        answer = {"error": error.message, "param": error.param}
+    return json.dumps(answer).encode()
+
+
+if __name__ == "__main__":
+    main()

@@ -4,10 +4,16 @@ the wire.
 Unknown fields, unknown tags and frames over ``MAX_FRAME`` are rejected. Ids are u64 numbers, generated inside
 Weft and never taken from a client. An API server may send anything, so an engine process validates before
 acting.
+
+Pixels of a Submit are raw frames after the message, to avoid copies of megabytes. There is one frame for each
+image of ``Submit.media``, in order, or no frame at all. For an engine process on the same host, an image may
+be sent as the name of shared memory. Then the frame of the image is empty.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -16,10 +22,44 @@ import numpy as np
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.common.shared_bytes import SharedName
 from weft.types.grammar import Grammar
-from weft.types.measures import Measures
 from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BYTES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**24, 2.0**26, 2.0**28, 2.0**30, 2.0**32)
+
+
+class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Counts of numbers between bounds, and the sum. Empty before the first number."""
+
+    counts: tuple[int, ...] = ()
+    """One count for each bound (numbers up to the bound and above the bound before), and one for larger
+    numbers.
+    """
+    total: float = 0.0
+
+    def add(self, bounds: tuple[float, ...], value: float) -> Measures:
+        """Return the measures with ``value`` added. ``bounds`` must be the same in every call."""
+        counts = list(self.counts) or [0] * (len(bounds) + 1)
+        counts[bisect_left(bounds, value)] += 1
+        return Measures(counts=tuple(counts), total=self.total + value)
+
+    def __add__(self, other: Measures) -> Measures:
+        """Return the sum of two measures with equal bounds."""
+        one, two = self.counts, other.counts
+        counts = tuple(map(sum, zip(one, two, strict=True))) if one and two else one or two
+        return Measures(counts=counts, total=self.total + other.total)
+
+    def cumulative(self, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
+        """Return (bound, count of numbers up to the bound) for each bound and +Inf, as Prometheus expects."""
+        counts = self.counts if len(self.counts) == len(bounds) + 1 else (0,) * (len(bounds) + 1)
+        found, below = list[tuple[str, float]](), 0
+        for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+            below += count
+            found.append(("+Inf" if bound == float("inf") else f"{bound:g}", float(below)))
+        return found
+
 
 VERSION = 1
 """The newest protocol version of the release."""
@@ -477,3 +517,46 @@ def ids_to_bytes(ids: list[int] | np.ndarray) -> bytes:
 def ids_from_bytes(data: bytes) -> np.ndarray:
     """Return int32 [n] from a Submit's bytes. Raises ValueError when the length is not a multiple of 4."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32)
+
+
+MAX_ATTACHED = 1 << 30
+"""Maximum bytes of all attachments of a message. A single attachment is limited to ``MAX_FRAME``."""
+
+
+def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
+    """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
+    process can open shared memory of the local process. Raises InvalidRequest over a size limit.
+    """
+    if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
+        return (encode(message),)
+    bare = []
+    attached: list[bytes] = []
+    for item in message.media:
+        shared = item.shared if by_name else None
+        bare.append(msgspec.structs.replace(item, pixels=b"", shared=shared))
+        attached.append(item.pixels if shared is None else b"")
+    if max(map(len, attached)) > MAX_FRAME or sum(map(len, attached)) > MAX_ATTACHED:
+        raise InvalidRequest("the request's images are too large for one message")
+    frame = encode(msgspec.structs.replace(message, media=tuple(bare)))
+    # An empty frame marks a named image; no frames at all if every image is named.
+    return (frame, *attached) if any(map(len, attached)) else (frame,)
+
+
+def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
+    """Return the message of an API server. ``attached``: the frames after the first frame, possibly views.
+
+    Items with ``shared`` have no pixels yet. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
+    """
+    message = decode_to_head(frame)
+    if not attached:
+        return message
+    if not isinstance(message, Submit) or len(attached) != len(message.media):
+        raise ValueError("frames that belong to no image")
+    pairs = list(zip(message.media, attached, strict=True))
+    # The pixels of an image are in one place: inline, in a frame, or in shared memory (with an empty frame).
+    twice = any(item.pixels or (item.shared is not None and len(pixels)) for item, pixels in pairs)
+    if twice or sum(map(len, attached)) > MAX_ATTACHED:
+        raise ValueError("pixels twice, or over the size limit")
+    media = tuple(msgspec.structs.replace(item, pixels=pixels) for item, pixels in pairs)
+    return msgspec.structs.replace(message, media=media)

@@ -16,7 +16,7 @@ from weft.control.fleet import events as e
 from weft.control.fleet.encoders import MARGIN, choose, room_of
 from weft.control.fleet.instances import PROMPT_TOKENS, Instance, InstanceState
 from weft.control.fleet.ledger import LedgerEntry
-from weft.control.fleet.parked import MOST_REFUSALS
+from weft.control.fleet.open_sequences import MOST_REFUSALS
 from weft.types import messages as m
 from weft.types.media import MediaItem, without_pixels
 from weft.types.rooms import Peer, RoomKey, RoomTicket

@@ -12,8 +12,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import events as e
 from weft.control.fleet.instance_table import HEALTHY_S
 from weft.control.fleet.instances import InstanceState
-from weft.control.fleet.lateness import LATE
-from weft.control.fleet.parked import MOST_REFUSALS
+from weft.control.fleet.open_sequences import LATE, MOST_REFUSALS
 from weft.types import messages as m
 from weft.types.grammar import Text
 

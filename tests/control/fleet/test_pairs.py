@@ -14,8 +14,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import events as e
 from weft.control.fleet.instance_table import HEALTHY_S
 from weft.control.fleet.instances import InstanceState
-from weft.control.fleet.lateness import LATE, NO_ROLE, UNFIT
-from weft.control.fleet.parked import LONGEST_WAIT_S, MOST_REFUSALS
+from weft.control.fleet.open_sequences import LATE, LONGEST_WAIT_S, MOST_REFUSALS, NO_ROLE, UNFIT
 from weft.control.fleet.policy import DEFAULT_BLOCK
 from weft.types import messages as m
 from weft.types.media import MediaItem

@@ -26,14 +26,18 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.control.fleet import events as e
-from weft.control.fleet.attempts import begin, may_retry
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import GONE, Instance, InstanceState
-from weft.control.fleet.lateness import Lateness
 from weft.control.fleet.ledger import LedgerEntry, Unlanded, by_request, for_good, was_not_greeted
-from weft.control.fleet.open_sequences import OpenSequences
+from weft.control.fleet.open_sequences import (
+    MOST_REFUSALS,
+    Lateness,
+    OpenSequences,
+    begin,
+    may_retry,
+    wait_after,
+)
 from weft.control.fleet.pairs import Route, Router
-from weft.control.fleet.parked import MOST_REFUSALS, wait_after
 from weft.control.fleet.policy import Policies, make_policies
 from weft.types import messages as m
 

@@ -41,7 +41,7 @@ class HeadEngine(Protocol):
 
 
 class Pixels(Protocol):
-    """Resolver of images passed by name. See ``weft.engine.server.pixel_inbox``."""
+    """Resolver of images passed by name. See ``weft.engine.server.engine_server``."""
 
     @property
     def probe(self) -> SharedName | None: ...

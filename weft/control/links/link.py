@@ -30,7 +30,7 @@ from weft.common.shared_bytes import UNREACHABLE, reaches
 from weft.control.fleet import events as e
 from weft.parallel.secret import CurveKeys
 from weft.types import messages as m
-from weft.types.attachments import encode_parts
+from weft.types.messages import encode_parts
 
 log = get_logger(__name__)
 

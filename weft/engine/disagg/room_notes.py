@@ -10,8 +10,7 @@ import msgspec
 
 from weft.common.errors import ErrorInfo
 from weft.common.log import get_logger
-from weft.types.measures import BYTES, SECONDS
-from weft.types.messages import TransferStats
+from weft.types.messages import BYTES, SECONDS, TransferStats
 from weft.types.rooms import Peer, RoomKey
 
 log = get_logger(__name__)

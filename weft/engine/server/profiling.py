@@ -25,6 +25,8 @@ class Profiler:
         self._folder, self._name = folder, name
         self._profile: Any = None
         self._until = 0.0
+        self.running = False
+        """True during a profile: call ``look`` at each step."""
 
     def ask(self, seconds: float) -> None:
         """Start a profile of ``seconds``. If a profile runs, change the end instead; 0 ends the profile now.
@@ -40,7 +42,7 @@ class Profiler:
         self.look()
 
     def look(self) -> None:
-        """End the profile if the time is over. Cheap without a profile."""
+        """End the profile if the time is over."""
         if self._profile is not None and time.monotonic() >= self._until:
             self.end()
 
@@ -49,6 +51,7 @@ class Profiler:
         profile, self._profile = self._profile, None
         if profile is None:
             return
+        self.running = False
         file = Path(str(self._folder)) / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
         try:
             profile.__exit__(None, None, None)
@@ -77,4 +80,5 @@ class Profiler:
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=activities, experimental_config=config)
         self._profile.__enter__()
+        self.running = True
         log.info("profile started")

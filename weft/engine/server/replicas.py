@@ -29,7 +29,7 @@ from weft.engine.core import EngineCore
 from weft.engine.server.heads import HeadGroups
 from weft.parallel.remote import REFUSED
 from weft.types import messages as m
-from weft.types.measures import Measures
+from weft.types.messages import Measures
 
 STEP_S = 0.1
 """Maximum seconds for ``step`` to wait for events."""

@@ -1,16 +1,140 @@
-"""Access control: API keys, the admin key, other origins, and limits per key."""
+"""Access control: host names, origins of web pages, sessions, API keys, the admin key, and limits per key.
+
+Host names are checked against DNS rebinding: a web page can make its own host name resolve to 127.0.0.1.
+Then a browser lets the page read answers of a server on the same machine. The Host header still has the
+page's name, so a server for the local machine accepts only its own names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 
+from starlette.responses import Response
 from starlette.types import Scope
 
 from weft.common.errors import Forbidden, Overloaded, Unauthorized
-from weft.front.http.cors import Origins
 from weft.front.http.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(?::\d{0,5})?")
+"""Host name or address, with an optional port."""
+ALL_HOSTS = "*"
+LOCAL_HOST = "localhost"
+
+
+class Hosts:
+    """Accepted hosts of requests. Ports are ignored."""
+
+    def __init__(self, bound: str, address: str, allowed: Iterable[str] = (), *, keys: bool = False) -> None:
+        """``bound``, ``address``: listening host, as configured and as an address. ``allowed``: further
+        names and addresses; * for all. ``keys``: requests need an API key, which a stranger's page does not
+        have."""
+        named = frozenset(_plain(name) for name in allowed)
+        self._names = named | {_plain(bound), _plain(address)}
+        # Without configured names, only a local server without keys needs the check.
+        self._checks = ALL_HOSTS not in named and (bool(named) or (_is_local(_plain(address)) and not keys))
+
+    def check(self, host: bytes | None) -> None:
+        """Raise Forbidden for a request to another ``host``, the value of the Host header. Names of the
+        local machine always pass. A request without the header passes, because every browser sends the
+        header."""
+        if not self._checks or host is None:
+            return
+        found = _HOST.fullmatch(host.decode("latin-1").strip())
+        name = "" if found is None else _plain(found[1])
+        if name and (name in self._names or _is_local(name)):
+            return
+        raise Forbidden(
+            "this server does not accept this host name in the header Host: use localhost, or add the name "
+            "to --allowed-hosts",
+            code="host_not_allowed",
+        )
+
+
+def _plain(name: str) -> str:
+    """Return a name or an address in comparable form."""
+    return name.lower().strip("[]").removesuffix(".")
+
+
+def _is_local(name: str) -> bool:
+    """Return True if the name, or the address without brackets, always means the local machine."""
+    if name == LOCAL_HOST or name.endswith("." + LOCAL_HOST):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+_NAMES = re.compile(rb"[A-Za-z0-9\-_, ]{1,1024}")
+_EXPOSED = b"x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+_EXPOSED += b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
+_EXPOSED += b"x-ratelimit-reset-tokens"
+Headers = Mapping[bytes, bytes]
+
+
+class Origins:
+    """Origins whose pages may read answers. Without any, browsers hide the answers from all other pages."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        """``allowed``: origins as sent by browsers (``https://example.org``), or ``*`` for all."""
+        self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
+
+    def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the extra headers for an answer to ``request``: [] without allowed origins, ``Vary`` alone
+        for a refused or missing origin."""
+        if not self._allowed:
+            return []
+        origin = request.get(b"origin")
+        if b"*" in self._allowed:
+            granted = b"*"
+        elif origin in self._allowed:
+            assert origin is not None
+            granted = origin
+        else:
+            return [(b"vary", b"Origin")]
+        return [
+            (b"access-control-allow-origin", granted),
+            (b"access-control-expose-headers", _EXPOSED),
+            (b"vary", b"Origin"),
+        ]
+
+    def preflight(self, method: str, request: Headers, allow: str) -> Response | None:
+        """Return the answer to a browser's preflight; None for another request or a refused origin."""
+        wanted = request.get(b"access-control-request-method")
+        if method != "OPTIONS" or wanted is None or len(self.headers(request)) < 2:
+            return None
+        names = request.get(b"access-control-request-headers", b"")
+        granted = names if _NAMES.fullmatch(names) else b"authorization, content-type, x-api-key"
+        headers = {
+            "access-control-allow-methods": allow,
+            "access-control-allow-headers": granted.decode(),
+            "access-control-max-age": "600",
+        }
+        return Response(status_code=204, headers=headers)
+
+
+SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
+"""Headers in order of priority."""
+LONGEST_SESSION = 1024
+"""Maximum characters of a name that count."""
+
+
+def session_of(headers: Mapping[str, str], label: str = "") -> str:
+    """Return a hash of the session's name and the client's key; "" without a name. The key prevents access
+    to sessions of other keys. ``label``: name from the body, used if no header names a session."""
+    name = next((headers[header] for header in SESSION_HEADERS if headers.get(header)), label)
+    if not name:
+        return ""
+    key = headers.get("authorization") or headers.get("x-api-key") or ""
+    # The length separates key and name: different pairs never give the same bytes.
+    data = f"{len(key)}:{key}{name[:LONGEST_SESSION]}".encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=16).hexdigest()
+
 
 PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
 """Paths for probes, which have no key and know the server by address. The answers contain only a state."""

@@ -1,14 +1,20 @@
-"""Answers in the shapes of OpenAI's API. UNSET fields are left out of the JSON, None becomes null."""
+"""Answers in the shapes of OpenAI's API. UNSET fields are left out of the JSON, None becomes null.
+
+Answers also show why the cached prefix of a prompt ends (``--explain-cache``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from weft.common.errors import ErrorInfo
+from weft.text.tokenizer import Tokenizer
+from weft.types.messages import CacheMiss
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 MIN_LOGPROB = -9999.0
@@ -311,3 +317,31 @@ def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) ->
 
 _NO_CHOICES = b'"choices":[]'
 """The bytes occur in no text of an answer: quotation marks in a JSON string are escaped."""
+
+
+EXPLAIN_HEADER = "x-weft-explain-cache"
+TOKENS_SHOWN = 32
+"""Tokens shown_miss of either side of a difference."""
+
+
+def explains(mode: str, headers: Mapping[str, str]) -> bool:
+    """Return True if the answer to a request with ``headers`` includes the reason. ``mode``: value of
+    ``--explain-cache``; "all" explains every request, "asked" requests with the header ``EXPLAIN_HEADER``."""
+    asked = headers.get(EXPLAIN_HEADER, "").strip().lower() in ("1", "true", "yes")
+    return mode == "all" or (mode == "asked" and asked)
+
+
+def shown_miss(miss: CacheMiss | None, prompt: bytes, tokenizer: Tokenizer) -> ShownMiss | None:
+    """Return ``miss`` of ``prompt`` (int32 ids) for an answer; None for no miss. For reason "differs" the
+    result has up to ``TOKENS_SHOWN`` tokens of text of both sides."""
+    if miss is None:
+        return None
+    if miss.reason != "differs":
+        return ShownMiss(reason=miss.reason, position=miss.position)
+    ours, theirs = np.frombuffer(prompt, "<i4"), np.frombuffer(miss.theirs, "<i4")
+    return ShownMiss(
+        reason=miss.reason,
+        position=miss.position,
+        ours=tokenizer.decode(ours[miss.position : miss.position + TOKENS_SHOWN].tolist()),
+        theirs=tokenizer.decode(theirs[:TOKENS_SHOWN].tolist()),
+    )

@@ -155,10 +155,10 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body must not be compressed; leave out the header content-encoding")
     limit = upload.limit
-    too_large = TooLarge(f"the body must have at most {limit} bytes")
+    too_large = f"the body must have at most {limit} bytes"
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
-        raise too_large
+        raise TooLarge(too_large)
     body: list[bytes] = []
     size = 0
     now = asyncio.get_running_loop().time
@@ -174,7 +174,7 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
                         body.append(chunk)
                     size += len(chunk)
                     if size > limit:
-                        raise too_large
+                        raise TooLarge(too_large)
                     upload.grow(len(chunk))
                     timeout.reschedule(min(_due(begun, size), now() + STALL_TIMEOUT))
             upload.complete()

@@ -7,8 +7,6 @@ import msgspec
 from weft.common.errors import ErrorInfo, Overloaded
 from weft.front.messages.events import MessagesError, MessagesErrorDetail
 
-ROUTES = "/v1/messages"
-"""Root of the routes with this error shape."""
 OVERLOADED = 529
 """Status for an overloaded server, as opposed to a caller above its own limit."""
 
@@ -23,11 +21,6 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-
-
-def applies(path: str) -> bool:
-    """Return True if errors of ``path`` have the shape of the Messages API."""
-    return path == ROUTES or path.startswith(ROUTES + "/")
 
 
 def translated(error: ErrorInfo) -> ErrorInfo:

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.control.links.links import Links
-from weft.types.measures import BYTES, SECONDS, Measures
-from weft.types.messages import HeadStats, TransferStats
+from weft.types.messages import BYTES, SECONDS, HeadStats, Measures, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -6,13 +6,15 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
+from fastapi import FastAPI, Request
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
+from weft.front.http import openapi
 from weft.front.http.streaming import StreamForm
+from weft.front.protocol.chat import ChatRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.logprobs import chat_logprobs, prompt_logprobs
@@ -22,9 +24,16 @@ from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 
-async def chat(front: Front, request: Request) -> Response:
-    """Answer a conversation, whole or as a stream."""
-    return await handle(front, request, "chat", ChatShape)
+def add_chat(app: FastAPI, front: Front) -> None:
+    """Add the route to ``app``."""
+
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=openapi.generates(ChatRequest, r.ChatCompletion, r.ChatChunk),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        """Answer a conversation."""
+        return await handle(front, request, "chat", ChatShape)
 
 
 class ChatShape:

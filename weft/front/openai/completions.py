@@ -6,14 +6,16 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
+from fastapi import FastAPI, Request
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
+from weft.front.http import openapi
 from weft.front.http.streaming import StreamForm
 from weft.front.openai.prompt_only import PromptOnly
+from weft.front.protocol.completions import CompletionRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.logprobs import completion_logprobs, prompt_logprobs
@@ -24,9 +26,16 @@ from weft.text.logprobs import PositionLogprobs
 from weft.text.tokenizer import Tokenizer
 
 
-async def completions(front: Front, request: Request) -> Response:
-    """Continue a text, whole or as a stream."""
-    return await handle(front, request, "completions", _shape)
+def add_completions(app: FastAPI, front: Front) -> None:
+    """Add the route to ``app``."""
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=openapi.generates(CompletionRequest, r.Completion, r.Completion),
+    )
+    async def create_completion(request: Request) -> Response:
+        """Continue a text."""
+        return await handle(front, request, "completions", _shape)
 
 
 def _shape(generation: Generation) -> AnswerShape:

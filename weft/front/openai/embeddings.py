@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.errors import ErrorInfo, InvalidRequest
-from weft.front.http.answers import Embedding, EmbeddingUsage, Usage, error_response, to_json
+from weft.front.http import openapi
+from weft.front.http.answers import Embedding, EmbeddingList, EmbeddingUsage, Usage, error_response, to_json
 from weft.front.http.streaming import StreamForm
+from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.serving import handle
@@ -23,9 +26,13 @@ NUMBER_BYTES = 24
 """Maximum bytes of a number in JSON."""
 
 
-async def embeddings(front: Front, request: Request) -> Response:
-    """Make a vector of each input."""
-    return await handle(front, request, "embeddings", lambda generation: EmbeddingShape(front, generation))
+def add_embeddings(app: FastAPI, front: Front) -> None:
+    """Add the route to ``app``."""
+
+    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, EmbeddingList))
+    async def create_embedding(request: Request) -> Response:
+        """Make a vector of each text, from the model's last hidden states."""
+        return await handle(front, request, "embeddings", functools.partial(EmbeddingShape, front))
 
 
 class EmbeddingShape:

@@ -1,18 +1,85 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: the request, its reasoning settings, and the conversion to a conversation.
+
+Chat clients spell reasoning settings in many ways. All spellings become one ``Thoughts``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.conversation import Conversation
 from weft.front.protocol.fields import CHAT_NEUTRAL, UNSUPPORTED
-from weft.front.protocol.generate import Generate
+from weft.front.protocol.generate import Generate, form_of
 from weft.front.protocol.parse import MAX_NAME, between, missing
-from weft.front.protocol.thoughts import Effort, ReasoningOptions, ThinkingOptions, Thoughts, one_of
-from weft.front.protocol.tool_use import ToolUse
-from weft.front.protocol.tools import FunctionTool, ToolChoice, tool_use
+from weft.front.protocol.tools import FunctionTool, ToolChoice, ToolUse, tool_use
 from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams, StopIn
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+V = TypeVar("V", str, int, bool)
+
+
+class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``thinking`` as written by clients of Anthropic, DeepSeek, GLM and Kimi."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+    display: str | None = None
+    """No effect, like the two fields below: chat shows reasoning in one form only."""
+    clear_thinking: bool | None = None
+    """No effect: the chat template decides which earlier reasoning the model sees."""
+    keep: Any = None
+
+    @property
+    def switch(self) -> bool | None:
+        """Reasoning on or off; None leaves the decision to the model."""
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``reasoning`` as written by clients of OpenRouter."""
+
+    effort: Effort | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """True to leave reasoning out of the answer."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """No effect: OpenAI's summary form. Here reasoning is shown unchanged."""
+
+
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasoning settings of a request."""
+
+    effort: str | None = None
+    switch: bool | None = None
+    """Reasoning on or off; None leaves the decision to the model."""
+    budget: int | None = None
+    """Maximum tokens of reasoning; then the reasoning is ended."""
+    wish: bool = False
+    """True if a model without reasoning accepts the budget, too."""
+    shown: bool = True
+    names: dict[str, str] = {}
+    """Conversation parameter -> parameter name in the request."""
+
+
+def one_of(asked: Sequence[tuple[str, V | None]]) -> tuple[str, V | None]:
+    """Return the value given under several names, with its first name; ("", None) if none is given. Raises
+    InvalidRequest for two different values."""
+    given = [(name, value) for name, value in asked if value is not None]
+    if not given:
+        return "", None
+    first, value = given[0]
+    for name, other in given[1:]:
+        if other != value:
+            raise InvalidRequest(
+                f"{first} and {name} have different values; send only one of the two", param=name
+            )
+    return first, value
+
 
 MAX_METADATA = 16
 MAX_BUDGET = 1 << 31
@@ -155,3 +222,29 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
             f"metadata must hold at most {MAX_METADATA} pairs of at most {MAX_NAME} characters",
             param="metadata",
         )
+
+
+def conversation_of(asked: ChatRequest, thoughts: Thoughts, *, thinks: bool) -> Conversation:
+    """Return the conversation of a chat request. ``thinks``: True if the server can detect the model's
+    reasoning.
+
+    Raises InvalidRequest.
+    """
+    params = asked.sampling()
+    continues = bool(asked.continue_final_message)
+    return Conversation(
+        messages=asked.messages,
+        params=params,
+        form=form_of(asked, params, include_reasoning=thoughts.shown),
+        tools=asked.tool_use(),
+        constraint=asked.constraint(),
+        effort=thoughts.effort,
+        thinks=thoughts.switch,
+        # Clients send some budgets to any model. A model without reasoning needs no budget.
+        thinking_budget=None if thoughts.wish and not thinks else thoughts.budget,
+        template=asked.chat_template_kwargs,
+        opens=not continues if asked.add_generation_prompt is None else asked.add_generation_prompt,
+        continues=continues,
+        prompt_ids=asked.prompt_token_ids,
+        sharing=asked.sharing(),
+    )

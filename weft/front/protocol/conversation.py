@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.front.protocol.tool_use import ToolUse
+from weft.front.protocol.tools import ToolUse
 from weft.types.grammar import Grammar
 from weft.types.sampling import SamplingParams
 

@@ -1,5 +1,6 @@
 """Common parameters of both kinds of completion. Names and meanings follow OpenAI's API reference. Fields
-beyond OpenAI's (``top_k``, ``min_p``, ``guided_json`` ...) have the names used by other servers."""
+beyond OpenAI's (``top_k``, ``min_p``, ``guided_json`` ...) have the names used by other servers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.conversation import Constraint, Sharing
+from weft.front.protocol.conversation import AnswerOptions, Constraint, Sharing
 from weft.front.protocol.fields import HINTS, NEUTRAL, UNSUPPORTED
 from weft.front.protocol.formats import Constrained, constraint_of
 from weft.front.protocol.parse import between, short
@@ -154,3 +155,28 @@ def _bias_of(bias: dict[str, float]) -> dict[int, float]:
     if any(not (key.isascii() and key.isdigit() and len(key) <= 10) for key in bias):
         raise InvalidRequest("logit_bias must have token ids as keys", param="logit_bias")
     return {int(key): value for key, value in bias.items()}
+
+
+def form_of(
+    asked: Generate,
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    prompt_only: bool = False,
+    include_reasoning: bool = True,
+) -> AnswerOptions:
+    """Return the form of the answer. ``params``: sampling parameters of ``asked``, with logprobs in one
+    form for both routes."""
+    return AnswerOptions(
+        model=asked.model or "",
+        stream=bool(asked.stream),
+        usage_in_stream=asked.usage_in_stream,
+        usage_in_chunks=asked.usage_in_chunks,
+        return_token_ids=bool(asked.return_token_ids),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        top=params.logprobs,
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        echo=echo,
+        prompt_only=prompt_only,
+        include_reasoning=include_reasoning,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.effort import effort_variables
 from weft.text.chat import ChatFormat
-from weft.text.messages import ImagePart
+from weft.text.images import ImagePart
 
 Parts = list[dict[str, Any] | ImagePart]
 """Typed content parts, as in the chat API."""

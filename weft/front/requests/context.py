@@ -38,8 +38,7 @@ from weft.front.http.access import REQUEST_ID, AccessControl, key_of
 from weft.front.http.answers import ModelCard
 from weft.front.http.body import Bodies
 from weft.front.http.rate_limit import RateLimits
-from weft.front.http.retry_after import RetryAfter
-from weft.front.lifecycle import Lifecycle
+from weft.front.lifecycle import Lifecycle, RetryAfter
 from weft.front.monitoring import load_history
 from weft.front.monitoring.metrics import LATENCY_BOUNDS, Metrics
 from weft.front.monitoring.request_log import RequestFacts

@@ -12,19 +12,18 @@ import msgspec
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.control.fleet.policy import PromptHashes
 from weft.control.links.flow import Flow
-from weft.front.http.answers import Usage, make_usage
+from weft.front.http.access import session_of
+from weft.front.http.answers import Usage, make_usage, shown_miss
 from weft.front.http.streaming import late
 from weft.front.monitoring.request_times import RequestTimes
 from weft.front.requests.context import Front
-from weft.front.requests.misses import shown
 from weft.front.requests.reading import Job, Prompt
-from weft.front.requests.sessions import session_of
 from weft.front.requests.thinking import ThoughtBudget, after, single
 from weft.text.choice import Choice, TextDelta
+from weft.text.detokenizer import Stops
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.parser import OutputParser
 from weft.text.parsing.scope import ContentScope
-from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
@@ -353,7 +352,7 @@ class Generation:
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
             drafts=drafts,
-            miss=shown(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
+            miss=shown_miss(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
         )
 
     def succeeded(self) -> None:

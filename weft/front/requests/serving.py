@@ -20,13 +20,12 @@ from starlette.types import Receive
 from weft.common.errors import Cancelled, DeadlineExceeded, ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.front.http.access import key_of
-from weft.front.http.answers import Usage
+from weft.front.http.answers import Usage, explains
 from weft.front.http.body import Upload, read_json
 from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, watched, within
 from weft.front.monitoring.request_times import RequestTimes
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
-from weft.front.requests.misses import explains
 from weft.front.requests.reading import Job
 from weft.text.choice import TextDelta
 

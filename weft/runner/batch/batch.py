@@ -17,15 +17,15 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.batch.plan_columns import (
+from weft.runner.batch.staging import (
     LogitsColumns,
     RowColumns,
+    StagingBuffer,
     logits_columns,
     ragged,
     row_columns,
     verify_columns,
 )
-from weft.runner.batch.staging import StagingBuffer
 from weft.runner.images.media import MediaStore
 from weft.runner.sampling.sampler import SampleRows
 from weft.runner.slot_state import SlotState

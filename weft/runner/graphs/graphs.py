@@ -49,8 +49,7 @@ from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
-from weft.runner.batch.plan_columns import even, most_each
-from weft.runner.batch.staging import StagingBuffer
+from weft.runner.batch.staging import StagingBuffer, even, most_each
 from weft.runner.graphs.programs import CannotCapture
 from weft.runner.result import Drawn
 from weft.runner.sampling.sampler import End

@@ -33,8 +33,9 @@ from weft.runner.sampling.slot_params import (
     TOP_K,
     TOP_P,
     SlotParams,
+    pairs_of,
+    words_of,
 )
-from weft.runner.sampling.token_lists import pairs_of, words_of
 from weft.runner.sampling.token_logprobs import LogprobTensors, assembled
 from weft.runner.slot_state import SlotState
 from weft.types.plan import TokenMasks

@@ -21,11 +21,12 @@ from weft.front.protocol.messages.protocol import (
     MessagesRequest,
 )
 from weft.front.protocol.parse import printable
-from weft.front.protocol.tool_use import ToolUse
+from weft.front.protocol.tools import ToolUse
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.thoughts import unsealed
 from weft.grammar import build
-from weft.text.messages import ImagePart, arguments_text
+from weft.text.images import ImagePart
+from weft.text.messages import arguments_text
 from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
 

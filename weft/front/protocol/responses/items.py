@@ -12,7 +12,7 @@ from weft.front.protocol.parse import convert, printable
 from weft.front.protocol.responses.tools import joined
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.thoughts import unsealed
-from weft.text.messages import ImagePart, detail_of
+from weft.text.images import ImagePart, detail_of
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from weft.front.protocol.responses.protocol import (
     ChooseFunction,
     ResponseToolChoice,
 )
-from weft.front.protocol.tool_use import ToolUse
+from weft.front.protocol.tools import ToolUse
 from weft.grammar.regular import regular_pattern
 from weft.text.parsing.parser import Tool
 

@@ -1,7 +1,8 @@
-"""Videos in messages: lists of frames with the time of each frame.
+"""Images and videos in messages.
 
-A model reads a video in groups of frames. Each group is read like an image, behind the time of the group.
-Containers such as MP4 are not read: clients must send the frames.
+A video is a list of frames with the time of each frame. A model reads a video in groups of frames. Each group
+is read like an image, behind the time of the group. Containers such as MP4 are not read: clients must send
+the frames.
 """
 
 from __future__ import annotations
@@ -9,11 +10,80 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
+
+Detail: TypeAlias = Literal["auto", "low", "high"]
+DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+
+
+class ImagePart(msgspec.Struct, frozen=True):
+    """An image of a message."""
+
+    source: Any
+    """A URL, or a Pillow image from a caller in this process."""
+    where: str
+    """The part of the request, for errors."""
+    detail: Detail = "auto"
+    """"low": the model receives a small version of the image."""
+    kind: str = "image_url"
+    """The API's name for such parts."""
+
+    is_video = False
+
+    @property
+    def frames(self) -> tuple[Any, ...]:
+        """The image as the only frame."""
+        return (self.source,)
+
+    def place(self, number: int) -> str:
+        """Return the place of a frame in the request, for errors."""
+        return self.where
+
+
+def detail_of(value: Any, where: str) -> Detail:
+    """Return a valid ``detail`` of an image; None means "auto". Raises InvalidRequest."""
+    if value is None:
+        return "auto"
+    for known in DETAILS:
+        if value == known:
+            return known
+    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
+
+
+def image_part(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
+    """Return a checked image part, from OpenAI's ``image_url``, or from ``image`` with a Pillow object from
+    this process.
+
+    The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
+    """
+    unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
+    if unknown:
+        shown = min((name for name in unknown if isinstance(name, str)), default="")
+        shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
+        raise InvalidRequest(f"{where}.{shown} is not supported in a part with an image", param=where)
+    given = part.get(kind)
+    if kind == "image":
+        if given is None or isinstance(given, str | bytes | Mapping | list | int | float):
+            raise InvalidRequest(
+                f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}',
+                param=where,
+            )
+        return ImagePart(given, where, kind=kind)
+    # Some clients send the URL alone instead of an object.
+    fields = given if isinstance(given, Mapping) else {"url": given}
+    url = fields.get("url")
+    if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
+        raise InvalidRequest(
+            f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}, '
+            "optionally with detail",
+            param=where,
+        )
+    return ImagePart(url, where, detail_of(fields.get("detail"), where), kind)
+
 
 VIDEO_KINDS = ("video", "video_url")
 LEAST_FPS, MOST_FPS = 1e-3, 1e3

@@ -11,10 +11,10 @@ import zmq
 from weft.common.errors import InvalidRequest
 from weft.common.shared_bytes import SharedName
 from weft.engine.server.listener import Listener
-from weft.types import attachments
+from weft.types import messages
 from weft.types import messages as m
-from weft.types.attachments import decode_parts, encode_parts
 from weft.types.media import MediaItem
+from weft.types.messages import decode_parts, encode_parts
 from weft.types.sampling import TokenParams
 
 
@@ -77,13 +77,13 @@ def test_what_is_shown_is_named() -> None:
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     frame, *attached = encode_parts(IMAGES)
-    monkeypatch.setattr(attachments, "MAX_ATTACHED", 1 << 20)
+    monkeypatch.setattr(messages, "MAX_ATTACHED", 1 << 20)
     with pytest.raises(InvalidRequest):
         encode_parts(IMAGES)
     with pytest.raises(ValueError):
         decode_parts(frame, attached)
-    monkeypatch.setattr(attachments, "MAX_ATTACHED", 1 << 30)
-    monkeypatch.setattr(attachments, "MAX_FRAME", 1 << 19)
+    monkeypatch.setattr(messages, "MAX_ATTACHED", 1 << 30)
+    monkeypatch.setattr(messages, "MAX_FRAME", 1 << 19)
     with pytest.raises(InvalidRequest):
         encode_parts(IMAGES)
 
