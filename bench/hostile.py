@@ -123,7 +123,7 @@ def nested(target: Target) -> list[int]:
 
 def chunks(target: Target) -> list[int]:
     """A body in a million chunks of one byte."""
-    head = head_of(target, "transfer-encoding: chunked")
+    head = engine_of(target, "transfer-encoding: chunked")
     piece = b"1\r\n \r\n" * 10_000
 
     def send() -> int:
@@ -142,7 +142,7 @@ def idle_uploads(target: Target) -> list[int]:
     """Open 2,000 connections that send headers and one byte of a body."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    head = head_of(target, "content-length: 1000000") + b"{"
+    head = engine_of(target, "content-length: 1000000") + b"{"
     with contextlib.ExitStack() as held:
         for _ in range(target.times(2000)):
             with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def never_read(target: Target) -> list[int]:
         logprobs=True,
         top_logprobs=5,
     )
-    head = head_of(target, f"content-length: {len(body)}")
+    head = engine_of(target, f"content-length: {len(body)}")
     with contextlib.ExitStack() as held:
         for _ in range(target.streams):
             link = held.enter_context(connect(target))
@@ -340,7 +340,7 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
 }
 
 
-def head_of(target: Target, length: str) -> bytes:
+def engine_of(target: Target, length: str) -> bytes:
     """Return the head of a chat request. ``length`` is the header with the length of the body."""
     lines = [f"POST {CHAT} HTTP/1.1", "host: localhost", "content-type: application/json", length]
     lines += [f"{name}: {value}" for name, value in key_header(target).items()]

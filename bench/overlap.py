@@ -26,7 +26,7 @@ from typing import Any
 from bench.load import engine, request
 from bench.machine import commit, describe
 from weft.engine.core import EngineCore
-from weft.overlap.policy import OverlapPolicy
+from weft.overlap.overlap_policy import OverlapPolicy
 
 MODES = ("off", "prefill", "all", "auto")
 #: A config.json of a model with steps of tens of milliseconds on a CPU core.

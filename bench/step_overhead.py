@@ -60,7 +60,7 @@ def instrument(core: EngineCore) -> Meter:
     """Times the parts of ``core``'s steps."""
     meter, runner = Meter(), core.runner.runner
     meter.wrap(core.scheduler, "build", "plan")
-    meter.wrap(core.scheduler, "seal", "plan")
+    meter.wrap(core.scheduler, "freeze", "plan")
     meter.wrap(core.scheduler, "commit", "commit")
     meter.wrap(runner, "forward", "forward")
     meter.wrap(runner, "sample", "sample")

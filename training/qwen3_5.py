@@ -90,7 +90,7 @@ class Qwen3_5MoeWithMtp(_Parts, Qwen3_5MoeForConditionalGeneration):
         )
         return out.last_hidden_state, positions, list(out.router_logits or ())
 
-    def ahead(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    def lookahead(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """The module's hidden states [B, L - 1, H]; entry i drafts ids[:, i + 2] from hidden[:, i]."""
         text = self.model.language_model
         embedded = text.embed_tokens(ids[:, 1:])

@@ -158,8 +158,8 @@ class SpoolVision(Script[VisionRecipe]):
         balance = load_balancing_loss_func(tuple(routers), text.num_experts, text.num_experts_per_tok)
         total = answer + recipe.router_aux * balance
         if progress >= recipe.draft_from:
-            ahead = model.ahead(ids, hidden, positions)[:, :-1]
-            drafts = _entropy(model, ahead, ids[:, 2:], wanted[:, 1:])
+            lookahead = model.lookahead(ids, hidden, positions)[:, :-1]
+            drafts = _entropy(model, lookahead, ids[:, 2:], wanted[:, 1:])
             total = total + recipe.draft_weight * drafts
             means["draft_loss"] = drafts.detach()
         return total, means

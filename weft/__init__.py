@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.api.async_llm import AsyncLLM
     from weft.api.llm import LLM
-    from weft.api.outputs import RequestOutput
+    from weft.api.request_outputs import RequestOutput
     from weft.types.sampling import SamplingParams
 
 __version__ = "0.2.0"
@@ -20,7 +20,7 @@ __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
 _HOME = {
     "LLM": "weft.api.llm",
     "AsyncLLM": "weft.api.async_llm",
-    "RequestOutput": "weft.api.outputs",
+    "RequestOutput": "weft.api.request_outputs",
     "SamplingParams": "weft.types.sampling",
 }
 

@@ -204,7 +204,7 @@ class Stream:
     """True once a token of the present attempt came. By then the compute instance has all images."""
     ended_elsewhere: bool = False
     """True if an instance reported an end at the partner, and the partner's report is still to come."""
-    landed: bool = False
+    received: bool = False
     """True once the decode instance reported a token in the present attempt."""
     losses: int = 0
     """Number of instances lost while at work on the sequence."""
@@ -219,7 +219,7 @@ class Stream:
     def left(self) -> None:
         """Forget the present attempt: the sequence left all instances, so a later loss does not count."""
         self.moved_over, self.lands_by = 0, math.inf
-        self.landed = self.computed = False
+        self.received = self.computed = False
 
     def take(self, event: TokenEvent) -> None:
         """Check the next event against the expected output, and record the content.

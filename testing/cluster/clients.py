@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from testing.cluster.check import VOCABULARY
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 
 MOST_TRIES = 4

@@ -4,7 +4,7 @@ The fleets and schedulers are the product's code. All randomness comes from one 
 the whole schedule.
 
 Nothing happens between two events. The loop takes the earliest event, and its receiver runs the product's
-code. A simulated group of ranks plugs in behind ``testing.cluster.head.Engine``.
+code. A simulated group of ranks plugs in behind ``testing.cluster.engine_process.Engine``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from testing.cluster import faults
 from testing.cluster.check import Violation, require, token_key
 from testing.cluster.clients import MOST_TRIES, Client, random_client
 from testing.cluster.collectives import Collectives
+from testing.cluster.engine_process import EngineProcess
 from testing.cluster.excuses import check_prefixes
 from testing.cluster.front import FrontProcess
-from testing.cluster.head import HeadProcess
 from testing.cluster.idle import check_idle
 from testing.cluster.network import Link, Network
 from testing.cluster.ranks import Pace, Replica, patience_of
-from testing.cluster.room_world import RoomWorld
 from testing.cluster.supervisor import Supervisor
 from testing.cluster.tiny import tiny_engine
+from testing.cluster.transfer_world import TransferWorld
 from weft.control.fleet.instances import InstanceState
 from weft.group.types import Lease
 from weft.sim.timeline import Timeline
@@ -74,16 +74,16 @@ class Cluster(Timeline):
         self.poison_left = 0
         self.slow_starts = 0
         """Number of future processes that will not listen, or not load, in time."""
-        heads = rng.choice((1, 2, 2, 3, 4))
+        engine_processes = rng.choice((1, 2, 2, 3, 4))
         fronts = rng.choice((1, 1, 2, 3))
-        domain = "d" if heads > 1 and rng.random() < 0.15 else ""
-        self.rooms = RoomWorld(self, heads)
+        expert_group = "d" if engine_processes > 1 and rng.random() < 0.15 else ""
+        self.transfers = TransferWorld(self, engine_processes)
         """The roles of instances, and the transfers between instances of different roles."""
-        paired = self.rooms.paired
-        domain = "" if paired else domain
+        paired = self.transfers.paired
+        expert_group = "" if paired else expert_group
         self.counts["clusters of two roles"] += paired
         """Number of schedules with separate roles."""
-        self.instances = dict.fromkeys(self.rooms.roles, domain)
+        self.instances = dict.fromkeys(self.transfers.roles, expert_group)
         self.tensor = rng.choice((1, 1, 1, 1, 1, 2, 2, 3))
         """Ranks per group."""
         self.counts["groups of several ranks"] += self.tensor > 1
@@ -93,17 +93,17 @@ class Cluster(Timeline):
         self.rank_budget = rng.choice((1, 2, 4, 4))
         """Maximum number of epochs lost by one engine process."""
         self.leases: list[Lease | None] = [None] * len(self.instances)
-        self.replicas = self._make_replicas(domain)
+        self.replicas = self._make_replicas(expert_group)
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)))
         self.network.remakes = rng.random() < 0.7
         rng.random()  # unused: keeps the schedules of the seeds recorded in tests/testing
         self._start(fronts)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
-        self.counts["clusters that encode images apart"] += self.rooms.images.there
+        self.counts["clusters that encode images apart"] += self.transfers.images.there
         """Number of schedules with encode groups."""
         for client in self.clients:
-            self.rooms.images.show(client)
+            self.transfers.images.show(client)
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
 
@@ -127,7 +127,7 @@ class Cluster(Timeline):
         """Run until the cluster is quiet, and check the final state. Raise Violation."""
         settled = 0.0
         quiet = 0
-        enough = QUIET if self.rooms.paired else 2
+        enough = QUIET if self.transfers.paired else 2
         advance = self.advance
         while self._heap:
             advance()
@@ -154,20 +154,33 @@ class Cluster(Timeline):
         # no message to an engine is under way.
         if self.pending_faults or any(client.outcome is None for client in self.clients):
             return False
-        heads = [head for head in self.supervisor.heads.values() if head.alive]
+        engine_processes = [
+            engine_process
+            for engine_process in self.supervisor.engine_processes.values()
+            if engine_process.alive
+        ]
         if any(front.alive and front.stalled_until > self.now for front in self.fronts):
             return False
-        if any(head.stalled_until > self.now or head.engine.has_work() for head in heads):
+        if any(
+            engine_process.stalled_until > self.now or engine_process.engine.has_work()
+            for engine_process in engine_processes
+        ):
             return False
-        if any(head.engine.runner.holds for head in heads):
+        if any(engine_process.engine.runner.pins for engine_process in engine_processes):
             return False
-        if any(head.ready and not head.group.running for head in heads):
+        if any(
+            engine_process.ready and not engine_process.group.running for engine_process in engine_processes
+        ):
             return False
-        if any(rooms.stats(None).rooms for head in heads for rooms in head.engine.all_rooms):
+        if any(
+            transfers.stats(None).open
+            for engine_process in engine_processes
+            for transfers in engine_process.engine.all_transfers
+        ):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
         # Heartbeats to API servers are always under way, so only the other direction counts.
-        return all(not (link.up and link.to_head) and link.held_until <= self.now for link in links)
+        return all(not (link.up and link.to_engine_process) and link.held_until <= self.now for link in links)
 
     def _unfinished(self) -> str:
         waiting = [client.number for client in self.clients if client.outcome is None]
@@ -184,9 +197,9 @@ class Cluster(Timeline):
             self.counts["pauses"] += fleet.pauses
             self.counts["late events"] += fleet.late_events
             losses = sum(stream.losses for stream in front.streams.values())
-            processes = len({link.head for link in front.links.values()})
+            processes = len({link.engine_process for link in front.links.values()})
             counted = f"{front.name}: {fleet.table.restarts} restarts, and it saw {processes} processes"
-            seen = len({link.head.instance for link in front.links.values()})
+            seen = len({link.engine_process.instance for link in front.links.values()})
             require(fleet.table.restarts <= processes - seen, counted)
             require(fleet.failovers <= losses, f"{front.name}: {fleet.failovers} fail-overs, {losses} losses")
             if not front.alive:
@@ -205,41 +218,51 @@ class Cluster(Timeline):
         # A schedule without faults and without impatient clients must run without any recovery.
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
         if not self.faults and not disturbed:
-            for name in ("fail-overs", "retired", *(() if self.rooms.paired else ("late events",))):
+            for name in ("fail-overs", "retired", *(() if self.transfers.paired else ("late events",))):
                 require(not self.counts[name], f"{name} without a fault")
             require(not self.supervisor.restarts, "restarts without a fault")
             require(not self.counts["epochs lost"], "an epoch was lost without a fault")
-            late = sum(head.engine.late_images for head in self.supervisor.heads.values())
+            late = sum(
+                engine_process.engine.late_images
+                for engine_process in self.supervisor.engine_processes.values()
+            )
             require(not late, "images were late without a fault")
-        for head in self.supervisor.heads.values():
-            leaves = head.instance in self.supervisor.removed
-            require(not (head.alive and leaves), f"{head.name} runs, and its instance has left")
-            if head.alive and head.ready:
-                self._check_idle(head)
+        for engine_process in self.supervisor.engine_processes.values():
+            leaves = engine_process.instance in self.supervisor.removed
+            require(
+                not (engine_process.alive and leaves),
+                f"{engine_process.name} runs, and its instance has left",
+            )
+            if engine_process.alive and engine_process.ready:
+                self._check_idle(engine_process)
         self._reap()
 
     def _reap(self) -> None:
         """End all engines in order, together with all ranks. Raise Violation if a process is left."""
-        ended = [head for head in self.supervisor.heads.values() if head.alive and head.ready]
-        for head in ended:
-            head.group.end(dismiss=True)
+        ended = [
+            engine_process
+            for engine_process in self.supervisor.engine_processes.values()
+            if engine_process.alive and engine_process.ready
+        ]
+        for engine_process in ended:
+            engine_process.group.end(dismiss=True)
         end = self.now + REAPED_S
         while self._heap and self._heap[0][0] <= end:
             self.advance()
-        for head in ended:
-            for process in head.replica.living.values():
+        for engine_process in ended:
+            for process in engine_process.replica.living.values():
                 # A stopped process cannot read the order to end, and the host of a remote rank restarts the
                 # rank.
-                excused = process.stalled_until > self.now or process.rank in head.replica.remote
+                excused = process.stalled_until > self.now or process.rank in engine_process.replica.remote
                 require(excused, f"{process.name} runs, and its head has ended in order")
         for replica in self.replicas.values():
             replica.close()
             left = sorted(one.name for one in replica.by_peer.values() if one.alive)
             require(not left, f"processes {left} of {replica.name} are not reaped")
 
-    def _check_idle(self, head: HeadProcess) -> None:
-        self.rooms.tally(head)
-        check_idle(head)
+    def _check_idle(self, engine_process: EngineProcess) -> None:
+        self.transfers.tally(engine_process)
+        check_idle(engine_process)
 
     # -- processes and links
 
@@ -260,7 +283,7 @@ class Cluster(Timeline):
         """Count an effect reported by a rank. See ``Mishaps``."""
         self.happened(kind)
 
-    def _make_replicas(self, domain: str) -> dict[str, Replica]:
+    def _make_replicas(self, expert_group: str) -> dict[str, Replica]:
         """Return the ranks of every instance. Instances of an expert-parallel group share epochs."""
         rng, pace, tensor = self.rng, Pace(), self.tensor
         shared = Collectives(self, patience_of(pace), 0.05)
@@ -268,22 +291,22 @@ class Cluster(Timeline):
         for number, name in enumerate(self.instances):
             ranks = range(number * tensor, (number + 1) * tensor)
             remote = frozenset(rank for rank in ranks[1:] if rng.random() < 0.15)
-            collectives = shared if domain else Collectives(self, patience_of(pace), 0.05)
+            collectives = shared if expert_group else Collectives(self, patience_of(pace), 0.05)
             replica = Replica(
                 self, name, ranks, collectives=collectives, mishaps=self, table=dict, remote=remote, pace=pace
             )
-            if self.rooms.moves(name):
-                replica.make_sides = partial(self.rooms.make_sides, replica)
-            if domain:
+            if self.transfers.moves(name):
+                replica.make_sides = partial(self.transfers.make_sides, replica)
+            if expert_group:
                 replica.size = tensor * len(self.instances)
             replicas[name] = replica
         for replica in replicas.values():
-            if domain:
-                replica.domain = list(replicas.values())
+            if expert_group:
+                replica.expert_group = list(replicas.values())
             replica.start_remote()
         return replicas
 
-    def start_times(self, head: HeadProcess, listen: float, load: float) -> tuple[float, float]:
+    def start_times(self, engine_process: EngineProcess, listen: float, load: float) -> tuple[float, float]:
         """Return (seconds until a process listens, seconds from then until the process serves).
 
         Uses up one planned slow start.
@@ -291,19 +314,19 @@ class Cluster(Timeline):
         if self.slow_starts and self.supervisor.restarts:
             self.slow_starts -= 1
             self.happened("slow upgrade" if self.supervisor.drains else "slow start")
-            head.slow = True
+            engine_process.slow = True
             return (listen, 30.0) if self.rng.random() < 0.5 else (30.0, load)
         return listen, load
 
-    def new_link(self, front: FrontProcess, head: HeadProcess) -> Link:
-        """Return an unconnected link of ``front`` to ``head``, with a new number.
+    def new_link(self, front: FrontProcess, engine_process: EngineProcess) -> Link:
+        """Return an unconnected link of ``front`` to ``engine_process``, with a new number.
 
         Earlier stalls of the process count as silence of the link.
         """
         self._links += 1
-        link = Link(self._links, front, head, self.rng.uniform(0.0002, 0.004))
-        link.excused = head.excused
-        link.silence = max(0.0, head.stalled_until - self.now)
+        link = Link(self._links, front, engine_process, self.rng.uniform(0.0002, 0.004))
+        link.excused = engine_process.excused
+        link.silence = max(0.0, engine_process.stalled_until - self.now)
         return link
 
     def connect(self, link: Link) -> None:
@@ -311,22 +334,24 @@ class Cluster(Timeline):
 
         Ignored for a dead process or a link given up.
         """
-        head = link.head
-        if not head.alive or link.unlinked:
+        engine_process = link.engine_process
+        if not engine_process.alive or link.unlinked:
             return
-        if not head.listens:
-            head.connecting.append(link)
+        if not engine_process.listens:
+            engine_process.connecting.append(link)
             return
         link.up = True
-        head.links[link.connection] = link
+        engine_process.links[link.connection] = link
         self.at(self.now + link.latency, link.front, link.front.linked, link)
 
     def disconnect(self, link: Link) -> None:
         """Close the link on behalf of the API server."""
         self.network.cut(link, lingers=self.rng.random() < 0.3)
-        self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
+        self.at(self.now + self.rng.random() * 0.05, link.engine_process, link.engine_process.forget, link)
 
-    def end_head(self, head: HeadProcess, lingers: bool | None = None, dismiss: bool | None = None) -> bool:
+    def end_engine_process(
+        self, engine_process: EngineProcess, lingers: bool | None = None, dismiss: bool | None = None
+    ) -> bool:
         """End the engine process now, with its group.
 
         Return False if the process was dead. For ``dismiss`` see ``Group.end``.
@@ -334,30 +359,30 @@ class Cluster(Timeline):
         Peers, API servers, the supervisor and the rest of an expert-parallel group notice the end later.
         ``lingers``: see ``_break``.
         """
-        if not head.alive:
+        if not engine_process.alive:
             return False
         epoch = -1
-        if head.engine.runner.group is not None:
-            epoch = head.group.membership.epoch
-            head.group.end(dismiss)
-        head.alive = False
+        if engine_process.engine.runner.group is not None:
+            epoch = engine_process.group.membership.epoch
+            engine_process.group.end(dismiss)
+        engine_process.alive = False
         # The rest of the expert-parallel group fails in its next collective.
-        for other in self.supervisor.others(head):
-            other.domain_gone = True
+        for other in self.supervisor.others(engine_process):
+            other.expert_group_gone = True
             if other.engine.runner.group is not None:
                 self.after(0.01, 0.2, other, other.group.peer_replica_gone, epoch)
-        self.note(head.name, "..", "", "its process ends")
-        self.rooms.tally(head)
-        if head.engine.runner.sides is not None:
-            head.engine.runner.sides.close()
-        for peers, peer in head.watched_by:
+        self.note(engine_process.name, "..", "", "its process ends")
+        self.transfers.tally(engine_process)
+        if engine_process.engine.runner.sides is not None:
+            engine_process.engine.runner.sides.close()
+        for peers, peer in engine_process.watched_by:
             peers.end(peer)
         for front in self.fronts:
             for link in front.links.values():
-                if link.head is head:
+                if link.engine_process is engine_process:
                     self._break(link, self.rng.random() < 0.5 if lingers is None else lingers)
         # The supervisor and each API server notice the end at different times.
-        self.at(self.now + self.rng.random() * 0.03, None, self.supervisor.ended, head)
+        self.at(self.now + self.rng.random() * 0.03, None, self.supervisor.ended, engine_process)
         return True
 
     def _break(self, link: Link, lingers: bool) -> int:
@@ -372,7 +397,7 @@ class Cluster(Timeline):
         rng = self.rng
         self.at(self.now + rng.random() * 0.05, link.front, link.front.lost, link, "the connection broke")
         late = 3.0 if rng.random() < 0.1 else 0.05
-        self.at(self.now + rng.random() * late, link.head, link.head.forget, link)
+        self.at(self.now + rng.random() * late, link.engine_process, link.engine_process.forget, link)
         return gone
 
     def break_link(self, link: Link) -> bool:
@@ -402,25 +427,25 @@ class Cluster(Timeline):
 
         Raise Violation if instances able to serve are left.
         """
-        gone = not self.rooms.can_serve(self.supervisor.retired | self.supervisor.removed)
+        gone = not self.transfers.can_serve(self.supervisor.retired | self.supervisor.removed)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(
             gone or not front.fleet.table.complete, f"{front.name} failed, and instances are left: {states}"
         )
-        up = InstanceState.UP in states and not self.rooms.paired
+        up = InstanceState.UP in states and not self.transfers.paired
         require(not up or not gone, f"{front.name} failed while an instance is up")
         self.count("fronts failed")
         self.at(self.now, None, self.end_front, front)
 
-    def stopped(self, head: HeadProcess) -> None:
+    def stopped(self, engine_process: EngineProcess) -> None:
         """End an engine that received the order to shut down. Raise Violation if an API server still uses the
         engine."""
         others = [front.name for front in self.fronts if front.alive and not front.closing]
-        require(not others, f"{head.name} was shut down while {others} use it")
-        head.close_rooms()
-        self.end_head(head, dismiss=True)
+        require(not others, f"{engine_process.name} was shut down while {others} use it")
+        engine_process.close_transfers()
+        self.end_engine_process(engine_process, dismiss=True)
 
-    def poisoned(self, head: HeadProcess) -> None:
+    def poisoned(self, engine_process: EngineProcess) -> None:
         """End an engine process killed by a poisoned position.
 
         The poison loses its effect after the planned number of deaths.
@@ -429,7 +454,7 @@ class Cluster(Timeline):
         if not self.poison_left:
             self.poison.clear()
         self.happened("poison")
-        self.end_head(head)
+        self.end_engine_process(engine_process)
 
     def _join(self, front: FrontProcess) -> None:
         """Begin an API server while others already serve."""
@@ -487,7 +512,7 @@ class Cluster(Timeline):
 
     def pin(self) -> str:
         """Return an instance to which a request may be pinned."""
-        return self.rng.choice([name for name, role in self.rooms.roles.items() if role != "encode"])
+        return self.rng.choice([name for name, role in self.transfers.roles.items() if role != "encode"])
 
 
 def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:

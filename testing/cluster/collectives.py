@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from testing.cluster.check import require
-from weft.sim.timeline import Process, Timeline
+from weft.sim.timeline import Timeline, TimelineProcess
 
 
-class Participant(Process, Protocol):
+class Participant(TimelineProcess, Protocol):
     """A rank: the engine's own rank, or a rank process."""
 
     rank: int

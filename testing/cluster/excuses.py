@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from testing.cluster.check import Stream, Violation, require
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import ALIVE, SERVING, Instance
 from weft.control.fleet.open_sequences import LATE, MOST_REFUSALS, NO_ROLE, UNFIT
@@ -54,16 +54,18 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
 
 def check_prefixes(front: FrontProcess, instance: Instance) -> None:
     """Raise Violation if the API server's view of the instance's prefix cache is wrong in a quiet cluster."""
-    head = front.cluster.supervisor.heads.get(instance.name)
-    if head is None or not head.alive or not instance.alive:
+    engine_process = front.cluster.supervisor.engine_processes.get(instance.name)
+    if engine_process is None or not engine_process.alive or not instance.alive:
         return
-    followed = head.engine.follow_prefixes()
+    followed = engine_process.engine.follow_prefixes()
     if followed is None or len(front.fleet.table.instances) == 1:
         return
     keys, view = followed[0].keys, instance.prefixes
     known = len(view) == len(keys) and all(key in view for key in keys)
-    known = known or view.number < head.protocol.prefixes.number  # the last change is still under way
-    require(known, f"{front.name} has a wrong view of what {head.name} has cached")
+    known = (
+        known or view.number < engine_process.protocol.prefixes.number
+    )  # the last change is still under way
+    require(known, f"{front.name} has a wrong view of what {engine_process.name} has cached")
     front.cluster.counts["prefix caches compared"] += bool(keys)
 
 
@@ -87,7 +89,9 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
     require(not set(named) & set(present), f"{why}, and {present} are up")
     waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
     if message != LATE and "encode" not in named and "decode" in present:
-        require(images or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
+        require(
+            images or not cluster.transfers.local_prefill, f"{why}, and one that decodes can prefill, too"
+        )
     left = [one for one in fleet.table.wanted if one.name not in front.retired_instances]
     awaited = any(one.state not in SERVING or one.shunned for one in left)
     # An expected instance justifies the longer wait of `recovery`.
@@ -103,11 +107,13 @@ def there(front: FrontProcess) -> tuple[bool, bool, bool]:
     """
     up = _up(front, draining=True)
     # An expert-parallel group with a dead instance takes no sequences.
-    domains = {one.domain for one in front.fleet.table.instances.values() if one.domain and not one.alive}
+    expert_groups = {
+        one.expert_group for one in front.fleet.table.instances.values() if one.expert_group and not one.alive
+    }
     roles = {one.role for one in up}
     serves = "unified" in roles or {"prefill", "decode"} <= roles
-    encoded = front.cluster.rooms.images.towers or "encode" in roles
-    takes = any(one.role != "encode" and one.domain not in domains for one in up)
+    encoded = front.cluster.transfers.images.towers or "encode" in roles
+    takes = any(one.role != "encode" and one.expert_group not in expert_groups for one in up)
     return takes, serves, serves and encoded
 
 

@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from testing.cluster.head import HeadProcess
+from testing.cluster.engine_process import EngineProcess
 from testing.cluster.network import Link
 from testing.cluster.ranks import RankProcess
-from testing.cluster.transfers import room_faults
+from testing.cluster.transfers import transfer_faults
 from weft.common.errors import EngineDead
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _during_a_request(cluster: Cluster) -> float:
 def _can_happen(cluster: Cluster, kind: str) -> bool:
     if kind in OF_RANKS and cluster.tensor == 1:
         return False
-    return cluster.rooms.paired or kind not in OF_ROOMS
+    return cluster.transfers.paired or kind not in OF_TRANSFERS
 
 
 def _plan_row(cluster: Cluster, at: float) -> int:
@@ -75,7 +75,7 @@ def _plan_row(cluster: Cluster, at: float) -> int:
     instance = rng.choice(list(cluster.instances))
 
     def kill(cluster: Cluster) -> bool:
-        return cluster.end_head(cluster.supervisor.heads[instance])
+        return cluster.end_engine_process(cluster.supervisor.engine_processes[instance])
 
     times = [at + 0.5 * again + rng.random() * 0.2 for again in range(rng.choice((2, 3, 5)))]
     for time in times:
@@ -93,10 +93,18 @@ def _fire(cluster: Cluster, apply: Callable[[Cluster], bool], kind: str) -> None
 # -- choice of the victim
 
 
-def _head(cluster: Cluster, ready: bool = True) -> HeadProcess | None:
+def _engine_process(cluster: Cluster, ready: bool = True) -> EngineProcess | None:
     """Return a random live engine process, preferably with work; None if there is none."""
-    alive = [head for head in cluster.supervisor.heads.values() if head.alive and (head.ready or not ready)]
-    busy = [head for head in alive if head.ready and head.engine.has_work()]
+    alive = [
+        engine_process
+        for engine_process in cluster.supervisor.engine_processes.values()
+        if engine_process.alive and (engine_process.ready or not ready)
+    ]
+    busy = [
+        engine_process
+        for engine_process in alive
+        if engine_process.ready and engine_process.engine.has_work()
+    ]
     return cluster.rng.choice(busy or alive) if alive else None
 
 
@@ -111,16 +119,16 @@ def _link(cluster: Cluster) -> Link | None:
     """Return a random connected link, preferably to an engine with work; None if there is none."""
     front = _front(cluster)
     links = [] if front is None else [one for one in front.links.values() if one.up]
-    busy = [one for one in links if one.head.engine.has_work()]
+    busy = [one for one in links if one.engine_process.engine.has_work()]
     return cluster.rng.choice(busy or links) if links else None
 
 
 def _rank(cluster: Cluster) -> RankProcess | None:
     """Return a random rank process, preferably one that takes steps; None if there is none."""
-    head = _head(cluster)
-    if head is None:
+    engine_process = _engine_process(cluster)
+    if engine_process is None:
         return None
-    living = list(head.replica.living.values())
+    living = list(engine_process.replica.living.values())
     running = [process for process in living if process.running and process.stalled_until <= cluster.now]
     return cluster.rng.choice(running or living) if living else None
 
@@ -128,21 +136,21 @@ def _rank(cluster: Cluster) -> RankProcess | None:
 # -- the faults: each returns True if the effect was visible at once
 
 
-def _kill_head(cluster: Cluster) -> bool:
-    head = _head(cluster, ready=False)
-    return head is not None and cluster.end_head(head)
+def _kill_engine_process(cluster: Cluster) -> bool:
+    engine_process = _engine_process(cluster, ready=False)
+    return engine_process is not None and cluster.end_engine_process(engine_process)
 
 
-def _fail_head(cluster: Cluster) -> bool:
+def _fail_engine_process(cluster: Cluster) -> bool:
     """Let an engine fail with EngineDead. Return False without a running engine."""
-    head = _head(cluster)
-    if head is None or head.stalled_until > cluster.now:
+    engine_process = _engine_process(cluster)
+    if engine_process is None or engine_process.stalled_until > cluster.now:
         return False
-    head.fail(EngineDead("the engine failed; see the server's log"))
+    engine_process.fail(EngineDead("the engine failed; see the server's log"))
     return True
 
 
-def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float) -> bool:
+def _stall(cluster: Cluster, process: EngineProcess | FrontProcess, seconds: float) -> bool:
     """Let a process stand still for ``seconds``. Return False if the process stands still already."""
     if process.stalled_until > cluster.now:
         return False
@@ -151,19 +159,19 @@ def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float
     return True
 
 
-def _stall_head(cluster: Cluster) -> bool:
+def _stall_engine_process(cluster: Cluster) -> bool:
     """Let an engine stand still: shortly, or so long that the API servers give the engine up.
 
     Return True if it does.
     """
-    head = _head(cluster)
+    engine_process = _engine_process(cluster)
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
-    if head is None or not _stall(cluster, head, seconds):
+    if engine_process is None or not _stall(cluster, engine_process, seconds):
         return False
-    head.replica.excuse(seconds)
+    engine_process.replica.excuse(seconds)
     for front in cluster.fronts:
         for link in front.links.values():
-            if link.head is head:
+            if link.engine_process is engine_process:
                 link.silence += seconds
     return True
 
@@ -207,7 +215,7 @@ def _slow_start(cluster: Cluster) -> bool:
     Return False: counted when such a process starts.
     """
     cluster.slow_starts = cluster.rng.choice((1, 2))
-    _kill_head(cluster)
+    _kill_engine_process(cluster)
     return False
 
 
@@ -255,7 +263,7 @@ def _partition(cluster: Cluster) -> bool:
             one
             for front in cluster.fronts
             for one in front.links.values()
-            if one.head is link.head and one.up
+            if one.engine_process is link.engine_process and one.up
         ]
     breaks = rng.random() < 0.3
     for one in links:
@@ -284,22 +292,26 @@ def _duplicate(cluster: Cluster) -> bool:
 
 def _evict(cluster: Cluster) -> bool:
     """Let an engine return a sequence, which any engine may continue. Return True if one was returned."""
-    head = _head(cluster)
-    if head is None or head.stalled_until > cluster.now or head.engine.recovering:
+    engine_process = _engine_process(cluster)
+    if (
+        engine_process is None
+        or engine_process.stalled_until > cluster.now
+        or engine_process.engine.recovering
+    ):
         return False
-    return head.evict() is not None
+    return engine_process.evict() is not None
 
 
 def _drain(cluster: Cluster) -> bool:
     """Upgrade an engine: drain the process, then start another one. Return True if the drain begins."""
-    head = _head(cluster)
-    return head is not None and cluster.supervisor.drain(head.instance)
+    engine_process = _engine_process(cluster)
+    return engine_process is not None and cluster.supervisor.drain(engine_process.instance)
 
 
 def _leave(cluster: Cluster) -> bool:
     """Let an instance leave the server. Return True if it leaves."""
-    head = _head(cluster)
-    return head is not None and cluster.supervisor.remove(head.instance)
+    engine_process = _engine_process(cluster)
+    return engine_process is not None and cluster.supervisor.remove(engine_process.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:
@@ -307,8 +319,8 @@ def _slow_upgrade(cluster: Cluster) -> bool:
 
     Return False: counted when such a process starts.
     """
-    head = _head(cluster)
-    if head is not None and cluster.supervisor.drain(head.instance):
+    engine_process = _engine_process(cluster)
+    if engine_process is not None and cluster.supervisor.drain(engine_process.instance):
         cluster.slow_starts = cluster.rng.choice((1, 2))
     return False
 
@@ -407,11 +419,15 @@ def _hold(cluster: Cluster) -> bool:
 
     Return True if blocks are pinned. Often a rank is killed meanwhile.
     """
-    head = _head(cluster)
-    if head is None or head.stalled_until > cluster.now or head.engine.recovering:
+    engine_process = _engine_process(cluster)
+    if (
+        engine_process is None
+        or engine_process.stalled_until > cluster.now
+        or engine_process.engine.recovering
+    ):
         return False
-    held = head.hold(cluster.rng.uniform(0.1, 1.5))
-    living = list(head.replica.living.values())
+    held = engine_process.pin(cluster.rng.uniform(0.1, 1.5))
+    living = list(engine_process.replica.living.values())
     if held and living and cluster.rng.random() < 0.7:
         cluster.after(0.0, 0.1, None, _end_rank, cluster, cluster.rng.choice(living))
     return held
@@ -446,7 +462,7 @@ def _lost_word(cluster: Cluster) -> bool:
     return False
 
 
-OF_ROOMS = {*room_faults.KINDS, "room report lost"}
+OF_TRANSFERS = {*transfer_faults.KINDS, "room report lost"}
 """Kinds of faults that need transfers between groups."""
 MISHAPS = {
     "load": "rank cannot load",
@@ -466,9 +482,9 @@ OF_RANKS = {
 }
 """Kinds of faults that need a group of several ranks."""
 KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
-    "head killed": (8, _kill_head),
-    "engine failed": (3, _fail_head),
-    "head stalled": (4, _stall_head),
+    "head killed": (8, _kill_engine_process),
+    "engine failed": (3, _fail_engine_process),
+    "head stalled": (4, _stall_engine_process),
     "front stalled": (4, _stall_front),
     "poison": (3, _poison),
     "row error": (4, _row_error),
@@ -491,7 +507,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "rank cannot load": (4, _cannot_load),
     "rank cannot form": (4, _cannot_form),
     "group given up": (4, _kill_rank_again),
-    **room_faults.KINDS,
+    **transfer_faults.KINDS,
     "room report lost": (10, _lost_word),
 }
 """Kind -> (weight in the choice, function that applies the fault and returns True for a visible effect).

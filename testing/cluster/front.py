@@ -13,14 +13,14 @@ from testing.cluster.clients import Client
 from testing.cluster.excuses import PATIENCE, check_books, check_wait, explain, goes_on, there
 from testing.cluster.network import Link
 from weft.common.errors import EndedElsewhere, EngineDead, PeerEnded, RanksLost, WeftError
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instances import InstanceState
 from weft.types import messages as m
 
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
-    from testing.cluster.head import HeadProcess
+    from testing.cluster.engine_process import EngineProcess
 
 MOST_SILENCE = 1.2
 """Seconds of silence up to which no API server may give an instance up."""
@@ -43,7 +43,7 @@ class FrontProcess:
         self.closing = False
         self.stalled_until = 0.0
         self.fleet = Fleet(
-            instances, PATIENCE, front=name, joining=joining, local_prefill=cluster.rooms.local_prefill
+            instances, PATIENCE, front=name, joining=joining, local_prefill=cluster.transfers.local_prefill
         )
         self.links: dict[int, Link] = {}
         self.streams: dict[int, Stream] = {}
@@ -102,7 +102,7 @@ class FrontProcess:
             link = self.links[action.link]
             require(not link.unlinked, f"{self.name}: {type(action.message).__name__} over a link given up")
             self._track(link, action.message)
-            cluster.network.to_head(link, action.message)
+            cluster.network.to_engine_process(link, action.message)
         elif isinstance(action, e.Deliver):
             for token_event in action.events:
                 self._deliver(token_event)
@@ -113,10 +113,14 @@ class FrontProcess:
             number = self.fleet.table.instances[action.instance].link
             require(number not in self.replaced, f"{self.name}: link {number} was replaced twice")
             self.replaced.add(number)
-            head = self.links[number].head
-            cluster.note(self.name, "..", head.name, f"replace it: {action.error.message}")
+            engine_process = self.links[number].engine_process
+            cluster.note(self.name, "..", engine_process.name, f"replace it: {action.error.message}")
             cluster.at(
-                cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head
+                cluster.now + cluster.rng.random() * 0.05,
+                None,
+                cluster.supervisor.replace,
+                self,
+                engine_process,
             )
         elif isinstance(action, e.Forget):
             self._forget(action.instance)
@@ -126,7 +130,7 @@ class FrontProcess:
         else:
             cluster.note(self.name, "..", "", "all instances have answered")
 
-    def _track(self, link: Link, message: m.ToHead) -> None:
+    def _track(self, link: Link, message: m.ToEngine) -> None:
         """Record at the stream where a sequence is after an outgoing ``message``.
 
         Raise Violation if sending is not allowed.
@@ -137,11 +141,11 @@ class FrontProcess:
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
             again = f"{self.name}: sequence {message.sequence} was sent again, and had ended where it was"
             require(not stream.ended_elsewhere, again)
-            leaves = link.head.instance in self.left_instances
+            leaves = link.engine_process.instance in self.left_instances
             require(not leaves, f"{self.name}: sequence {message.sequence} was sent to one that has left")
             self._lands(stream)
             stream.links.add(link.number)
-            if stream.times_given_back and link.head.instance not in stream.given_back:
+            if stream.times_given_back and link.engine_process.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
             self.streams[message.sequence].links.discard(link.number)
@@ -164,12 +168,12 @@ class FrontProcess:
         cluster = self.cluster
         link = self.links[action.link]
         require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
-        excused = link.excused or link.head.excused or link.silence > MOST_SILENCE
-        require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
+        excused = link.excused or link.engine_process.excused or link.silence > MOST_SILENCE
+        require(excused, f"{self.name} gave {link.engine_process.name} up, and nothing had happened to it")
         link.unlinked = True
-        cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
+        cluster.note(self.name, "..", link.engine_process.name, f"link {link.number} given up")
         for stream in self.streams.values():
-            if stream.open and link.number == stream.moved_over and not stream.landed:
+            if stream.open and link.number == stream.moved_over and not stream.received:
                 stream.lands_by = min(stream.lands_by, cluster.now + PATIENCE.transfer)
             elif stream.open and link.number in stream.links:
                 stream.links.discard(link.number)
@@ -186,12 +190,12 @@ class FrontProcess:
     def _forget(self, instance: str) -> None:
         """Close the links of an instance that has left. Raise Violation if a sequence is still there."""
         for link in self.links.values():
-            if link.head.instance != instance or link.unlinked:
+            if link.engine_process.instance != instance or link.unlinked:
                 continue
             there = [one.sequence for one in self.streams.values() if one.open and link.number in one.links]
             require(not there, f"{self.name} forgot {instance}, and sequences {there} are there")
             link.unlinked = True
-            self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: forgotten")
+            self.cluster.note(self.name, "..", link.engine_process.name, f"link {link.number}: forgotten")
             if link.up:
                 self.cluster.disconnect(link)
 
@@ -202,14 +206,14 @@ class FrontProcess:
         continues if the lost encode instance had sent all images.
         """
         entry = self.fleet.entries.get(stream.sequence)
-        roles = self.cluster.rooms.roles
-        role = roles[lost.head.instance]
+        roles = self.cluster.transfers.roles
+        role = roles[lost.engine_process.instance]
         if entry is None or role not in ("prefill", "encode") or entry.losses > stream.losses:
             return False
         if role == "encode":
             require(stream.computed, f"{self.name}: sequence {stream.sequence} goes on without its images")
             return True
-        left = [self.links[number].head.instance for number in stream.links]
+        left = [self.links[number].engine_process.instance for number in stream.links]
         require(
             set(entry.places) == set(left)
             and [roles[name] for name in left if roles[name] != "encode"] == ["decode"],
@@ -274,15 +278,15 @@ class FrontProcess:
         if link.unlinked:
             self.cluster.count("messages of a link given up")
         if self.cluster.logs:
-            note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
-            self.cluster.note(link.head.name, "->", self.name, note)
+            note = message if isinstance(message, m.Tokens | m.EngineFailed) else type(message).__name__
+            self.cluster.note(link.engine_process.name, "->", self.name, note)
         # Record what the message means for the streams before the fleet reacts.
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
-        self.feed(e.Received(link.head.instance, link.number, message))
+        self.feed(e.Received(link.engine_process.instance, link.number, message))
         if isinstance(message, m.Welcome):
-            instance = self.fleet.table.instances.get(link.head.instance)
+            instance = self.fleet.table.instances.get(link.engine_process.instance)
             half_open = instance is not None and instance.state is InstanceState.HALF_OPEN
             self.cluster.count("half-open instances", half_open)
 
@@ -299,8 +303,8 @@ class FrontProcess:
             return
         refused = event.error is not None and event.error.blame == "capacity"
         why = "" if event.error is None else event.error.code
-        encodes = link.head.instance in entry.encoders
-        ended = why == PeerEnded.code and entry.peer(link.head.instance) is not None
+        encodes = link.engine_process.instance in entry.encoders
+        ended = why == PeerEnded.code and entry.peer(link.engine_process.instance) is not None
         stream.computed = stream.computed or bool(event.token_ids)
         if why == EndedElsewhere.code:
             stream.links.discard(link.number)
@@ -314,19 +318,21 @@ class FrontProcess:
             stream.losses += 1
             self.cluster.count("lost as a peer saw")
         elif refused or event.finish == "evicted":
-            stream.given_back.add(link.head.instance)
+            stream.given_back.add(link.engine_process.instance)
             stream.times_given_back += 1
-        stream.landed = stream.landed or (entry.receives(link.head.instance) and bool(event.token_ids))
+        stream.received = stream.received or (
+            entry.receives(link.engine_process.instance) and bool(event.token_ids)
+        )
         # A decode instance may finish before the prefill instance has reported everything. The fleet holds
         # the final event until then, so the sequence stays at its links.
-        held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
+        held = entry.sender not in (None, link.engine_process.instance) and event.finish in ("stop", "length")
         if event.finish is not None and not held:
             stream.links.discard(link.number)
         if event.finish == "moved":
             stream.moved_over = link.number
         elif event.finish is not None and not held:
             stream.left()
-        elif stream.landed:
+        elif stream.received:
             stream.lands_by = math.inf
 
     def linked(self, link: Link) -> None:
@@ -335,27 +341,27 @@ class FrontProcess:
             if link.number in stream.links:
                 stream.links.discard(link.number)
                 stream.ended_elsewhere = False  # the report of the end may be lost with the connection
-        self.feed(e.Linked(link.head.instance, link.number))
+        self.feed(e.Linked(link.engine_process.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
         """Notice a broken connection or the end of a process."""
-        self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: {why}")
-        self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
+        self.cluster.note(self.name, "..", link.engine_process.name, f"link {link.number}: {why}")
+        self.feed(e.Lost(link.engine_process.instance, link.number, EngineDead(why)))
 
-    def started(self, head: HeadProcess) -> None:
+    def started(self, engine_process: EngineProcess) -> None:
         """Learn from the registry of a newly started process: make and connect a link."""
-        self.retired_instances.discard(head.instance)
-        link = self.cluster.new_link(self, head)
+        self.retired_instances.discard(engine_process.instance)
+        link = self.cluster.new_link(self, engine_process)
         self.links[link.number] = link
-        self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
-        self.feed(e.Expected(head.instance, link.number))
-        self.feed(e.Located(head.instance, link.number))
+        self.cluster.note(self.name, "..", engine_process.name, f"expected over link {link.number}")
+        self.feed(e.Expected(engine_process.instance, link.number))
+        self.feed(e.Located(engine_process.instance, link.number))
         self.cluster.connect(link)
 
-    def ended(self, head: HeadProcess) -> None:
+    def ended(self, engine_process: EngineProcess) -> None:
         """Learn from the registry of the end of a process."""
         for link in list(self.links.values()):
-            if link.head is head:
+            if link.engine_process is engine_process:
                 self.lost(link, "its process ended")
 
     def retired(self, instance: str, error: WeftError) -> None:

@@ -14,11 +14,11 @@ from testing.cluster.check import require
 from testing.cluster.ranks import BLOCKS, SETTINGS, RankProcess, Replica, Work
 from testing.cluster.reports import Reports
 from weft.common.restarts import RestartBudget
-from weft.engine.disagg.group_rooms import GroupRooms
+from weft.engine.disagg.group_transfers import GroupTransfers
 from weft.group import types as t
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
-from weft.sim.timeline import Owner
+from weft.sim.timeline import TimelineOwner
 from weft.types import frames as f
 
 MEETING_S = 0.05
@@ -30,7 +30,7 @@ class Group:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: TimelineOwner,
         replica: Replica,
         incarnation: str,
         *,
@@ -67,7 +67,7 @@ class Group:
         self.troubled = False
         """True if an epoch, a try to form one, or a rank process was ever lost."""
         self.closed = False
-        self.rooms: dict[f.Cache, GroupRooms] = {}
+        self.transfers: dict[f.Cache, GroupTransfers] = {}
         """Transfers of ranks, by cache. Empty without transfers, and before the first step."""
         self._closing = False
         self._timeline = replica.timeline
@@ -76,7 +76,7 @@ class Group:
         self._leases = [] if leases is None else leases
         self._away = self._ready = False
         """``_away``: the engine's own rank loads and reads no frames. ``_ready``: the rank is ready."""
-        self._frames: deque[tuple[RankProcess, bytes, f.ToHead]] = deque()
+        self._frames: deque[tuple[RankProcess, bytes, f.ToEngine]] = deque()
         """Frames not yet read."""
         self._carrying: deque[t.Spawn | t.Connect] = deque()
         self._carried: t.Spawn | t.Connect | None = None
@@ -109,7 +109,7 @@ class Group:
         if dismiss is not None:
             self._feed(t.Close(dismiss))
         self.closed = True
-        self.replica.head_ended(self)
+        self.replica.engine_process_ended(self)
 
     @property
     def alive(self) -> bool:
@@ -148,7 +148,7 @@ class Group:
         if self._running is None:
             self._begin()
 
-    def send_room(self, rank: int, data: bytes) -> None:
+    def send_transfer(self, rank: int, data: bytes) -> None:
         """Send a transfer frame to ``rank``, in order with steps; report ``Gone`` if not connected."""
         process = self.replica.by_peer.get(self.membership.members[rank].peer or b"")
         if process is not None and process.alive:
@@ -237,16 +237,16 @@ class Group:
         """Carry out all actions; blocking actions one after another."""
         # `Spawn` and `Connect` block in the product, so the carrier runs one action after the other.
         for action in actions:
-            if isinstance(action, t.Send):
+            if isinstance(action, t.SendFrame):
                 self._send(action)
             elif isinstance(action, t.Abort):
                 self._abort()
             elif isinstance(action, t.Renew):
                 self._leases[self._number] = action.lease
-            elif isinstance(action, t.Told):
-                if (rooms := self.rooms.get(action.frame.cache)) is not None:
-                    rooms.heard(action.frame)
-                    self.owner.room_news()
+            elif isinstance(action, t.TellEngine):
+                if (transfers := self.transfers.get(action.frame.cache)) is not None:
+                    transfers.heard(action.frame)
+                    self.owner.transfer_news()
             else:
                 self._carrying.append(action)
         if self._carrying and self._carried is None:
@@ -318,40 +318,40 @@ class Group:
 
     # -- frames
 
-    def receive(self, process: RankProcess, frame: f.ToHead) -> None:
+    def receive(self, process: RankProcess, frame: f.ToEngine) -> None:
         """Receive a frame of a rank, after the delay of the link. Breaks the connection where planned."""
         timeline = self._timeline
         if timeline.logs:
             timeline.note(process.name, "->", self.name, frame)
         usual = timeline.now + self.replica.pace.delay * timeline.rng.random()
-        if process.reports_due > usual + self.replica.pace.delay and isinstance(frame, f.Outcome):
+        if process.reports_due > usual + self.replica.pace.delay and isinstance(frame, f.StepOutcome):
             self.replica.mishaps.seen("report late")
         process.reports_due = max(usual, process.reports_due)
         connection = process.connection
         timeline.at(process.reports_due, self, self._arrived, process, process.peer, connection, frame)
-        if process.loses_report and isinstance(frame, f.Outcome):
+        if process.loses_report and isinstance(frame, f.StepOutcome):
             process.loses_report = False
             process.break_connection()
-        if process.loses_word and isinstance(frame, f.RoomToHead):
+        if process.loses_word and isinstance(frame, f.TransferToEngine):
             process.loses_word = False
             process.break_connection()
 
-    def _arrived(self, process: RankProcess, peer: bytes, connection: int, frame: f.ToHead) -> None:
+    def _arrived(self, process: RankProcess, peer: bytes, connection: int, frame: f.ToEngine) -> None:
         """Read a frame, or keep the frame while the own rank is away.
 
         Frames of an earlier connection are lost.
         """
         if connection != process.connection:
-            if peer == process.peer and isinstance(frame, f.Outcome):
+            if peer == process.peer and isinstance(frame, f.StepOutcome):
                 self.replica.mishaps.seen("report lost")
-            elif peer == process.peer and isinstance(frame, f.RoomToHead):
+            elif peer == process.peer and isinstance(frame, f.TransferToEngine):
                 self.replica.mishaps.seen("room report lost")
         elif self._away:
             self._frames.append((process, peer, frame))
         else:
             self._read(process, peer, frame)
 
-    def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
+    def _read(self, process: RankProcess, peer: bytes, frame: f.ToEngine) -> None:
         """Feed a frame to the membership.
 
         Raise Violation if a frame of a process given up changes anything.
@@ -360,17 +360,17 @@ class Group:
         # Frames of a process already given up must not change anything.
         if process.given_up_by is self:
             before = self._reports.known_of(process.rank)
-            actions = members.on(t.Received(peer, frame), self._timeline.now)
-            told = [one for one in actions if not (isinstance(one, t.Send) and _refuses(one.frame))]
+            actions = members.on(t.FrameReceived(peer, frame), self._timeline.now)
+            told = [one for one in actions if not (isinstance(one, t.SendFrame) and _refuses(one.frame))]
             heard = f"{self.name} heard rank {process.rank}, which it had given up: {frame}"
             require(not told and self._reports.known_of(process.rank) == before, heard)
             self._carry_out(actions)
             return
-        if isinstance(frame, f.Outcome) and self.running:
+        if isinstance(frame, f.StepOutcome) and self.running:
             self._reports.take(process.rank, peer, frame)
-        self._feed(t.Received(peer, frame))
+        self._feed(t.FrameReceived(peer, frame))
 
-    def _send(self, send: t.Send) -> None:
+    def _send(self, send: t.SendFrame) -> None:
         """Send a frame to a rank. Without a connection, report ``Gone``."""
         process = self.replica.by_peer[send.peer]
         if _refuses(send.frame):
@@ -413,9 +413,9 @@ class Group:
         if action.anew:
             self.troubled = True
             replica.kill(action.rank)
-            for rooms in self.rooms.values():
-                rooms.ended(action.rank)
-                self.owner.room_news()
+            for transfers in self.transfers.values():
+                transfers.ended(action.rank)
+                self.owner.transfer_news()
         self._carried = None
         self._feed(t.Spawned(action.rank, replica.spawn(action.rank)))
         self._carry_next()
@@ -474,10 +474,10 @@ class Group:
         """Exchange heartbeats with a rank, which then leaves an aborted epoch."""
         epoch = process.epoch if process.formed else -1
         heartbeat = f.RankHeartbeat(rank=process.rank, epoch=epoch, step=0, incarnation=self.incarnation)
-        self._feed(t.Received(b"", heartbeat))
+        self._feed(t.FrameReceived(b"", heartbeat))
         if process.running and process.epoch <= self.membership.aborted:
             process.fail(collective=True)
 
 
 def _refuses(frame: f.ToRank) -> bool:
-    return isinstance(frame, f.Refused)
+    return isinstance(frame, f.RankRefused)

@@ -6,40 +6,41 @@ from typing import TYPE_CHECKING
 
 from testing.cluster.check import require
 from weft.kv.embeddings import EmbeddingCache
-from weft.scheduler.encode.scheduler import EncodeScheduler
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 
 if TYPE_CHECKING:
-    from testing.cluster.head import HeadProcess
+    from testing.cluster.engine_process import EngineProcess
 
 
-def check_reservations(head: HeadProcess) -> None:
+def check_reservations(engine_process: EngineProcess) -> None:
     """Raise Violation if blocks wait for the embeddings of a sequence without blocks for all its images.
 
     Blocks reserved by a running transfer are fine. The rule prevents two sequences that wait for each other.
     """
-    scheduler = head.engine.scheduler
+    scheduler = engine_process.engine.scheduler
     if isinstance(scheduler, EncodeScheduler) or not scheduler._state.images._coming:
         return
     images = scheduler._state.images
     for key, coming in images._coming.items():
         whole = any(one.reserved and key in one.counts for one in images._images.values())
         require(
-            whole or coming.room is not None,
-            f"{head.name}: blocks {coming.held.blocks} wait for a sequence that has not all of its blocks",
+            whole or coming.transfer is not None,
+            f"{engine_process.name}: blocks {coming.held.blocks} wait for a sequence that has not all "
+            "of its blocks",
         )
 
 
-def check_idle(head: HeadProcess) -> None:
+def check_idle(engine_process: EngineProcess) -> None:
     """Raise Violation if an idle engine still has sequences, slots, blocks, transfers or pinned
     embeddings."""
-    head.check()
-    live, name = sorted(head.engine.live()), head.name
+    engine_process.check()
+    live, name = sorted(engine_process.engine.live()), engine_process.name
     require(not live, f"{name}: sequences {live} live when nobody asks for any")
-    kv, scheduler = head.engine.kv, head.engine.scheduler
+    kv, scheduler = engine_process.engine.kv, engine_process.engine.scheduler
     stats = scheduler.stats()
     if isinstance(scheduler, EncodeScheduler):
         book = scheduler._book
-        left = (len(book._rooms), book.pixels, book.waits)
+        left = (len(book._transfers), book.pixels, book.waits)
         require(not any(left), f"{name}: rooms, pixels, waiting images {left} are left when idle")
         _check_cache(name, scheduler.cache)
         return
@@ -47,8 +48,8 @@ def check_idle(head: HeadProcess) -> None:
     blocks = tuple(pool.num_blocks for pool in kv.pools)
     require(stats.free_blocks == blocks, f"{name}: blocks are missing when idle")
     images = scheduler._state.images
-    rooms = (len(images), len(images._images), len(images._offers), len(images._coming))
-    require(not any(rooms), f"{name}: rooms of images {rooms} are left when idle")
+    transfers = (len(images), len(images._images), len(images._offers), len(images._coming))
+    require(not any(transfers), f"{name}: rooms of images {transfers} are left when idle")
     require(not scheduler._state.media._uses, f"{name}: embeddings are used when nobody runs")
     _check_cache(name, scheduler._state.media.cache)
 

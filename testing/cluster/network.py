@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.types import messages as m
 
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
+    from testing.cluster.engine_process import EngineProcess
     from testing.cluster.front import FrontProcess
-    from testing.cluster.head import HeadProcess
 
 
 class Link:
@@ -24,25 +24,27 @@ class Link:
     __slots__ = (
         "connection",
         "duplicate",
+        "engine_process",
         "excused",
         "front",
-        "head",
         "held_until",
         "latency",
         "lingers",
         "number",
         "silence",
+        "to_engine_process",
         "to_front",
-        "to_head",
         "unlinked",
         "up",
     )
 
-    def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
+    def __init__(
+        self, number: int, front: FrontProcess, engine_process: EngineProcess, latency: float
+    ) -> None:
         """Create an unconnected link. ``latency``: seconds of one message, at least."""
         self.number = number
         self.front = front
-        self.head = head
+        self.engine_process = engine_process
         self.connection = f"{front.name}/{number}".encode()
         """The link's name at the engine. Each connection over the link has another name."""
         self.latency = latency
@@ -59,13 +61,13 @@ class Link:
         """Seconds of silence imposed on the link."""
         self.excused = False
         """True if an incident of the link or the engine justifies giving the link up."""
-        self.to_head: deque[tuple[float, m.ToHead]] = deque()
+        self.to_engine_process: deque[tuple[float, m.ToEngine]] = deque()
         self.to_front: deque[tuple[float, m.ToFront]] = deque()
 
     @property
     def idle(self) -> bool:
         """True if no message under way will arrive."""
-        return not ((self.up and self.to_head) or ((self.up or self.lingers) and self.to_front))
+        return not ((self.up and self.to_engine_process) or ((self.up or self.lingers) and self.to_front))
 
 
 class Network:
@@ -79,25 +81,25 @@ class Network:
         self.remakes = False
         """True if broken links reconnect: between hosts, where processes outlive a connection."""
 
-    def to_head(self, link: Link, message: m.ToHead) -> None:
+    def to_engine_process(self, link: Link, message: m.ToEngine) -> None:
         """Queue ``message`` for the engine, twice for a planned fault; lost without a connection."""
         cluster = self._cluster
         if cluster.logs:
-            cluster.note(link.front.name, "->", link.head.name, message)
+            cluster.note(link.front.name, "->", link.engine_process.name, message)
         # A message over a broken link is lost: the sender has not noticed the break yet.
         if not link.up:
             self.lost += 1
             return
-        at = self._arrival(link, link.to_head[-1][0] if link.to_head else 0.0)
-        link.to_head.append((at, message))
+        at = self._arrival(link, link.to_engine_process[-1][0] if link.to_engine_process else 0.0)
+        link.to_engine_process.append((at, message))
         # Only the first message has a scheduled delivery, so messages stay in order.
-        if len(link.to_head) == 1:
-            cluster.at(at, link.head, self._deliver_to_head, link)
+        if len(link.to_engine_process) == 1:
+            cluster.at(at, link.engine_process, self._deliver_to_engine_process, link)
         if link.duplicate and isinstance(message, m.Submit):
             link.duplicate = False
-            link.to_head.append((at, message))
+            link.to_engine_process.append((at, message))
             cluster.happened("submit sent twice")
-            cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
+            cluster.note(link.front.name, "->", link.engine_process.name, "the same Submit again")
 
     def to_front(self, link: Link, message: m.ToFront) -> None:
         """Queue ``message`` for the API server; lost without a connection."""
@@ -127,7 +129,7 @@ class Network:
             return 0
         link.up = False
         link.lingers = lingers
-        gone = len(link.to_head) + (0 if lingers else len(link.to_front))
+        gone = len(link.to_engine_process) + (0 if lingers else len(link.to_front))
         self.lost += gone
         return gone
 
@@ -148,27 +150,30 @@ class Network:
         if cluster.eager and rng.random() < 0.6:
             seconds, unnoticed = seconds / 20.0, rng.random() * 4.0
         # The new connection keeps the link's number, but the engine sees another name.
-        again = Link(link.number, link.front, link.head, link.latency)
+        again = Link(link.number, link.front, link.engine_process, link.latency)
         again.connection = link.connection + b"+"
         again.excused, again.held_until = link.excused, now + seconds
         again.silence = link.silence + seconds
         link.front.links[link.number] = again
         cluster.note(
-            link.front.name, "..", link.head.name, f"link {link.number} is reset for {seconds:.3f} s"
+            link.front.name,
+            "..",
+            link.engine_process.name,
+            f"link {link.number} is reset for {seconds:.3f} s",
         )
         if seconds >= 1.0:
             cluster.at(now + 0.5, link.front, self._unreachable, again)
         cluster.at(now + seconds, None, self._connect_again, again)
-        cluster.at(now + unnoticed, link.head, link.head.forget, link)
+        cluster.at(now + unnoticed, link.engine_process, link.engine_process.forget, link)
         return True
 
     def _unreachable(self, link: Link) -> None:
         """Report a long time without a connection."""
         if link.front.links[link.number] is link and not link.up and not link.unlinked:
-            link.front.feed(e.Unreachable(link.head.instance, link.number))
+            link.front.feed(e.Unreachable(link.engine_process.instance, link.number))
 
     def _connect_again(self, link: Link) -> None:
-        if link.head.alive and not link.unlinked:
+        if link.engine_process.alive and not link.unlinked:
             self._cluster.count("connections made again")
         self._cluster.connect(link)
 
@@ -177,19 +182,19 @@ class Network:
         due = cluster.now + link.latency * (1.0 + cluster.rng.random())
         return due if due > after else after
 
-    def _deliver_to_head(self, link: Link) -> None:
+    def _deliver_to_engine_process(self, link: Link) -> None:
         """Deliver due messages in order and schedule the next delivery. A silent link delays all."""
         now = self._cluster.now
-        queue = link.to_head
+        queue = link.to_engine_process
         if not link.up:
             return
         if now < link.held_until:
-            self._cluster.at(link.held_until, link.head, self._deliver_to_head, link)
+            self._cluster.at(link.held_until, link.engine_process, self._deliver_to_engine_process, link)
             return
-        while queue and queue[0][0] <= now and link.up and link.head.alive:
-            link.head.receive(link, queue.popleft()[1])
+        while queue and queue[0][0] <= now and link.up and link.engine_process.alive:
+            link.engine_process.receive(link, queue.popleft()[1])
         if queue and link.up:
-            self._cluster.at(queue[0][0], link.head, self._deliver_to_head, link)
+            self._cluster.at(queue[0][0], link.engine_process, self._deliver_to_engine_process, link)
 
     def _deliver_to_front(self, link: Link) -> None:
         """Deliver due messages in order and schedule the next delivery. A silent link delays all."""

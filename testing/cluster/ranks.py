@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SETTINGS = {"dtype": '"float64"'}
 EXCUSED = 2.0
 """Time after which every incident of a rank has had an effect, in rank timeouts."""
-DOMAIN_EXCUSED = 10.0
+EXPERT_GROUP_EXCUSED = 10.0
 """The same for an expert-parallel group: each replica may lose several epochs until all have met."""
 BLOCKS = (8,)
 """Blocks of each pool for which a simulated rank has room."""
@@ -116,7 +116,7 @@ class Replica:
         """Ranks of an epoch: all ranks of an expert-parallel group."""
         self.excused_until = 0.0
         """Time until which an incident of a rank excuses the loss of an epoch."""
-        self.domain: list[Replica] = [self]
+        self.expert_group: list[Replica] = [self]
         """The replicas with common epochs, including this replica."""
         self.make_sides: Callable[[RankProcess], Sides] | None = None
         """Makes the caches and transfers of a process, in a group with transfers."""
@@ -133,9 +133,9 @@ class Replica:
         """Note an incident of ``seconds``. Until soon afterwards, epochs of the expert-parallel group may
         end."""
         # Losses spread through an expert-parallel group, so the excuse holds for all replicas.
-        timeouts = EXCUSED if len(self.domain) == 1 else DOMAIN_EXCUSED
+        timeouts = EXCUSED if len(self.expert_group) == 1 else EXPERT_GROUP_EXCUSED
         until = self.timeline.now + seconds + timeouts * self.pace.timeout
-        for replica in self.domain:
+        for replica in self.expert_group:
             replica.excused_until = max(replica.excused_until, until)
 
     def start_remote(self) -> None:
@@ -180,7 +180,7 @@ class Replica:
             slow = self.pace.slow
             self.timeline.after(0.05 * slow, 0.3 * slow, None, self.spawn, process.rank)
 
-    def head_ended(self, group: Group) -> None:
+    def engine_process_ended(self, group: Group) -> None:
         """Handle the end of the engine of ``group``. The ranks notice later, and wait for the next engine."""
         if self.group is group:
             self.group = None
@@ -289,14 +289,14 @@ class RankProcess:
 
         Frames of another engine are ignored, except a welcome and a refusal.
         """
-        if isinstance(frame, f.Refused):
+        if isinstance(frame, f.RankRefused):
             if group is self.replica.group:
                 self.end()
         elif isinstance(frame, f.RankWelcome):
             self._welcomed(group)
         elif group is not self.group:
             return
-        elif isinstance(frame, f.Shutdown):
+        elif isinstance(frame, f.RankShutdown):
             self.end()
         elif isinstance(frame, f.Pools):
             self.loaded = True
@@ -308,10 +308,10 @@ class RankProcess:
         elif isinstance(frame, f.Form):
             self._form(frame)
         # without sides there are no caches yet
-        elif isinstance(frame, f.RoomToRank) and self.sides is not None:
+        elif isinstance(frame, f.TransferToRank) and self.sides is not None:
             self._words.take(frame, self.sides)
 
-    def room_news(self) -> None:
+    def transfer_news(self) -> None:
         """Send the reports of the rank's transfers to the engine."""
         for frame in () if self.sides is None else self._words.said(self.sides):
             self._report(frame)
@@ -346,7 +346,7 @@ class RankProcess:
         """Report Loaded, or fail as planned and end. Without an engine, keep the weights for the next."""
         self.loading = False
         if self.replica.mishaps.befalls("load", self.rank):
-            self._report(f.Failed(rank=self.rank, epoch=-1, step=-1, error=_PLANTED))
+            self._report(f.RankFailed(rank=self.rank, epoch=-1, step=-1, error=_PLANTED))
             self.end()
         elif self.group is None:  # the engine is gone meanwhile: the next engine gets the loaded rank
             self.loaded = True
@@ -428,7 +428,7 @@ class RankProcess:
         if not whole:
             self.fail(collective=True)
             return
-        outcome = f.Outcome(rank=self.rank, epoch=work.epoch, step=work.step, checksum=checksum)
+        outcome = f.StepOutcome(rank=self.rank, epoch=work.epoch, step=work.step, checksum=checksum)
         self._report(outcome)
         if self._queue:
             self._begin()
@@ -444,7 +444,7 @@ class RankProcess:
             return
         if not collective:
             self.replica.excuse()
-        failed = f.Failed(rank=self.rank, epoch=self.epoch, step=0, error=_PLANTED, comm=collective)
+        failed = f.RankFailed(rank=self.rank, epoch=self.epoch, step=0, error=_PLANTED, comm=collective)
         self.leave()
         self._report(failed)
 
@@ -479,7 +479,7 @@ class RankProcess:
             self.replica.timeline.note(self.name, "..", "", "its process ends")
             self.replica.ended(self)
 
-    def _report(self, frame: f.ToHead) -> None:
+    def _report(self, frame: f.ToEngine) -> None:
         if self.group is not None:
             self.group.receive(self, frame)
 

@@ -30,7 +30,7 @@ class Reports:
         """Forget all reports, because another epoch begins."""
         self._reported.clear()
 
-    def take(self, rank: int, peer: bytes, outcome: f.Outcome) -> None:
+    def take(self, rank: int, peer: bytes, outcome: f.StepOutcome) -> None:
         """Record a report. Reports of a foreign process or another epoch are ignored."""
         member = self._members.members[rank]
         if member.peer == peer and outcome.epoch == self._members.epoch:

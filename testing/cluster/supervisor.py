@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from testing.cluster.head import HeadProcess
+from testing.cluster.engine_process import EngineProcess
 from weft.common.errors import EngineDead
 from weft.common.restarts import RestartBudget
 
@@ -25,9 +25,9 @@ class Supervisor:
     def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int) -> None:
         """Create the supervisor. ``restarts`` is the budget of all engines together."""
         self._cluster = cluster
-        self._domains = instances
+        self._expert_groups = instances
         self._budget = RestartBudget(restarts, 600.0)
-        self.heads: dict[str, HeadProcess] = {}
+        self.engine_processes: dict[str, EngineProcess] = {}
         """The present process of each instance, alive or not."""
         self.retired: set[str] = set()
         """Instances without any further process."""
@@ -45,25 +45,27 @@ class Supervisor:
         if instance in self.retired:
             return
         rng = self._cluster.rng
-        head = HeadProcess(cluster, instance, self._started)
+        engine_process = EngineProcess(cluster, instance, self._started)
         self._started += 1
-        self.heads[instance] = head
-        head.start(*cluster.start_times(head, rng.uniform(0.01, 0.1), rng.uniform(0.02, 0.3)))
-        cluster.note("supervisor", "..", head.name, "started")
+        self.engine_processes[instance] = engine_process
+        engine_process.start(
+            *cluster.start_times(engine_process, rng.uniform(0.01, 0.1), rng.uniform(0.02, 0.3))
+        )
+        cluster.note("supervisor", "..", engine_process.name, "started")
         for front in cluster.fronts:
-            self.tell(front, front.started, head)
+            self.tell(front, front.started, engine_process)
 
     def introduce(self, front: FrontProcess) -> None:
         """Announce all present processes to ``front``, which has just begun."""
-        for head in self.heads.values():
-            if head.instance in self.removed:
-                self.tell(front, front.left, head.instance)
+        for engine_process in self.engine_processes.values():
+            if engine_process.instance in self.removed:
+                self.tell(front, front.left, engine_process.instance)
                 continue
-            self.tell(front, front.started, head)
-            if head.instance in self.retired:
-                self.tell(front, front.retired, head.instance, EngineDead("it died too often"))
-            elif head.replaced:
-                self.tell(front, front.ended, head)
+            self.tell(front, front.started, engine_process)
+            if engine_process.instance in self.retired:
+                self.tell(front, front.retired, engine_process.instance, EngineDead("it died too often"))
+            elif engine_process.replaced:
+                self.tell(front, front.ended, engine_process)
 
     def tell(self, front: FrontProcess, what: Callable[..., object], *arguments: object) -> None:
         """Send an entry of the registry to ``front``. Entries arrive in order, after a random delay."""
@@ -71,36 +73,42 @@ class Supervisor:
         front.registry_at = max(front.registry_at, cluster.now + 0.001 + cluster.rng.random() * 0.03)
         cluster.at(front.registry_at, front, what, *arguments)
 
-    def ended(self, head: HeadProcess) -> None:
+    def ended(self, engine_process: EngineProcess) -> None:
         """Notice the end of a process: announce it to the API servers and start a successor.
 
         Ignored if the process is not the present one.
         """
-        if not self._present(head):
+        if not self._present(engine_process):
             return
         if self._cluster.rng.random() < 0.7:  # else API servers see the consequences before the end
             for front in self._cluster.fronts:
-                self.tell(front, front.ended, head)
-        self._again(head, "its process ended")
+                self.tell(front, front.ended, engine_process)
+        self._again(engine_process, "its process ended")
 
-    def replace(self, front: FrontProcess, head: HeadProcess) -> None:
-        """Handle a report of ``front``, which has given ``head`` up."""
-        if not self._present(head):
+    def replace(self, front: FrontProcess, engine_process: EngineProcess) -> None:
+        """Handle a report of ``front``, which has given ``engine_process`` up."""
+        if not self._present(engine_process):
             return  # a successor exists, and ``front`` knows or will know
-        self._cluster.end_head(head)
-        self._again(head, "a front gave it up")
+        self._cluster.end_engine_process(engine_process)
+        self._again(engine_process, "a front gave it up")
 
     def drain(self, instance: str) -> bool:
         """Begin a rolling upgrade: drain the process, then start another one. Return False if not possible
         now."""
-        head = self.heads[instance]
-        if not (head.alive and head.ready) or instance in self._upgrading or head.protocol.draining:
+        engine_process = self.engine_processes[instance]
+        if (
+            not (engine_process.alive and engine_process.ready)
+            or instance in self._upgrading
+            or engine_process.protocol.draining
+        ):
             return False
         self.drains += 1
         self._upgrading.add(instance)
         for front in self._cluster.fronts:
             self.tell(front, front.draining, instance)
-        self._cluster.at(self._cluster.now + self._cluster.rng.random() * 0.04, head, head.drain)
+        self._cluster.at(
+            self._cluster.now + self._cluster.rng.random() * 0.04, engine_process, engine_process.drain
+        )
         return True
 
     def remove(self, instance: str) -> bool:
@@ -109,17 +117,21 @@ class Supervisor:
         Another instance of the role stays. The instance may join again later.
         """
         cluster = self._cluster
-        head, roles = self.heads[instance], cluster.rooms.roles
+        engine_process, roles = self.engine_processes[instance], cluster.transfers.roles
         left = {name for name in roles if name not in self.retired | self.removed | {instance}}
-        if roles[instance] not in {roles[name] for name in left} or self._domains[instance]:
+        if roles[instance] not in {roles[name] for name in left} or self._expert_groups[instance]:
             return False
-        if not (head.alive and head.ready) or instance in self._upgrading or head.protocol.draining:
+        if (
+            not (engine_process.alive and engine_process.ready)
+            or instance in self._upgrading
+            or engine_process.protocol.draining
+        ):
             return False
         self.drains += 1
         self.removed.add(instance)
         for front in cluster.fronts:
             self.tell(front, front.left, instance)
-        cluster.at(cluster.now + cluster.rng.random() * 0.04, head, head.drain)
+        cluster.at(cluster.now + cluster.rng.random() * 0.04, engine_process, engine_process.drain)
         return True
 
     def _rejoin(self, instance: str) -> None:
@@ -129,7 +141,7 @@ class Supervisor:
         """
         cluster = self._cluster
         cluster.pending_faults -= 1
-        if not cluster.rooms.can_serve(self.retired | self.removed):
+        if not cluster.transfers.can_serve(self.retired | self.removed):
             return
         cluster.count("joined")
         self.removed.discard(instance)
@@ -138,28 +150,38 @@ class Supervisor:
             self.tell(front, front.joined, instance)
         self.start(instance)
 
-    def drained(self, head: HeadProcess) -> None:
+    def drained(self, engine_process: EngineProcess) -> None:
         """End a drained process without work."""
         self._cluster.count("upgraded")
-        head.close_rooms()
-        self._cluster.end_head(head, lingers=True, dismiss=True)
+        engine_process.close_transfers()
+        self._cluster.end_engine_process(engine_process, lingers=True, dismiss=True)
 
-    def others(self, head: HeadProcess) -> list[HeadProcess]:
+    def others(self, engine_process: EngineProcess) -> list[EngineProcess]:
         """Return the other live engines of the expert-parallel group."""
-        domain = self._domains[head.instance]
-        names = [name for name, other in self._domains.items() if domain and other == domain]
-        return [self.heads[n] for n in names if self.heads[n] is not head and self.heads[n].alive]
+        expert_group = self._expert_groups[engine_process.instance]
+        names = [
+            name for name, other in self._expert_groups.items() if expert_group and other == expert_group
+        ]
+        return [
+            self.engine_processes[n]
+            for n in names
+            if self.engine_processes[n] is not engine_process and self.engine_processes[n].alive
+        ]
 
-    def _present(self, head: HeadProcess) -> bool:
-        """Return True if nothing was done yet about the end of ``head``."""
-        return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
+    def _present(self, engine_process: EngineProcess) -> bool:
+        """Return True if nothing was done yet about the end of ``engine_process``."""
+        return (
+            engine_process.instance not in self.retired
+            and engine_process is self.engine_processes[engine_process.instance]
+            and not engine_process.replaced
+        )
 
-    def _again(self, head: HeadProcess, why: str) -> None:
+    def _again(self, engine_process: EngineProcess, why: str) -> None:
         """Plan the successor of a process, or retire the instance when the budget is used up."""
         cluster = self._cluster
-        instance = head.instance
+        instance = engine_process.instance
         # From now on other reports about the same process change nothing.
-        head.replaced = True
+        engine_process.replaced = True
         if instance in self.removed:
             cluster.count("left")
             cluster.note("supervisor", "..", instance, "has left")
@@ -181,8 +203,12 @@ class Supervisor:
         """Retire an instance, with the whole expert-parallel group. An operator may revive the group
         later."""
         cluster = self._cluster
-        domain = self._domains[instance]
-        names = [n for n, other in self._domains.items() if n == instance or (domain and other == domain)]
+        expert_group = self._expert_groups[instance]
+        names = [
+            n
+            for n, other in self._expert_groups.items()
+            if n == instance or (expert_group and other == expert_group)
+        ]
         # With one member of an expert-parallel group all members are retired.
         for name in names:
             if name in self.retired:
@@ -190,7 +216,7 @@ class Supervisor:
             cluster.count("retired")
             cluster.note("supervisor", "..", name, "retired")
             self.retired.add(name)
-            cluster.end_head(self.heads[name])
+            cluster.end_engine_process(self.engine_processes[name])
             cluster.replicas[name].close()
             for front in cluster.fronts:
                 self.tell(front, front.retired, name, EngineDead(f"{why}, and was too often"))
@@ -205,7 +231,7 @@ class Supervisor:
         """
         cluster = self._cluster
         cluster.pending_faults -= 1
-        if not cluster.rooms.can_serve(self.retired | self.removed):
+        if not cluster.transfers.can_serve(self.retired | self.removed):
             return  # the server has ended
         cluster.count("revived")
         self._budget = RestartBudget(self._budget.most, self._budget.window)

@@ -262,7 +262,7 @@ class _Late:
     def take(self, scheduler: Scheduler) -> list[TokenEvent]:
         self.takes += 1
         if time.monotonic() >= self.at:
-            for sequence in list(scheduler._awaited):
+            for sequence in list(scheduler._blocked_until):
                 scheduler.arrived(sequence)
         return []
 
@@ -271,7 +271,7 @@ class _Late:
 
 
 @pytest.fixture
-def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], _Late]:
+def blocked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], _Late]:
     """Make every sequence wait for input that arrives after ``after`` seconds, for at most ``patience``
     seconds.
     """
@@ -282,24 +282,24 @@ def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, floa
     def set_up(after: float, patience: float) -> _Late:
         source = _Late(after)
         monkeypatch.setattr(core, "sources", [source])
-        late = lambda one, now: add(one, now, awaits=True, until=now + patience)  # noqa: E731
+        late = lambda one, now: add(one, now, blocked=True, until=now + patience)  # noqa: E731
         monkeypatch.setattr(core.scheduler, "add", late)
         return source
 
     return set_up
 
 
-def test_what_all_sequences_await_is_waited_for(llm: LLM, awaiting: Callable[[float, float], _Late]) -> None:
+def test_what_all_sequences_await_is_waited_for(llm: LLM, blocked: Callable[[float, float], _Late]) -> None:
     undisturbed = [output.outputs for output in run(llm, PROMPTS)]
-    source = awaiting(0.4, 30.0)
+    source = blocked(0.4, 30.0)
     assert [output.outputs for output in run(llm, PROMPTS)] == undisturbed
     assert source.takes < 60, "the loop sleeps while it waits"
 
 
 def test_what_is_awaited_in_vain_fails_at_its_deadline(
-    llm: LLM, awaiting: Callable[[float, float], _Late]
+    llm: LLM, blocked: Callable[[float, float], _Late]
 ) -> None:
-    awaiting(1e9, 0.3)
+    blocked(1e9, 0.3)
     began = time.monotonic()
     for output in run(llm, PROMPTS):
         assert output.outputs[0].finish_reason == "error"

@@ -16,7 +16,7 @@ from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
 from weft.engine.server.replicas import summed
-from weft.types.messages import SECONDS, HeadStats, Measures, TransferStats
+from weft.types.messages import SECONDS, EngineStats, Measures, TransferStats
 
 COMMON: dict[str, Any] = {
     "dtype": "float64",
@@ -48,7 +48,7 @@ def instances(llm: LLM) -> list[Any]:
 
 
 def processes(llm: LLM) -> list[Any]:
-    groups = llm._core.heads._groups  # type: ignore[union-attr]
+    groups = llm._core.engines._groups  # type: ignore[union-attr]
     return [process for group in groups for process in group._running.values()]
 
 
@@ -185,12 +185,12 @@ def test_a_caller_hears_that_no_replica_is_left() -> None:
         llm.stats()
 
 
-def test_counters_of_heads_with_roles_are_summed() -> None:
+def test_counters_of_engines_with_roles_are_summed() -> None:
     one = Measures().add(SECONDS, 0.002).add(SECONDS, 7.0)
     stats = [
-        HeadStats(steps=1, transfers=TransferStats(done=1, took=one)),
-        HeadStats(transfers=TransferStats()),
-        HeadStats(steps=4, transfers=TransferStats(done=2, took=one)),
+        EngineStats(steps=1, transfers=TransferStats(done=1, took=one)),
+        EngineStats(transfers=TransferStats()),
+        EngineStats(steps=4, transfers=TransferStats(done=2, took=one)),
     ]
     made = summed(stats)
     assert made.transfers is not None

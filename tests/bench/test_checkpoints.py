@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.slow import mostly_slow
 from weft.bench import checkpoints
-from weft.bench.tokenizer import SPECIAL, write_tokenizer
+from weft.bench.bench_tokenizer import SPECIAL, write_tokenizer
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 

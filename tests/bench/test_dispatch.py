@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from weft.bench import dispatch as run
+from weft.bench import dispatch_bench as run
 from weft.cli.bench.bench import bench
 from weft.moe import exchange_cost
 from weft.types.layout import Layout

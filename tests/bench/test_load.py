@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.support.slowness import deadline
-from weft.bench import plots, report, serving, sweep
+from weft.bench import plots, report, serving_bench, sweep
 from weft.bench.load import Limits
 from weft.bench.schedule import LengthRange, Planned
-from weft.bench.serving import RunSettings
+from weft.bench.serving_bench import RunSettings
 from weft.bench.workloads import WORKLOADS, prompts
 from weft.cli import main as cli
 from weft.common.errors import ConfigError, WeftError
@@ -40,16 +40,16 @@ def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **mo
 
 
 def test_every_request_may_have_a_connection_of_its_own(fake: Any) -> None:
-    assert serving.measure(asked(fake, requests=6, concurrency=1))["requests"]["ok"] == 6
+    assert serving_bench.measure(asked(fake, requests=6, concurrency=1))["requests"]["ok"] == 6
     assert len(fake.clients) < 3  # the first request to the server may have used another connection
-    found = serving.measure(asked(fake, requests=6, concurrency=1, keep_alive=False))
+    found = serving_bench.measure(asked(fake, requests=6, concurrency=1, keep_alive=False))
     assert found["requests"]["ok"] == 6
     assert found["setup"]["keep_alive"] is False
     assert len(fake.clients) > 6
 
 
 def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
-    found = serving.measure(asked(fake, levels={"ttft": 1e4, "e2el": 1.0}))
+    found = serving_bench.measure(asked(fake, levels={"ttft": 1e4, "e2el": 1.0}))
     assert found["requests"] == {"sent": 8, "ok": 8, "failed": 0, "unfinished": 0}
     assert (found["prompt_tokens"], found["output_tokens"]) == (8 * 7, 8 * 5)
     times = found["latency_ms"]
@@ -65,10 +65,10 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
 
 @pytest.mark.requirement("D31")
 def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake: Any) -> None:
-    none = serving.measure(asked(fake))
+    none = serving_bench.measure(asked(fake))
     assert (none["heads"], none["per_head"]) == ({}, None)
     fake.heads = ["encode", "prefill", "decode", "encode"]
-    found = serving.measure(asked(fake, levels={"ttft": 1e4}))
+    found = serving_bench.measure(asked(fake, levels={"ttft": 1e4}))
     assert found["heads"] == {"encode": 2, "prefill": 1, "decode": 1}
     rates = found["per_head"]
     assert rates["requests_per_second"] == pytest.approx(found["request_throughput"] / 4, rel=0.01)
@@ -77,7 +77,7 @@ def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake
 
 
 def test_every_prompt_is_another_and_of_the_length(fake: Any) -> None:
-    serving.measure(asked(fake))
+    serving_bench.measure(asked(fake))
     made = [tuple(body["prompt"]) for body in fake.bodies]
     assert {len(ids) for ids in made} == {8}
     assert len(set(made)) == 8
@@ -86,7 +86,7 @@ def test_every_prompt_is_another_and_of_the_length(fake: Any) -> None:
 
 def test_failures_are_counted_by_kind_and_do_not_count_as_speed(fake: Any) -> None:
     fake.faults = {0: "429", 1: "cut", 2: "error", 3: "garbage", 4: "hang", 5: "429"}
-    found = serving.measure(asked(fake, limits={"request_timeout": deadline(1.0)}))
+    found = serving_bench.measure(asked(fake, limits={"request_timeout": deadline(1.0)}))
     assert found["failures"] == {"http_429": 2, "broken": 1, "protocol": 1, "stream_error": 1, "timeout": 1}
     assert found["requests"]["ok"] == 2
     assert found["output_tokens"] == 10
@@ -96,13 +96,13 @@ def test_failures_are_counted_by_kind_and_do_not_count_as_speed(fake: Any) -> No
 
 def test_a_dead_server_is_one_error(fake: Any) -> None:
     with pytest.raises(WeftError, match="no answer"):
-        serving.measure(dataclasses.replace(asked(fake), url="http://127.0.0.1:9"))
+        serving_bench.measure(dataclasses.replace(asked(fake), url="http://127.0.0.1:9"))
 
 
 def test_open_loop_sends_at_its_times(fake: Any) -> None:
     trace = [Planned(0.1 * n, 4, 2) for n in range(6)]
     fake.first = 0.3
-    found = serving.measure(asked(fake, requests=6, concurrency=None, trace=trace))
+    found = serving_bench.measure(asked(fake, requests=6, concurrency=None, trace=trace))
     assert found["requests"]["ok"] == 6
     gaps = [b - a for a, b in itertools.pairwise(fake.times)]
     assert sum(gaps) == pytest.approx(0.5, abs=deadline(0.2))
@@ -111,7 +111,7 @@ def test_open_loop_sends_at_its_times(fake: Any) -> None:
 
 
 def test_a_duration_ends_the_sending_and_lets_answers_end(fake: Any) -> None:
-    found = serving.measure(asked(fake, requests=None, concurrency=2, limits={"duration": 0.5}))
+    found = serving_bench.measure(asked(fake, requests=None, concurrency=2, limits={"duration": 0.5}))
     assert found["requests"]["ok"] == found["requests"]["sent"] >= 4
     assert found["seconds"] < deadline(5)
 
@@ -119,7 +119,7 @@ def test_a_duration_ends_the_sending_and_lets_answers_end(fake: Any) -> None:
 def test_a_run_out_of_time_keeps_what_it_has(fake: Any) -> None:
     fake.faults = {6: "hang", 7: "hang"}
     began, limit = time.monotonic(), deadline(1.5)
-    found = serving.measure(asked(fake, limits={"run_timeout": limit, "request_timeout": 60.0}))
+    found = serving_bench.measure(asked(fake, limits={"run_timeout": limit, "request_timeout": 60.0}))
     assert time.monotonic() - began < limit + deadline(4.5)
     assert found["timed_out"]
     assert found["requests"] == {"sent": 8, "ok": 6, "failed": 0, "unfinished": 2}
@@ -136,7 +136,7 @@ def test_interrupting_gives_what_was_measured(fake: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    found = serving.measure(asked(fake))
+    found = serving_bench.measure(asked(fake))
     assert found["interrupted"]
     assert found["requests"]["ok"] == 7
     assert found["requests"]["unfinished"] == 1
@@ -144,32 +144,32 @@ def test_interrupting_gives_what_was_measured(fake: Any) -> None:
 
 def test_a_server_without_ids_gets_words_sized_by_its_count(fake: Any) -> None:
     fake.takes_ids = False
-    found = serving.measure(asked(fake, requests=2))
+    found = serving_bench.measure(asked(fake, requests=2))
     assert found["setup"]["prompts"] == "text"
     # The tool counts two tokens per word.
     assert [len(body["prompt"].split()) for body in fake.bodies] == [4, 4]
     with pytest.raises(WeftError, match="refuses token ids"):
-        serving.measure(asked(fake, prompts="ids"))
+        serving_bench.measure(asked(fake, prompts="ids"))
 
 
 def test_chat(fake: Any) -> None:
-    found = serving.measure(asked(fake, requests=2, endpoint="chat"))
+    found = serving_bench.measure(asked(fake, requests=2, endpoint="chat"))
     assert found["requests"]["ok"] == 2
     assert "messages" in fake.bodies[0]
 
 
 def test_answers_without_counts_and_with_many_tokens_a_chunk_are_noted(fake: Any) -> None:
     fake.usage = False
-    assert "so chunks were counted" in serving.measure(asked(fake))["notes"][0]
+    assert "so chunks were counted" in serving_bench.measure(asked(fake))["notes"][0]
     fake.usage, fake.chunk_tokens = True, 3
-    assert "2.5 tokens on average" in serving.measure(asked(fake))["notes"][0]
+    assert "2.5 tokens on average" in serving_bench.measure(asked(fake))["notes"][0]
 
 
 def test_a_workload_sends_its_prompts(fake: Any) -> None:
     fake.first = fake.gap = 0.0
     one = WORKLOADS["W4"]
     small = dataclasses.replace(one, output_tokens=2)
-    serving.measure(asked(fake, requests=32, concurrency=8, workload=small, repetition=3, warmup=2))
+    serving_bench.measure(asked(fake, requests=32, concurrency=8, workload=small, repetition=3, warmup=2))
     sent = [body["prompt"] for body in fake.bodies]
     assert len(sent) == 34
     assert sorted(sent[2:]) == sorted(prompts(one, 3, 16_384))
@@ -179,7 +179,7 @@ def test_a_workload_sends_its_prompts(fake: Any) -> None:
 def test_a_failed_warm_up_says_why(fake: Any) -> None:
     fake.faults = {0: "503"}
     with pytest.raises(WeftError, match="http_503"):
-        serving.measure(asked(fake, warmup=1))
+        serving_bench.measure(asked(fake, warmup=1))
 
 
 def test_a_sweep_goes_on_after_a_point_that_fails(fake: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.bench.process import ServerFailed, ServerProcess
-from weft.bench.process_memory import Peak, ProcessMemory, Sample, sample, tree
+from weft.bench.process_memory import MemorySample, Peak, ProcessMemory, sample, tree
 from weft.common.errors import ConfigError
 
 #: Starts a child in a separate session that ignores SIGTERM, holds 64 MiB, and answers on the port.
@@ -114,7 +114,12 @@ def test_memory_is_summed_and_peaks_stay() -> None:
     assert found.pss is not None
     assert 0 < found.pss <= found.rss
     assert sample(me, Peak(at=2 * found.rss)).pss is None, "not read again while nothing grew"
-    peak = Peak().with_sample(Sample(100, 60)).with_sample(Sample(90, None)).with_sample(Sample(95, 70))
+    peak = (
+        Peak()
+        .with_sample(MemorySample(100, 60))
+        .with_sample(MemorySample(90, None))
+        .with_sample(MemorySample(95, 70))
+    )
     assert peak == Peak(rss=100, pss=70, at=100)
 
 

@@ -84,7 +84,7 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
     expected = ask(base, max_tokens=TOKENS)
     assert "compiling the C++ operations" in server.log.read_text()
     assert not list(Path(unbuilt["WEFT_OPS_CACHE"]).glob("*/libweft_cpu.so"))
-    (head,) = with_role(server.process.pid, "head")
+    (engine,) = with_role(server.process.pid, "head")
 
     texts: list[str] = []
     begun = threading.Event()
@@ -95,19 +95,19 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
     # each second. A longer halt would let the server replace the engine.
     (tmp_path / "go").touch()
     while COMPILED not in server.log.read_text():
-        os.kill(head, signal.SIGSTOP)
+        os.kill(engine, signal.SIGSTOP)
         time.sleep(1)
-        os.kill(head, signal.SIGCONT)
+        os.kill(engine, signal.SIGCONT)
         time.sleep(0.01)
-    os.kill(head, signal.SIGSTOP)
+    os.kill(engine, signal.SIGSTOP)
     assert not texts, "the stream ended before the compiler"
     assert CHANGE not in server.log.read_text()
-    assert with_role(server.process.pid, "head") == [head]
-    os.kill(head, signal.SIGCONT)
+    assert with_role(server.process.pid, "head") == [engine]
+    os.kill(engine, signal.SIGCONT)
     streaming.join()
 
     until(server, lambda: CHANGE in server.log.read_text())
-    until(server, lambda: head not in with_role(server.process.pid, "head"))
+    until(server, lambda: engine not in with_role(server.process.pid, "head"))
     assert ask(base, max_tokens=20)
     assert "linear (torch)" not in server.log.read_text().partition(CHANGE)[2]
     assert texts == [expected]
@@ -140,6 +140,6 @@ def test_a_server_keeps_the_operations_that_it_began_with(
     os.link(library, made)
     monkeypatch.setenv("WEFT_OPS_CACHE", unbuilt["WEFT_OPS_CACHE"])
     assert build.find() == made
-    os.kill(server.head(), signal.SIGKILL)
+    os.kill(server.engine(), signal.SIGKILL)
     assert ask(base, max_tokens=50) == before
     assert server.log.read_text().count("linear (torch)") == 2

@@ -17,22 +17,22 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from weft.cli.chat.chat import Interrupts, chat, frame_urls, image_url, read_tools
 from weft.cli.chat.chat_client import (
+    AnswerPiece,
     CallPart,
     ChatError,
     End,
     Piece,
-    Text,
-    Thought,
+    ReasoningPiece,
     base_url,
     pieces_of,
     sse_data,
 )
+from weft.cli.chat.chat_command import Interrupts, chat, frame_urls, image_url, read_tools
 from weft.cli.chat.chat_input import PlainLines
 from weft.cli.chat.chat_session import (
-    Command,
-    Conversation,
+    ChatCommand,
+    ChatHistory,
     Nothing,
     Reply,
     Say,
@@ -74,7 +74,7 @@ def test_a_line_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         list(sse_data([b"data: " + b"x" * 60] * 2))
 
 
-def test_a_reply_has_thoughts_text_and_calls() -> None:
+def test_a_reply_has_reasoning_text_and_calls() -> None:
     call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "weather", "arguments": ""}}
     more = {"index": 0, "function": {"arguments": '{"city": 1}'}}
     events = [
@@ -88,8 +88,8 @@ def test_a_reply_has_thoughts_text_and_calls() -> None:
     ]
     found = list(pieces_of(iter(events)))
     assert found == [
-        Thought("hm"),
-        Text("It is"),
+        ReasoningPiece("hm"),
+        AnswerPiece("It is"),
         CallPart(0, "c1", "weather", ""),
         CallPart(0, "", "", '{"city": 1}'),
         End("tool_calls", 7),
@@ -149,9 +149,9 @@ def test_urls_as_users_write_them(given: str, url: str) -> None:
     [
         ("hello \n", Say("hello")),
         ("  \n", Nothing()),
-        ("/reset", Command("/reset", "")),
-        ("/system be  brief ", Command("/system", "be  brief")),
-        ("/exit", Command("/quit", "")),
+        ("/reset", ChatCommand("/reset", "")),
+        ("/system be  brief ", ChatCommand("/system", "be  brief")),
+        ("/exit", ChatCommand("/quit", "")),
         ("/nope x", Unknown("/nope")),
         ("//etc/hosts?", Say("/etc/hosts?")),
         ('"""\na\n\n b\n"""\n', Say("a\n\n b")),
@@ -173,7 +173,7 @@ def test_three_quotes_take_lines_until_three_quotes() -> None:
 
 
 def test_a_conversation_keeps_what_was_said() -> None:
-    talk = Conversation("m", "be brief", {"temperature": 0.0})
+    talk = ChatHistory("m", "be brief", {"temperature": 0.0})
     talk.say("hi")
     assert talk.body() == {
         "temperature": 0.0,
@@ -181,7 +181,7 @@ def test_a_conversation_keeps_what_was_said() -> None:
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
     }
     reply = Reply()
-    reply.take(Text("hel"))
+    reply.take(AnswerPiece("hel"))
     talk.heard(reply)  # stopped: the received text stays
     assert talk.messages[-1] == {"role": "assistant", "content": "hel"}
     talk.say("again")
@@ -203,7 +203,7 @@ def test_a_conversation_keeps_what_was_said() -> None:
 
 
 def test_images_go_with_the_next_message() -> None:
-    talk = Conversation("m", "", {})
+    talk = ChatHistory("m", "", {})
     talk.images += ["data:image/png;base64,AAAA", "https://example.org/a.png"]
     talk.say("what is it?")
     talk.say("sure?")
@@ -232,7 +232,7 @@ def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
         frame_urls("nothing*")
     with pytest.raises(ConfigError, match="an opening quote without a closing quote"):
         frame_urls("'a.png")
-    talk = Conversation("m", "", {})
+    talk = ChatHistory("m", "", {})
     talk.videos.append(frames)
     talk.say("what is it?")
     (seen,) = talk.body()["messages"]
@@ -254,7 +254,12 @@ def test_an_image_of_a_file(tmp_path: Path) -> None:
 
 def test_plain_replies_are_the_text_itself() -> None:
     out, err = io.StringIO(), io.StringIO()
-    pieces: list[Piece] = [Thought("let "), Thought("me"), Text("It *is*\x1b[2J"), Text(" so.")]
+    pieces: list[Piece] = [
+        ReasoningPiece("let "),
+        ReasoningPiece("me"),
+        AnswerPiece("It *is*\x1b[2J"),
+        AnswerPiece(" so."),
+    ]
     pieces += [CallPart(0, "c", "f", '{"a": 1}'), End("length", 3)]
     PlainView(out, err).show(iter(pieces), Reply())
     assert out.getvalue() == '[thinks] let me\nIt *is*[2J so.\n[calls] f({"a": 1})\n'
@@ -307,7 +312,7 @@ def drawn(text: str, seed: int, width: int = 60) -> str:
     pieces: list[Piece] = []
     while text:
         size = draw.randint(1, 9)
-        pieces.append(Text(text[:size]))
+        pieces.append(AnswerPiece(text[:size]))
         text = text[size:]
     RichView(console).show(iter([*pieces, End("stop", None)]), Reply())
     assert isinstance(console.file, io.StringIO)
@@ -321,9 +326,14 @@ def test_markdown_is_drawn_the_same_whatever_its_pieces() -> None:
     assert all(drawn(MARKDOWN, seed) == whole for seed in range(1, 60))
 
 
-def test_thoughts_are_dim_and_calls_stand_behind_the_reply() -> None:
+def test_reasoning_are_dim_and_calls_stand_behind_the_reply() -> None:
     console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True, color_system="standard")
-    pieces: list[Piece] = [Thought("hm\nhm"), Text("Yes."), CallPart(0, "c", "f", "{}"), End("tool_calls", 9)]
+    pieces: list[Piece] = [
+        ReasoningPiece("hm\nhm"),
+        AnswerPiece("Yes."),
+        CallPart(0, "c", "f", "{}"),
+        End("tool_calls", 9),
+    ]
     RichView(console).show(iter(pieces), Reply())
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
@@ -335,7 +345,7 @@ def test_what_was_drawn_stays_when_a_reply_is_stopped() -> None:
     console = Console(file=io.StringIO(), width=60, height=20)
 
     def pieces() -> Any:
-        yield Text("first\n\nsecond")
+        yield AnswerPiece("first\n\nsecond")
         raise KeyboardInterrupt
 
     reply = Reply()

@@ -19,7 +19,7 @@ from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.folder import private_folder
 from weft.config.sections.all import FrontSection
-from weft.engine.server import heads
+from weft.engine.server import engine_processes
 
 
 def alive(pid: int) -> bool:
@@ -108,12 +108,12 @@ def test_the_endpoints_folder_is_private_and_short(tmp_path: Path, monkeypatch: 
         shutil.rmtree(folder)
 
 
-def test_a_head_that_does_not_end_is_killed() -> None:
+def test_an_engine_that_does_not_end_is_killed() -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    head = subprocess.Popen([sys.executable, "-c", code])
-    assert heads.close_head(head, 0.2) == -signal.SIGKILL
-    head = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-    assert heads.close_head(head, 30) == 7
+    engine = subprocess.Popen([sys.executable, "-c", code])
+    assert engine_processes.close_engine(engine, 0.2) == -signal.SIGKILL
+    engine = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    assert engine_processes.close_engine(engine, 30) == 7
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])

@@ -75,7 +75,7 @@ def test_no_torch_before_it_is_needed() -> None:
 
 
 def test_the_front_process_of_serve_imports_no_torch() -> None:
-    code = "import sys, weft.cli.serve.serve, weft.config.resolve, weft.front.server\n"
+    code = "import sys, weft.cli.serve.serve, weft.config.resolve, weft.front.front_server\n"
     code += "assert 'torch' not in sys.modules"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120))
     assert made.returncode == 0, made.stderr

@@ -74,10 +74,10 @@ def of_role(base: str, name: str, role: str) -> dict[str, float]:
     """Return engine -> value of a metric, for engines whose name begins with ``role``."""
     text = httpx.get(f"{base}/metrics", verify=False).text
     found = re.findall(rf'^weft:{name}\{{.*head="({role}\d+)".*\}} (.*)$', text, re.MULTILINE)
-    return {head: float(value) for head, value in found}
+    return {engine: float(value) for engine, value in found}
 
 
-def heads(server: Server) -> dict[str, int]:
+def all_engines(server: Server) -> dict[str, int]:
     """Return the process id of each engine by name."""
     found = {}
     for pid in with_role(server.process.pid, "head"):
@@ -168,7 +168,7 @@ def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path:
     assert len(flood) == 24
     with Askers(base) as askers:
         until(server, lambda: askers.done > 8 or askers.errors)
-        os.kill(heads(server)["encode0"], signal.SIGKILL)
+        os.kill(all_engines(server)["encode0"], signal.SIGKILL)
         until(server, lambda: "engine encode0 is back" in server.log.read_text() or askers.errors)
         until(server, lambda: of_role(base, "images_encoded_total", "encode")["encode0"] > 2 or askers.errors)
     askers.check()
@@ -187,7 +187,7 @@ def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, star
     server = start(*arguments, *(["--no-language-model-only"] if tower else []))
     base = server.url()
     said = ask(base, (0,))
-    pid = heads(server)["encode0"]
+    pid = all_engines(server)["encode0"]
     os.kill(pid, signal.SIGSTOP)  # the encoder is stopped
     with ThreadPoolExecutor(2) as pool:
         waits = pool.submit(ask, base, (1,))

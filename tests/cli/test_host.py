@@ -48,7 +48,7 @@ class Rig:
         self.board = Board("tcp://127.0.0.1:*", KEYS)
         self.client = BoardClient(self.board.address, KEYS)
         self.host = module._Host(config, self.client, folder, "tcp://127.0.0.1:*", "error")
-        self.heads: Any = self.host._local
+        self.engines: Any = self.host._local
         self.board.post(b.answer_key(1, self.host._mark), b"")
 
     def want(self, incarnation: int) -> None:
@@ -56,11 +56,11 @@ class Rig:
 
     def listens(self, incarnation: int) -> None:
         said = b.Listening(incarnation=incarnation, address="tcp://127.0.0.1:1")
-        self.board.post(b.head_key(1), msgspec.msgpack.encode(said))
+        self.board.post(b.engine_key(1), msgspec.msgpack.encode(said))
 
-    def ended(self) -> b.HeadEnded | None:
+    def ended(self) -> b.EngineEnded | None:
         data = self.board.get(b.ended_key(1))
-        return None if data is None else msgspec.msgpack.decode(data, type=b.HeadEnded)
+        return None if data is None else msgspec.msgpack.decode(data, type=b.EngineEnded)
 
     def turn(self) -> None:
         if self.client.look(1.0):
@@ -74,44 +74,44 @@ class Rig:
             time.sleep(0.02)
 
     def close(self) -> None:
-        for head in self.heads.made:
-            head.kill()
-            head.wait()
+        for engine in self.engines.made:
+            engine.kill()
+            engine.wait()
         self.client.close()
         self.board.close()
 
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(module, "LocalHeads", Sleepers)
+    monkeypatch.setattr(module, "LocalEngines", Sleepers)
     monkeypatch.setattr(module, "LISTEN_S", LISTEN_S)
     made = Rig(tmp_path)
     yield made
     made.close()
 
 
-def test_a_head_that_never_listens_is_ended_and_told_of(rig: Rig) -> None:
+def test_an_engine_that_never_listens_is_ended_and_told_of(rig: Rig) -> None:
     """Messages of an earlier incarnation do not count for the current one."""
     rig.listens(6)
     rig.want(7)
-    rig.until(lambda: rig.heads.made)
+    rig.until(lambda: rig.engines.made)
     rig.until(rig.ended)
-    assert rig.ended() == b.HeadEnded(incarnation=7, status=-9)
-    assert rig.heads.made[0].poll() == -9
+    assert rig.ended() == b.EngineEnded(incarnation=7, status=-9)
+    assert rig.engines.made[0].poll() == -9
     rig.turn()
-    assert rig.heads.incarnations == [7], "it is for the front to want another incarnation"
+    assert rig.engines.incarnations == [7], "it is for the front to want another incarnation"
     rig.want(8)
-    rig.until(lambda: rig.heads.incarnations == [7, 8])
-    assert rig.heads.made[1].poll() is None
+    rig.until(lambda: rig.engines.incarnations == [7, 8])
+    assert rig.engines.made[1].poll() is None
 
 
-def test_a_head_that_listens_in_time_is_left_alone(rig: Rig) -> None:
+def test_an_engine_that_listens_in_time_is_left_alone(rig: Rig) -> None:
     rig.want(7)
-    rig.until(lambda: rig.heads.made)
+    rig.until(lambda: rig.engines.made)
     rig.listens(7)
     rig.turn()
-    rig.board.drop(b.head_key(1))
+    rig.board.drop(b.engine_key(1))
     late = time.monotonic() + 3 * LISTEN_S
     rig.until(lambda: time.monotonic() > late)
-    assert rig.heads.made[0].poll() is None
+    assert rig.engines.made[0].poll() is None
     assert rig.ended() is None

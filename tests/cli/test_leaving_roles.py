@@ -57,8 +57,8 @@ class Clients:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def gauge(text: str, name: str, head: str) -> float:
-    (value,) = re.findall(rf'^weft:{name}\{{.*head="{head}0".*\}} (\S+)$', text, re.M)
+def gauge(text: str, name: str, engine: str) -> float:
+    (value,) = re.findall(rf'^weft:{name}\{{.*head="{engine}0".*\}} (\S+)$', text, re.M)
     return float(value)
 
 

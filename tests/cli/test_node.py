@@ -8,7 +8,7 @@ import pytest
 
 from weft.cli.processes import node
 from weft.cli.processes.node import AWAY_S, HostRanks
-from weft.cli.processes.rank_main import NO_HEAD, WELCOME_S
+from weft.cli.processes.rank_main import NO_ENGINE, WELCOME_S
 from weft.common.restarts import RestartBudget
 
 
@@ -40,25 +40,25 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return at
 
 
-def test_many_ranks_wait_an_hour_for_a_head(now: list[float]) -> None:
+def test_many_ranks_wait_an_hour_for_an_engine(now: list[float]) -> None:
     """Eight ranks that end every two minutes, because no engine answers, are not failures."""
     made: Any = Processes()
     ranks = HostRanks(made, range(8, 16), 10.0, RestartBudget(3, 600.0))
     while now[0] < AWAY_S - WELCOME_S:
         now[0] += WELCOME_S
-        made.ends = [(rank, NO_HEAD) for rank in range(8, 16)]
+        made.ends = [(rank, NO_ENGINE) for rank in range(8, 16)]
         assert ranks.look()
     now[0] += WELCOME_S
-    made.ends = [(rank, NO_HEAD) for rank in range(8, 16)]
+    made.ends = [(rank, NO_ENGINE) for rank in range(8, 16)]
     assert not ranks.look(), "an hour is over"
 
 
-def test_a_head_in_between_begins_the_hour_anew(now: list[float]) -> None:
+def test_an_engine_in_between_begins_the_hour_anew(now: list[float]) -> None:
     made: Any = Processes()
     ranks = HostRanks(made, [1], 10.0, RestartBudget(0, 600.0))
     for _ in range(50):
         now[0] += 10 * WELCOME_S
-        made.ends = [(1, NO_HEAD)]
+        made.ends = [(1, NO_ENGINE)]
         assert ranks.look()
     made.ends = [(1, 1)]
     assert not ranks.look(), "other ends count"

@@ -19,7 +19,7 @@ __all__ = ["start"]
 def speak(server: Server, rng: random.Random) -> int:
     """Send invalid data to every transfer socket of ranks and engines. Return the number of sockets."""
     ranks = [path for path in Path(server.temporary).rglob("t?-*") if path.is_socket()]
-    heads = [path for path in Path(server.temporary).rglob("r?-*") if path.is_socket()]
+    engines = [path for path in Path(server.temporary).rglob("r?-*") if path.is_socket()]
     for path in ranks:
         for size in (0, 3, 64, 70_000):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -29,7 +29,7 @@ def speak(server: Server, rng: random.Random) -> int:
                     peer.sendall(rng.randbytes(size))
                 except OSError:  # the server closed the connection meanwhile
                     continue
-    for path in heads:
+    for path in engines:
         peer = zmq.Context.instance().socket(zmq.DEALER)
         peer.linger = 500
         peer.connect(f"ipc://{path}")
@@ -37,10 +37,10 @@ def speak(server: Server, rng: random.Random) -> int:
             peer.send(rng.randbytes(size))
             peer.send_multipart([rng.randbytes(8), b"", rng.randbytes(size)])
         peer.close()
-    return len(ranks) + len(heads)
+    return len(ranks) + len(engines)
 
 
-def test_nonsense_fails_no_room_and_no_worker(start: Any) -> None:
+def test_nonsense_fails_no_transfer_and_no_worker(start: Any) -> None:
     server = start("spool-text", "--prefill", "1", "--decode", "1", "--max-num-seqs", "8", "--port", "0")
     base = server.url()
     rng = random.Random(5)

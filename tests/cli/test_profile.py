@@ -17,7 +17,7 @@ __all__ = ["start"]
 
 
 @pytest.mark.requirement("F47")
-def test_heads_write_profiles_when_they_are_asked(checkpoint: str, start: Any, tmp_path: Path) -> None:
+def test_engines_write_profiles_when_they_are_asked(checkpoint: str, start: Any, tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     flags = ("--port", "0", "--admin-key", "admin", "--profile-dir", str(folder))
     base = start(checkpoint, *flags).url()

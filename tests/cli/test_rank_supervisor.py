@@ -27,7 +27,7 @@ PATIENCE = deadline(60.0)
 
 def config_in(folder: str) -> EngineConfig:
     """Return a configuration whose workers wait for an engine that never listens."""
-    return msgspec.structs.replace(config_of(tensor_parallel_size=2), domain=folder)
+    return msgspec.structs.replace(config_of(tensor_parallel_size=2), socket_folder=folder)
 
 
 def is_alive(pid: int) -> bool:
@@ -45,7 +45,7 @@ def wait(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.requirement("F40")
-def test_the_next_head_finds_the_workers() -> None:
+def test_the_next_engine_finds_the_workers() -> None:
     with tempfile.TemporaryDirectory(prefix="w") as folder:
         config = config_in(folder)
         supervisor = RankSupervisor(1, lambda _: RankProcesses(config, rank_address(config), "error"))

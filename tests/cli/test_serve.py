@@ -71,10 +71,10 @@ class Server:
                 return found[0]
         raise AssertionError(f"no ready line:\n{self.log.read_text()}")
 
-    def head(self) -> int:
+    def engine(self) -> int:
         """Return the process id of the engine."""
-        for head in with_role(self.process.pid, "head"):
-            return head
+        for engine in with_role(self.process.pid, "head"):
+            return engine
         raise AssertionError("no head")
 
     def signal_group(self, number: int) -> None:
@@ -141,11 +141,11 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=deadline(60))
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "tiny"
-    head = server.head()
+    engine = server.engine()
     assert os.listdir(server.temporary), "the endpoint lies in the folder"
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(deadline(60)) == 0, server.log.read_text()
-    assert ended(head)
+    assert ended(engine)
     assert os.listdir(server.temporary) == []
 
 
@@ -213,19 +213,19 @@ def test_ranks_of_replicas_share_the_cores_and_each_has_a_name_and_a_trace(
 
 
 @pytest.mark.requirement("F40")
-def test_it_fails_when_its_head_dies_and_must_not_be_started_again(checkpoint: str, start: Any) -> None:
+def test_it_fails_when_its_engine_dies_and_must_not_be_started_again(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0", "--engine-restarts", "0")
     server.url()
-    os.kill(server.head(), signal.SIGKILL)
+    os.kill(server.engine(), signal.SIGKILL)
     assert server.process.wait(deadline(60)) == 1
     assert os.listdir(server.temporary) == []
 
 
-def test_a_head_dies_with_its_parent(checkpoint: str, start: Any) -> None:
+def test_an_engine_dies_with_its_parent(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
     server.url()
-    head = server.head()
-    pidfd = os.pidfd_open(head)
+    engine = server.engine()
+    pidfd = os.pidfd_open(engine)
     server.process.kill()
     import select
 
@@ -257,7 +257,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, s
     assert os.listdir(server.temporary) == []
 
 
-def test_an_address_in_use_gives_status_2_and_leaves_no_head(checkpoint: str, start: Any) -> None:
+def test_an_address_in_use_gives_status_2_and_leaves_no_engine(checkpoint: str, start: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = start(checkpoint, "--port", str(taken.getsockname()[1]))
         assert server.process.wait(deadline(60)) == 2
@@ -287,13 +287,13 @@ def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: 
     while True:
         assert time.monotonic() < until
         try:
-            head = server.head()
+            engine = server.engine()
             break
         except AssertionError:
             time.sleep(0.005)
     server.signal_group(number)
     assert server.process.wait(deadline(60)) == 128 + number
-    assert ended(head)
+    assert ended(engine)
     assert os.listdir(server.temporary) == []
     assert "Traceback" not in server.log.read_text()
 
@@ -337,7 +337,7 @@ def ended(pid: int) -> bool:
     return False
 
 
-def stopped_head(server: Server) -> int:
+def stopped_engine(server: Server) -> int:
     """Wait until the engine listens, then stop the engine, as if loading never ended. Return the process
     id.
     """
@@ -345,18 +345,18 @@ def stopped_head(server: Server) -> int:
     while not list(Path(server.temporary).glob("*/g0/head-0-1")):
         assert time.monotonic() < until
         time.sleep(0.005)
-    head = server.head()
-    os.kill(head, signal.SIGSTOP)
-    return head
+    engine = server.engine()
+    os.kill(engine, signal.SIGSTOP)
+    return engine
 
 
 @pytest.mark.real_processes
-def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> None:
+def test_an_engine_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
-    head = stopped_head(server)
+    engine = stopped_engine(server)
     server.signal_group(signal.SIGINT)
     assert server.process.wait(deadline(60)) == 130
-    assert ended(head)
+    assert ended(engine)
     assert os.listdir(server.temporary) == []
     assert "Traceback" not in server.log.read_text()
 
@@ -381,8 +381,8 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
     base = server.url()
     body = {"model": checkpoint, "prompt": "x", "max_tokens": 100, "temperature": 0, "stream": True}
     with ThreadPoolExecutor() as pool:
-        head = server.head()
-        os.kill(head, signal.SIGSTOP)
+        engine = server.engine()
+        os.kill(engine, signal.SIGSTOP)
         asked = pool.submit(
             httpx.post, f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=deadline(120)
         )
@@ -392,7 +392,7 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
         until(server, lambda: told in server.log.read_text())
         if number == signal.SIGHUP:  # closing a terminal sends the signal more than once
             server.signal_group(number)
-        os.kill(head, signal.SIGCONT)
+        os.kill(engine, signal.SIGCONT)
         *_, last, done = [line for line in asked.result().text.splitlines() if line]
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -408,7 +408,7 @@ def test_keys_come_from_the_environment(checkpoint: str, start: Any) -> None:
     assert httpx.get(models, headers={"Authorization": "Bearer other"}).status_code == 401
     for key in ("sesame", "second"):
         assert httpx.get(models, headers={"Authorization": f"Bearer {key}"}).status_code == 200
-    for process in (server.process.pid, server.head()):
+    for process in (server.process.pid, server.engine()):
         assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
     # A server without requests logs nothing about requests when it stops.
     server.process.terminate()

@@ -19,7 +19,7 @@ from tests.support.slowness import deadline
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 from weft.engine.ranks import processes
-from weft.engine.ranks.processes import Command, Spares
+from weft.engine.ranks.processes import ProcessCommand, Spares
 
 PATIENCE = deadline(60.0)
 TELLS = """
@@ -32,7 +32,7 @@ def work(arguments):
     print(words, told, os.environ.get("MORE"), os.environ.get("LESS"), sys.stdin.buffer.read(), flush=True)
     return 7
 
-spare_main.PROGRAMS["head_main"] = work
+spare_main.PROGRAMS["engine_main"] = work
 spare_main.IMPORTED = ()
 sys.exit(spare_main.run(sys.argv[1:]))
 """
@@ -74,7 +74,7 @@ def test_a_spare_process_has_all_that_a_new_one_inherits(size: int, monkeypatch:
     os.write(write, b"by the pipe")
     os.close(write)
     with os.fdopen(read):
-        command = Command("head_main", ("a", "b"), bytes(size), {"MORE": "2"}, (read,))
+        command = ProcessCommand("engine_main", ("a", "b"), bytes(size), {"MORE": "2"}, (read,))
         assert spare.become(command)
     assert spare.process.stdout is not None
     with spare.process.stdout as out:
@@ -91,9 +91,9 @@ def test_a_spare_process_that_is_not_needed_ends_by_itself() -> None:
     spare.process.stdout.close()
 
 
-def refused() -> Command:
+def refused() -> ProcessCommand:
     """Return an engine command with unreadable settings; the engine ends with a specific status."""
-    return Command("head_main", ("ipc://nowhere", "error"), msgspec.msgpack.encode(1))
+    return ProcessCommand("engine_main", ("ipc://nowhere", "error"), msgspec.msgpack.encode(1))
 
 
 def test_one_that_died_is_not_put_to_use_and_all_end_with_their_owner() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.cli.test_serve import start
 from tests.cli.test_up import until
 from tests.support.slowness import deadline
-from weft.tracing.merge import ReadSpan, read_folder
+from weft.tracing.merge_traces import ReadSpan, read_folder
 
 __all__ = ["start"]
 
@@ -107,10 +107,10 @@ def ends(event: Any) -> float:
     return float(event.get("ts", 0) + event.get("dur", 0))
 
 
-def counted(base: str, name: str, head: str) -> float:
+def counted(base: str, name: str, engine: str) -> float:
     """Return an engine's counter as of its last heartbeat."""
     page = httpx.get(f"{base}/metrics").text
-    found = re.findall(rf'^weft:{name}\{{head="{head}",.*\}} (.*)$', page, re.MULTILINE)
+    found = re.findall(rf'^weft:{name}\{{head="{engine}",.*\}} (.*)$', page, re.MULTILINE)
     return sum(float(value) for value in found)
 
 

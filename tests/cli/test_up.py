@@ -74,8 +74,8 @@ class Clients:
 
 
 def titles(server: Server) -> list[str]:
-    heads = with_role(server.process.pid, "head")
-    return sorted(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[0] for pid in heads)
+    engines = with_role(server.process.pid, "head")
+    return sorted(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[0] for pid in engines)
 
 
 def engines(server: Server) -> list[int]:
@@ -134,12 +134,12 @@ def test_two_groups_behind_one_front(start: Any) -> None:
     server = start(str(EXAMPLES / "unified-x2.yaml"), "--port", "0", command="up")
     base = server.url()
     due = ask(base)
-    heads = with_role(server.process.pid, "head")
+    engines = with_role(server.process.pid, "head")
     if any(title.startswith("weft: ") for title in titles(server)):
         assert titles(server) == ["weft: head unified0 (spool-text)", "weft: head unified1 (spool-text)"]
     with Clients(base) as clients:
         until(server, lambda: len(clients.texts) > 3)
-        os.kill(heads[0], signal.SIGKILL)
+        os.kill(engines[0], signal.SIGKILL)
         until(server, lambda: " is back" in server.log.read_text())
     assert not clients.errors
     assert set(clients.texts) == {due}
@@ -148,7 +148,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
         assert f" I {name} weft.engine.server.engine_server: engine ready" in log
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(deadline(60)) == 0, server.log.read_text()
-    assert not any(is_alive(pid) for pid in heads)
+    assert not any(is_alive(pid) for pid in engines)
     assert os.listdir(server.temporary) == []
 
 
@@ -234,8 +234,8 @@ def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) 
         due = ask(base)
         with Clients(base) as clients:
             until(server, lambda: len(clients.texts) > 3)
-            head = next(pid for part in children_of(other.process.pid) for pid in with_role(part, "head"))
-            os.kill(head, signal.SIGKILL)
+            engine = next(pid for part in children_of(other.process.pid) for pid in with_role(part, "head"))
+            os.kill(engine, signal.SIGKILL)
             until(server, lambda: " is back" in server.log.read_text())
         assert not clients.errors
         assert set(clients.texts) == {due}

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_up import EXAMPLES
 from tests.cli.test_verify import verified
 from weft.cli.verify import verify_topology
-from weft.types.messages import HeadStats, TransferStats
+from weft.types.messages import EngineStats, TransferStats
 
 FEW = ["--prompts", "4", "--tokens", "6"]
 DEFAULT = ("1p1d", "1e1p1d")
@@ -93,24 +93,24 @@ def test_tokens_that_differ_are_told_with_margins(
     assert verdict == "verify: FAILED"
 
 
-def moved(done: int, bytes: int) -> HeadStats:
-    return HeadStats(transfers=TransferStats(done=done, received_bytes=bytes))
+def moved(done: int, bytes: int) -> EngineStats:
+    return EngineStats(transfers=TransferStats(done=done, received_bytes=bytes))
 
 
 def test_what_took_no_part_does_not_pass() -> None:
-    whole = ("unified", HeadStats(generation_tokens=3))
-    idle = ("unified", HeadStats())
-    sent = HeadStats(embedding_transfers=TransferStats(done=1, sent_bytes=9))
+    whole = ("unified", EngineStats(generation_tokens=3))
+    idle = ("unified", EngineStats())
+    sent = EngineStats(embedding_transfers=TransferStats(done=1, sent_bytes=9))
     for stats, named in (
         ({"p": ("prefill", moved(1, 9)), "d": ("decode", moved(1, 9)), "u": idle}, []),
         ({"p": ("prefill", moved(0, 0)), "d": ("decode", moved(1, 0))}, ["p", "d"]),
         ({"a": whole, "b": idle}, ["b"]),
-        ({"p": ("prefill", HeadStats()), "d": ("decode", moved(1, 9))}, ["p"]),
-        ({"a": whole, "e": ("encode", HeadStats())}, ["e"]),
+        ({"p": ("prefill", EngineStats()), "d": ("decode", moved(1, 9))}, ["p"]),
+        ({"a": whole, "e": ("encode", EngineStats())}, ["e"]),
         ({"a": whole, "e": ("encode", sent)}, []),
     ):
         assert list(verify_topology._idle(stats, images=True)) == named  # type: ignore[arg-type]
-    text = {"a": whole, "e": ("encode", HeadStats())}
+    text = {"a": whole, "e": ("encode", EngineStats())}
     assert list(verify_topology._idle(text, images=False)) == []  # type: ignore[arg-type]
 
 

@@ -112,7 +112,7 @@ def test_streamed_calls(client: anthropic.Anthropic) -> None:
     assert final.stop_reason == "tool_use"
 
 
-def test_thoughts_can_be_sent_back(client: anthropic.Anthropic) -> None:
+def test_reasoning_can_be_sent_back(client: anthropic.Anthropic) -> None:
     messages = user("think of 2 + 2")
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
     got = client.messages.create(model=MODEL, max_tokens=2000, messages=messages, thinking=thinking)

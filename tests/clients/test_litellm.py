@@ -61,7 +61,7 @@ def test_a_stream(complete: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_thoughts(complete: Any) -> None:
+def test_reasoning(complete: Any) -> None:
     message = complete("think of 2 + 2").choices[0].message
     assert message.content == "Four."
     assert message.reasoning_content.strip() == "Two and two."

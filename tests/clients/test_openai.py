@@ -56,7 +56,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_thoughts_are_apart(client: openai.OpenAI) -> None:
+def test_reasoning_are_apart(client: openai.OpenAI) -> None:
     message = client.chat.completions.create(model=MODEL, messages=user("think of 2 + 2")).choices[0].message
     assert message.content == "Four."
     assert message.reasoning_content.strip() == "Two and two."  # type: ignore[attr-defined]
@@ -154,9 +154,9 @@ def test_responses(client: openai.OpenAI) -> None:
     assert got.status == "completed"
     assert got.usage is not None
     assert got.usage.input_tokens_details.cached_tokens == 16
-    thought = client.responses.create(model=MODEL, input="think of 2 + 2")
-    assert [item.type for item in thought.output] == ["reasoning", "message"]
-    assert thought.output_text == "Four."
+    reasoning = client.responses.create(model=MODEL, input="think of 2 + 2")
+    assert [item.type for item in reasoning.output] == ["reasoning", "message"]
+    assert reasoning.output_text == "Four."
     parsed = client.responses.parse(model=MODEL, input="as json", text_format=Person)
     assert parsed.output_parsed == Person(name="Ann", age=7)
 

@@ -27,7 +27,7 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.types.grammar import Grammar
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 from weft.types.plan import MoveMedia
 
 OTHER = {"same": BLOCK, "larger": 2 * BLOCK, "smaller": BLOCK // 2}
@@ -40,8 +40,8 @@ MOST_IMAGES = 4
 class Seen:
     """Observations of the two groups."""
 
-    prefill: HeadStats
-    decode: HeadStats
+    prefill: EngineStats
+    decode: EngineStats
     unfinished: int = 0
     """Prompt rows that did not reach the end of their prompt, in the prefill group."""
     deepest: int = 0
@@ -111,7 +111,7 @@ def run(
     llm = start_llm(pytest.MonkeyPatch(), groups, str(folder), max_model_len=length, kv_cache_memory="64M")
     engine: Any = llm._core
     assert isinstance(engine, FleetEngine)
-    seen = Seen(HeadStats(), HeadStats())
+    seen = Seen(EngineStats(), EngineStats())
     _watch(engine, seen)
     if case["preempt"]:
         _evict_often(engine)

@@ -17,7 +17,7 @@ from tests.support.checkpoints import SHAPES, spread
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
-from weft.bench.tokenizer import write_tokenizer
+from weft.bench.bench_tokenizer import write_tokenizer
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections.all import CacheSection, MediaSection, SchedulerSection

@@ -145,7 +145,7 @@ def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen, distinct
         "penalties": case["penalties"],
         "stop": any(answer.finish == "stop" for answer in made.values()),
         "kv": case["kv"] != "auto",
-        "preempt": moved is not None and moved.evictions > 0,
+        "preempt": moved is not None and moved.returns > 0,
         "chunk": seen.unfinished > 0 and case["chunk"] > 0,
         "depth": seen.deepest == 2,
         "ranks": case["ranks"] != (1, 1),

@@ -19,7 +19,7 @@ import torch
 from tests.composition.table import Table
 from tests.e0.rig import MAX_LEN, Answer, make_engine, run, spec_of, submit
 from tests.e1.rig import force_preemptions
-from tests.support.domains import Replica, on_layout
+from tests.support.expert_groups import Replica, on_layout
 from tests.support.pairwise import covering, few_of, name
 from tests.support.seen import SeeingModels, Seen
 from weft.config.sections.all import MediaSection, SpeculationSection

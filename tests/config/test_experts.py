@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config.experts import check_experts
+from weft.config.expert_settings import check_experts
 from weft.config.sections.all import ParallelSection
 from weft.config.spec import MoESpec
 

@@ -12,7 +12,7 @@ from tests.config.test_resolve import GIB, checkpoint
 from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.flags import from_keywords
-from weft.config.gpus import gpu_environment, head_rank
+from weft.config.gpus import engine_rank, gpu_environment
 from weft.config.group_settings import compare, shared_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
@@ -44,8 +44,8 @@ def test_each_rank_sees_a_gpu_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_replicas_have_gpus_of_their_own_and_one_process_keeps_all_it_sees(tmp_path: Path) -> None:
     config = resolved(tmp_path, data_parallel_size=2)
-    heads = [msgspec.structs.replace(config, replica=replica) for replica in range(2)]
-    assert [seen(one, head_rank(one)) for one in heads] == ["4", "GPU-77"]
+    engines = [msgspec.structs.replace(config, replica=replica) for replica in range(2)]
+    assert [seen(one, engine_rank(one)) for one in engines] == ["4", "GPU-77"]
     assert seen(resolved(tmp_path), 0) is None
     assert seen(resolved(tmp_path, tensor_parallel_size=2, device="cpu"), 1) is None
 

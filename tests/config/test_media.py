@@ -21,9 +21,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
-from weft.config.families.media import area_facts, patches_facts
+from weft.config.families.image_processors import area_facts, patches_facts
 from weft.config.media import MediaFacts
-from weft.types.media import MediaItem, rope_positions, spans_of
+from weft.types.media_item import MediaItem, rope_positions, spans_of
 
 _QWEN: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessorFast",

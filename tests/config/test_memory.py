@@ -93,14 +93,14 @@ def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
 def test_states_that_pass_between_groups_have_snapshots_without_prefix_caching() -> None:
     """Each runnable sequence gets a snapshot up to a bound, and the reported fit is exact."""
     model = spec(FULL, STATE)
-    for seqs, more in ((2, 2), (500, memory.ROOM_SNAPSHOTS)):
+    for seqs, more in ((2, 2), (500, memory.TRANSFER_SNAPSHOTS)):
         section = SchedulerSection(max_num_seqs=seqs)
-        need = memory.bytes_for(model, 64, "bfloat16", 1, 4096, section, rooms=True)
-        pools = memory.pools_for(model, 64, "bfloat16", need, 4096, section, snapshots=False, rooms=True)
+        need = memory.bytes_for(model, 64, "bfloat16", 1, 4096, section, transfers=True)
+        pools = memory.pools_for(model, 64, "bfloat16", need, 4096, section, snapshots=False, transfers=True)
         assert pools[1].num_blocks == memory.MIN_SNAPSHOTS + more
         with pytest.raises(ConfigError):
-            memory.pools_for(model, 64, "bfloat16", need - 1, 4096, section, snapshots=False, rooms=True)
-        longest = memory.longest_that_fits(model, 64, "bfloat16", need, 1 << 20, section, rooms=True)
+            memory.pools_for(model, 64, "bfloat16", need - 1, 4096, section, snapshots=False, transfers=True)
+        longest = memory.longest_that_fits(model, 64, "bfloat16", need, 1 << 20, section, transfers=True)
         assert 4096 <= longest < 4096 + 64
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.rig import config_of
 from weft.common import open_files as limits
 from weft.common.errors import ConfigError
-from weft.config import open_files
+from weft.config import file_limits
 from weft.config.sections.all import FrontSection
 
 
@@ -20,7 +20,7 @@ def test_the_limit_is_raised_where_it_may(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: asked.append(both))
-    open_files.ask_for_files([config_of()], FrontSection())
+    file_limits.ask_for_files([config_of()], FrontSection())
     assert asked == [(raised, hard)]
 
 
@@ -28,11 +28,11 @@ def test_too_few_files_are_an_error_that_says_how_many(monkeypatch: pytest.Monke
     monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (20, 20))
     told = r"needs up to (\d+) open files, and the system allows 20.*ulimit -n \1"
     with pytest.raises(ConfigError, match=told):
-        open_files.ask_for_files([config_of()], FrontSection())
+        file_limits.ask_for_files([config_of()], FrontSection())
 
 
 def test_more_processes_need_more_files() -> None:
-    one = open_files.files_needed([config_of()], FrontSection())
+    one = file_limits.files_needed([config_of()], FrontSection())
     groups = [config_of(kv_cache_memory="8MiB")] * 2
-    assert open_files.files_needed(groups, FrontSection()) > one
-    assert open_files.files_needed(groups, FrontSection(fronts=8)) > one + 6 * open_files.OF_PEER
+    assert file_limits.files_needed(groups, FrontSection()) > one
+    assert file_limits.files_needed(groups, FrontSection(fronts=8)) > one + 6 * file_limits.OF_PEER

@@ -22,7 +22,7 @@ from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ModelSection, SchedulerSection
-from weft.config.sizing import caches, memory
+from weft.config.sizing import cache_sizes, memory
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, QuantizedSpec, RopeSpec
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -358,7 +358,7 @@ def test_quantized_weights_are_counted_as_they_are_held(
         return 0
 
     monkeypatch.setattr(devices, "gpu_memory", lambda: 80 * GIB)
-    monkeypatch.setattr(caches, "weight_bytes", count)
+    monkeypatch.setattr(cache_sizes, "weight_bytes", count)
     config = resolved(checkpoint(tmp_path))
     cases = [("awq", True, "bfloat16"), ("awq", False, "bfloat16"), ("awq", True, "float64")]
     counted.clear()
@@ -366,7 +366,7 @@ def test_quantized_weights_are_counted_as_they_are_held(
         monkeypatch.setattr(devices, "has_triton", lambda there=there: there)
         spec = msgspec.structs.replace(model_spec(), quantized=QuantizedSpec(method=method))
         for device in ("cuda", "cpu"):
-            caches.cache_bytes(spec, dtype, device, config.model, config.cache, config.scheduler)
+            cache_sizes.cache_bytes(spec, dtype, device, config.model, config.cache, config.scheduler)
     assert counted == [True, True, False, True, False, True, False, True]
 
 

@@ -13,7 +13,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices, topology
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
-from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
+from weft.config.hosts import engines_on, has_ranks, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.topology import (
     Topology,
@@ -391,8 +391,8 @@ def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
     assert [uses_board(group.parallel) for group in zero.values()] == [True, True, False, False]
     assert [has_ranks(group.parallel) for group in zero.values()] == [False, False, True, True]
     assert [has_ranks(group.parallel) for group in one.values()] == [True, True, False, True]
-    assert heads_on(one["far1"].parallel, 1) == [0]
-    assert heads_on(one["both"].parallel, 1) == []
+    assert engines_on(one["far1"].parallel, 1) == [0]
+    assert engines_on(one["both"].parallel, 1) == []
     assert not replica_spans(one["far0"].parallel, 0)
     for name in zero:  # the settings that host 0 compares with another host's
         assert host_settings(zero[name]) == host_settings(one[name])

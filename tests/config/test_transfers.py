@@ -19,7 +19,7 @@ from weft.config.group_settings import compare, shared_settings
 from weft.config.media import MediaFacts
 from weft.config.sections.all import TransferSection
 from weft.config.spec import VisionSpec
-from weft.engine.disagg.rank_rooms import transport_of
+from weft.engine.disagg.rank_transfers import transport_of
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from weft.common.errors import ConfigError, InvalidRequest
-from weft.config.families.media import area_facts, patches_facts
+from weft.config.families.image_processors import area_facts, patches_facts
 from weft.config.media import MediaFacts, VideoFacts
 from weft.models.vision.base import colour_table, patches
 

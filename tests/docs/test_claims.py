@@ -18,7 +18,7 @@ from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftEr
 from weft.config.flags import SETTINGS
 from weft.control.fleet.open_sequences import LATE, NO_ROLE
 from weft.front.http.streaming import late
-from weft.front.messages import errors as messages_errors
+from weft.front.messages import messages_errors as messages_errors
 from weft.front.requests.reading import Reader
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits

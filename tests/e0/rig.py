@@ -35,7 +35,7 @@ from weft.runner.graphs.graphs import GraphOptions
 from weft.runner.runner import Runner
 from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
-from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
+from weft.types.messages import EngineStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams
 
@@ -251,7 +251,7 @@ def run(
             answer.take(event)
 
     number = 0
-    while number < len(submits) or engine.has_work() or engine.awaiting:
+    while number < len(submits) or engine.has_work() or engine.blocked:
         assert number < limit, "the engine does not come to an end"
         for one in submits[number] if number < len(submits) else []:
             answers[one.sequence] = Answer()
@@ -266,7 +266,7 @@ def run(
     return answers
 
 
-def check_idle(engine: EngineCore) -> HeadStats:
+def check_idle(engine: EngineCore) -> EngineStats:
     """Check that pools and slots are back at their idle counts."""
     stats = engine.stats()
     kv = engine.runner.kv

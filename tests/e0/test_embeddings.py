@@ -14,7 +14,7 @@ import transformers
 from tests.e0.rig import Answer, make_engine, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
 from tests.support.checkpoints import SHAPES, make_checkpoint, spread
-from tests.support.domains import on_layout
+from tests.support.expert_groups import on_layout
 from tests.support.gpt_oss_models import CASES as GPT_OSS
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.slow import mostly_slow

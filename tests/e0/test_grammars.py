@@ -16,7 +16,7 @@ from tests.e0.rig import make_engine, replaying, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS
 from tests.support.automata import Automata, Automaton, named, random_automaton
 from tests.support.checkpoints import VOCAB, make_checkpoint
-from tests.support.domains import on_layout
+from tests.support.expert_groups import on_layout
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, each_value, name

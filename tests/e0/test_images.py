@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.e0.rig import MAX_LEN, Answer, make_engine, replaying, run, spec_of, submit
-from tests.support.domains import on_layout
+from tests.support.expert_groups import on_layout
 from tests.support.pairwise import sampled
 from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow

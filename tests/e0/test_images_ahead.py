@@ -17,7 +17,7 @@ from tests.support.seen import Seen
 from tests.support.vision_models import CASES, PLACEHOLDER, make_prompt, save_tiny
 from weft.config.families import load_spec
 from weft.config.sections.all import SpeculationSection
-from weft.runner.images.media import MediaStore
+from weft.runner.images.image_store import MediaStore
 from weft.types.plan import Segment
 from weft.types.sampling import TokenParams
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e0.rig import submit
 from tests.e0.test_grid import FILLER, PROMPTS
 from tests.e0.test_speculation import SAMPLING, Reference
-from tests.support.domains import on_layout
+from tests.support.expert_groups import on_layout
 from tests.support.pairwise import covering, name, numbers_of
 from weft.config.sections.all import SpeculationSection
 from weft.types.layout import Layout

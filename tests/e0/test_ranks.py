@@ -17,14 +17,14 @@ from msgspec.structs import replace
 from tests.e0.rig import Answer, Recorder, make_engine, run, spec_of, submit
 from tests.e0.test_grid import PROMPTS, SAMPLING
 from tests.support.checkpoints import make_checkpoint
-from tests.support.domains import Leading
+from tests.support.expert_groups import Leading
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.sections.all import SpeculationSection
-from weft.engine.balance import Balance
 from weft.engine.core import EngineCore
+from weft.engine.expert_balance import Balance
 from weft.layers.build import ExpertOptions
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model

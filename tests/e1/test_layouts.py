@@ -16,7 +16,7 @@ import torch
 from tests.e0.rig import submit
 from tests.e1.rig import Witness, force_preemptions, make_checkpoint, make_engine
 from tests.e1.test_grid import PROMPTS, SAMPLING
-from tests.support.domains import Leads, Replica, run_layout
+from tests.support.expert_groups import Leads, Replica, run_layout
 from tests.support.slow import mostly_slow
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout

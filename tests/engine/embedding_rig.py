@@ -23,32 +23,32 @@ from weft.common.errors import Unavailable
 from weft.config.sharding import balanced_share
 from weft.disagg.protocol.group_layout import blocks_of, embedding_dims
 from weft.disagg.protocol.pushes import Write
-from weft.disagg.protocol.room_table import Patience
-from weft.disagg.transport.memory import Sizes, Staged
-from weft.disagg.transport.reports import RoomReports
+from weft.disagg.protocol.transfer_table import TransferPatience
+from weft.disagg.transport.reports import TransferReports
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
-from weft.disagg.transport.worker import RankTransfer
-from weft.engine.disagg.group_rooms import GroupRooms, RankWord
-from weft.engine.disagg.room_channel import ZmqRooms
-from weft.engine.disagg.rooms import HeadRooms
-from weft.engine.ranks.worker_rooms import WorkerRooms
-from weft.engine.sources import EmbeddingSource
-from weft.runner.images.media_rooms import Departures
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.engine.disagg.engine_transfers import EngineTransfers
+from weft.engine.disagg.group_transfers import GroupTransfers, RankWord
+from weft.engine.disagg.transfer_channel import ZmqTransferChannel
+from weft.engine.event_sources import EmbeddingSource
+from weft.engine.ranks.worker_transfers import WorkerTransfers
+from weft.runner.images.media_departures import Departures
 from weft.types import frames as f
-from weft.types import rooms as r
-from weft.types.media import BLOCK_ROWS
+from weft.types import transfer as r
+from weft.types.media_item import BLOCK_ROWS
 from weft.types.messages import TokenEvent
 from weft.types.plan import SendMedia
-from weft.types.rooms import GroupDims, Peer, RoomKey, RoomTicket
+from weft.types.transfer import GroupDims, Peer, TransferKey, TransferParameters
 
 LEVELS, WIDTH, BLOCKS = 3, 8, 64
 ROW = LEVELS * WIDTH * 4
 """Bytes of one row, in float32."""
 SECRET = b"sixteen bytes at least"
 SECONDS = deadline(30.0)
-PATIENCE = Patience(retry=0.2, bind=30.0, fence=3.0, stop=0.5)
+PATIENCE = TransferPatience(retry=0.2, bind=30.0, fence=3.0, stop=0.5)
 BROKEN = Unavailable("planted").info()
 
 
@@ -88,10 +88,10 @@ class Rank:
             write(one)
 
         self.transport.write = counted
-        self.reports = RoomReports()
+        self.reports = TransferReports()
         self.transfer = RankTransfer(number, dims, self.transport, self.reports.tell)
         self.leaves = Departures(self.transfer, LEVELS)
-        self.rooms = WorkerRooms(number, "embeddings")
+        self.transfers = WorkerTransfers(number, "embeddings")
 
     def rows(self, blocks: list[int], count: int) -> np.ndarray:
         """Return the first ``count`` rows in ``blocks``: [levels, count, width]."""
@@ -105,7 +105,7 @@ class Rank:
 
 
 class Group:
-    """``RoomRanks``: the engine's own rank, and further ranks that receive frames."""
+    """``TransferRanks``: the engine's own rank, and further ranks that receive frames."""
 
     def __init__(
         self, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
@@ -114,7 +114,7 @@ class Group:
             Rank(kind, folder, number, dims, incarnation + number, small) for number in range(dims.ranks)
         ]
         own = self.members[0]
-        self.rooms = GroupRooms(
+        self.transfers = GroupTransfers(
             own.transfer,
             own.reports,
             lambda: [rank.transport.endpoint for rank in self.members],
@@ -124,28 +124,28 @@ class Group:
         )
         self.deaf: set[int] = set()
         """Ranks whose process has ended."""
-        self.late: list[tuple[int, f.RoomToRank]] | None = None
+        self.late: list[tuple[int, f.TransferToRank]] | None = None
         """Frames that are held back; None to deliver frames at once."""
-        self.dims, self.ranks = self.rooms.dims, self.rooms.ranks
+        self.dims, self.ranks = self.transfers.dims, self.transfers.ranks
 
     @property
     def sockets(self) -> Sequence[Any]:
         return [rank.reports.descriptor for n, rank in enumerate(self.members) if n not in self.deaf]
 
     def endpoints(self) -> tuple[r.Endpoint, ...] | None:
-        return self.rooms.endpoints()
+        return self.transfers.endpoints()
 
-    def send(self, frame: f.RoomToRank) -> None:
-        self.rooms.send(frame)
+    def send(self, frame: f.TransferToRank) -> None:
+        self.transfers.send(frame)
 
     def _frame(self, number: int, data: bytes) -> None:
         frame = f.decode_to_rank(data)
-        assert isinstance(frame, f.RoomToRank)
+        assert isinstance(frame, f.TransferToRank)
         assert frame.cache == "embeddings"
         if self.late is not None:
             self.late.append((number, frame))
         elif number not in self.deaf:
-            self.members[number].rooms.take(frame, self.members[number].transfer)
+            self.members[number].transfers.take(frame, self.members[number].transfer)
 
     def deliver(self) -> None:
         """Deliver the frames that were held back."""
@@ -155,15 +155,15 @@ class Group:
 
     def take(self) -> list[RankWord]:
         for number, rank in enumerate(self.members[1:], 1):
-            for frame in rank.rooms.said(rank.reports.take() if number not in self.deaf else []):
-                self.rooms.heard(frame)
-        return self.rooms.take()
+            for frame in rank.transfers.said(rank.reports.take() if number not in self.deaf else []):
+                self.transfers.heard(frame)
+        return self.transfers.take()
 
     def kill(self, number: int) -> None:
         """End the process of a rank other than the engine's own rank."""
         self.deaf.add(number)
         self.members[number].transfer.close()
-        self.rooms.ended(number)
+        self.transfers.ended(number)
 
 
 class Scheduler:
@@ -171,65 +171,65 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.embeddings = self
-        self.requests: deque[r.RoomRequest] = deque()
-        self.told: list[r.RoomEvent] = []
-        self.blocks: dict[RoomKey, list[int]] = {}
+        self.requests: deque[r.TransferRequest] = deque()
+        self.told: list[r.TransferEvent] = []
+        self.blocks: dict[TransferKey, list[int]] = {}
         """Transfer -> blocks in use."""
-        self.held: dict[RoomKey, int] = {}
+        self.held: dict[TransferKey, int] = {}
         """Transfers whose rows the receiver already has -> number of rows."""
-        self.postpone: set[RoomKey] = set()
+        self.postpone: set[TransferKey] = set()
 
-    def kinds(self, key: RoomKey) -> list[str]:
+    def kinds(self, key: TransferKey) -> list[str]:
         return [type(event).__name__ for event in self.told if event.key == key]
 
-    def error(self, key: RoomKey) -> str:
-        (failed,) = [e for e in self.told if isinstance(e, r.RoomFailed) and e.key == key]
+    def error(self, key: TransferKey) -> str:
+        (failed,) = [e for e in self.told if isinstance(e, r.TransferFailed) and e.key == key]
         return failed.error.message
 
-    def room_requests(self) -> list[r.RoomRequest]:
+    def transfer_requests(self) -> list[r.TransferRequest]:
         asked = list(self.requests)
         self.requests.clear()
         return asked
 
-    def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]:
+    def transfer_blocks(self, key: TransferKey) -> tuple[r.Blocks, ...]:
         """Return the blocks of a sender before the image is encoded: none."""
         return ()
 
-    def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]:
+    def transfer(self, event: r.TransferEvent, now: float) -> list[TokenEvent]:
         self.told.append(event)
         key = event.key
-        if isinstance(event, r.RoomWanted):
+        if isinstance(event, r.TransferWanted):
             if key in self.postpone:
-                self.requests.append(r.PostponeRoom(key, 0.05))
+                self.requests.append(r.PostponeTransfer(key, 0.05))
             else:
                 start = self.held.get(key, 0)
                 blocks = (blocks_of(self.blocks.get(key, [])),)
-                self.requests.append(r.ReserveRoom(key, start, blocks))
-        elif isinstance(event, r.RoomLanded | r.RoomFreed):
+                self.requests.append(r.ReserveTransfer(key, start, blocks))
+        elif isinstance(event, r.TransferReceived | r.TransferFreed):
             self.blocks.pop(key, None)
         return []
 
 
-class Head:
+class Engine:
     """One end of the transfers."""
 
     def __init__(
         self, sends: bool, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
     ) -> None:
         self.group = Group(kind, folder, dims, 100 * incarnation, small)
-        channel = ZmqRooms(f"ipc://{folder}/h{incarnation}", incarnation)
+        channel = ZmqTransferChannel(f"ipc://{folder}/h{incarnation}", incarnation)
         self.scheduler = Scheduler()
-        self.rooms = HeadRooms(
+        self.transfers = EngineTransfers(
             sends, self.group, channel, incarnation=incarnation, clock=SystemClock(), patience=PATIENCE
         )
-        self.source = EmbeddingSource(self.rooms)
+        self.source = EmbeddingSource(self.transfers)
         self.peer = Peer(channel.address, incarnation)
 
     def turn(self) -> None:
         self.source.take(self.scheduler)
 
     def close(self) -> None:
-        self.rooms.close()
+        self.transfers.close()
         for number, rank in enumerate(self.group.members):
             if number not in self.group.deaf:
                 rank.close()
@@ -249,44 +249,46 @@ class Pair:
     ) -> None:
         both = (embedding_dims(LEVELS, WIDTH, BLOCKS, n, "float32", shards) for n in ranks)
         self.sender, self.receiver = (
-            Head(number == 0, kind, folder, dims, 7 + number, small) for number, dims in enumerate(both)
+            Engine(number == 0, kind, folder, dims, 7 + number, small) for number, dims in enumerate(both)
         )
         self.shards = shards
         self.rng = np.random.default_rng(seed)
-        self.images: dict[RoomKey, tuple[np.ndarray, list[int], list[int]]] = {}
+        self.images: dict[TransferKey, tuple[np.ndarray, list[int], list[int]]] = {}
         """Transfer -> (embedding [levels, rows, width], blocks of the sender, blocks of the receiver)."""
 
     @property
-    def heads(self) -> tuple[Head, Head]:
+    def engines(self) -> tuple[Engine, Engine]:
         return self.sender, self.receiver
 
-    def free(self, head: Head) -> list[int]:
-        """Return the blocks of ``head`` that no transfer may touch."""
-        taken = {block for blocks in head.scheduler.blocks.values() for block in blocks}
+    def free(self, engine: Engine) -> list[int]:
+        """Return the blocks of ``engine`` that no transfer may touch."""
+        taken = {block for blocks in engine.scheduler.blocks.values() for block in blocks}
         return [block for block in range(1, BLOCKS + 1) if block not in taken]
 
-    def image(self, rows: int, room: int | None = None, attempt: int = 0) -> RoomKey:
+    def image(self, rows: int, transfer: int | None = None, attempt: int = 0) -> TransferKey:
         """Choose an embedding and a transfer key. Neither end knows the transfer yet; nothing is computed."""
-        room = len(self.images) if room is None else room
-        key = RoomKey(room, attempt, self.sender.peer.incarnation)
+        transfer = len(self.images) if transfer is None else transfer
+        key = TransferKey(transfer, attempt, self.sender.peer.incarnation)
         value = self.rng.standard_normal((LEVELS, rows, WIDTH)).astype(np.float32)
         tables = []
-        for head in self.heads:
-            free = self.free(head)
+        for engine in self.engines:
+            free = self.free(engine)
             self.rng.shuffle(free)
             tables.append(free[: -(-rows // BLOCK_ROWS)])
-            head.scheduler.blocks[key] = tables[-1]
+            engine.scheduler.blocks[key] = tables[-1]
         self.images[key] = value, tables[0], tables[1]
         return key
 
-    def open(self, key: RoomKey, seconds: float = 60.0, receiver: bool = True, sender: bool = True) -> None:
+    def open(
+        self, key: TransferKey, seconds: float = 60.0, receiver: bool = True, sender: bool = True
+    ) -> None:
         if sender:
-            self.sender.rooms.open(RoomTicket(key, True, self.receiver.peer, seconds))
-            self.sender.scheduler.requests.append(r.OfferRoom(key, self.images[key][0].shape[1], 0))
+            self.sender.transfers.open(TransferParameters(key, True, self.receiver.peer, seconds))
+            self.sender.scheduler.requests.append(r.OfferTransfer(key, self.images[key][0].shape[1], 0))
         if receiver:
-            self.receiver.rooms.open(RoomTicket(key, False, self.sender.peer, seconds))
+            self.receiver.transfers.open(TransferParameters(key, False, self.sender.peer, seconds))
 
-    def compute(self, key: RoomKey, finish: bool = True) -> None:
+    def compute(self, key: TransferKey, finish: bool = True) -> None:
         """Write the embedding at all ranks of the sender. With ``finish`` also release it for sending."""
         value, blocks, _ = self.images[key]
         rows = value.shape[1]
@@ -297,36 +299,36 @@ class Pair:
             ids = np.array(blocks, "<i4").tobytes()
             rank.leaves.send(SendMedia(key=key, blocks=ids, count=rows))
         if finish:
-            self.sender.scheduler.requests.append(r.FinishRoom(key))
+            self.sender.scheduler.requests.append(r.FinishTransfer(key))
 
-    def spoil(self, key: RoomKey, rank: int) -> None:
+    def spoil(self, key: TransferKey, rank: int) -> None:
         """Fail the embedding at rank ``rank`` of the sender."""
         self.sender.group.members[rank].transfer.fail(key, BROKEN)
 
     def until(self, reached: Callable[[], bool], seconds: float = SECONDS) -> None:
         """Run both ends until ``reached()`` is true, asleep between iterations. Fail after ``seconds``."""
         poller = zmq.Poller()
-        for head in self.heads:
-            for socket in [*head.rooms.sockets]:
+        for engine in self.engines:
+            for socket in [*engine.transfers.sockets]:
                 poller.register(socket, zmq.POLLIN)
         until = time.monotonic() + seconds
         while not reached():
-            assert time.monotonic() < until, [head.scheduler.told for head in self.heads]
-            for head in self.heads:
-                head.turn()
+            assert time.monotonic() < until, [engine.scheduler.told for engine in self.engines]
+            for engine in self.engines:
+                engine.turn()
             poller.poll(5)
 
-    def told(self, key: RoomKey, what: str) -> bool:
+    def told(self, key: TransferKey, what: str) -> bool:
         """Return True if both ends received the event ``what`` for the transfer."""
-        return all(what in head.scheduler.kinds(key) for head in self.heads)
+        return all(what in engine.scheduler.kinds(key) for engine in self.engines)
 
-    def land(self, *keys: RoomKey) -> None:
-        self.until(lambda: all(self.told(key, "RoomLanded") for key in keys))
+    def land(self, *keys: TransferKey) -> None:
+        self.until(lambda: all(self.told(key, "TransferReceived") for key in keys))
 
-    def freed(self, *keys: RoomKey) -> None:
-        self.until(lambda: all(self.told(key, "RoomFreed") for key in keys))
+    def freed(self, *keys: TransferKey) -> None:
+        self.until(lambda: all(self.told(key, "TransferFreed") for key in keys))
 
-    def check(self, key: RoomKey, fresh: bool = True) -> None:
+    def check(self, key: TransferKey, fresh: bool = True) -> None:
         """Check that every rank of the receiver has the correct rows of the image.
 
         With ``fresh`` blocks, also check that no other row was written.
@@ -346,5 +348,5 @@ class Pair:
         return sum(rank.sent_bytes for rank in self.sender.group.members)
 
     def close(self) -> None:
-        for head in self.heads:
-            head.close()
+        for engine in self.engines:
+            engine.close()

@@ -19,11 +19,11 @@ from weft.common.errors import ErrorInfo, WeftError
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.types import messages as m
-from weft.types.media import MediaItem, without_pixels
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.media_item import MediaItem, without_pixels
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 SECONDS = deadline(90.0)
-ROOM_S = 60.0
+TRANSFER_S = 60.0
 
 
 @dataclass
@@ -61,7 +61,7 @@ class EncodeFleet:
         self.decode = None if decode is None else EngineCore(decode, progress=False)
         self.heard: dict[int, Heard] = {}
         self.most_attempts = 20
-        self._rooms = itertools.count(1)
+        self._transfers = itertools.count(1)
         self.free = {core: core.stats().free_blocks for core in self.cores}
 
     @property
@@ -90,26 +90,26 @@ class EncodeFleet:
                 items.append(msgspec.structs.replace(item, pixels=b""))
                 continue
             encoder = self.encoder_of(item, attempt)
-            key = RoomKey(next(self._rooms), attempt, encoder.incarnation)
-            sends = RoomTicket(key, True, self._peer(here), ROOM_S)
-            takes = RoomTicket(key, False, self._peer(encoder), ROOM_S)
-            far.setdefault(encoder, []).append(msgspec.structs.replace(item, room=sends))
-            items.append(msgspec.structs.replace(item, pixels=b"", room=takes))
+            key = TransferKey(next(self._transfers), attempt, encoder.incarnation)
+            sends = TransferParameters(key, True, self._peer(here), TRANSFER_S)
+            takes = TransferParameters(key, False, self._peer(encoder), TRANSFER_S)
+            far.setdefault(encoder, []).append(msgspec.structs.replace(item, transfer=sends))
+            items.append(msgspec.structs.replace(item, pixels=b"", transfer=takes))
         emitted = m.ids_to_bytes(heard.tokens)
         base = msgspec.structs.replace(one, attempt=attempt, emitted_ids=emitted, media=tuple(items))
         heard.parts = dict.fromkeys([here, *far], "")
         if self.decode is not None:
             heard.parts[self.decode] = ""
-            key = RoomKey(next(self._rooms), attempt, here.incarnation)
+            key = TransferKey(next(self._transfers), attempt, here.incarnation)
             bare = msgspec.structs.replace(base, media=without_pixels(one.media))
-            ticket = RoomTicket(key, False, Peer(*self._caches(here)), ROOM_S)
-            self._give(self.decode, msgspec.structs.replace(bare, room=ticket))
-            ticket = RoomTicket(key, True, Peer(*self._caches(self.decode)), ROOM_S)
-            base = msgspec.structs.replace(base, room=ticket)
+            parameters = TransferParameters(key, False, Peer(*self._caches(here)), TRANSFER_S)
+            self._give(self.decode, msgspec.structs.replace(bare, transfer=parameters))
+            parameters = TransferParameters(key, True, Peer(*self._caches(self.decode)), TRANSFER_S)
+            base = msgspec.structs.replace(base, transfer=parameters)
         plan: list[tuple[EngineCore, m.Submit]] = [(here, base)]
         for encoder, media in far.items():
             its = msgspec.structs.replace(
-                base, prompt_ids=b"", emitted_ids=b"", room=None, media=tuple(media)
+                base, prompt_ids=b"", emitted_ids=b"", transfer=None, media=tuple(media)
             )
             plan.append((encoder, its))
         for core, its in plan[:: -1 if sequence % 2 else 1]:
@@ -129,7 +129,7 @@ class EncodeFleet:
 
     def _caches(self, core: EngineCore) -> tuple[str, int]:
         welcome = core.welcome(core.incarnation)
-        return welcome.rooms, welcome.incarnation
+        return welcome.transfer_address, welcome.incarnation
 
     def take(self, core: EngineCore, events: list[m.TokenEvent]) -> None:
         attempts = {event.sequence: self.heard[event.sequence].attempt for event in events}
@@ -192,10 +192,10 @@ class EncodeFleet:
 
     @property
     def idle(self) -> bool:
-        if self.unfinished or any(core.has_work() or core.awaiting for core in self.cores):
+        if self.unfinished or any(core.has_work() or core.blocked for core in self.cores):
             return False
-        rooms = [of for core in self.cores for of in (core.rooms, core.embeddings) if of is not None]
-        return all(of.stats(None).rooms == 0 for of in rooms)
+        transfers = [of for core in self.cores for of in (core.transfers, core.embeddings) if of is not None]
+        return all(of.stats(None).open == 0 for of in transfers)
 
     def answers(self) -> dict[int, list[int]]:
         """Return the tokens of each sequence. Fail if any sequence failed."""
@@ -211,8 +211,8 @@ class EncodeFleet:
                 assert stats.kv_usage == 0.0
             else:
                 assert stats.free_blocks == self.free[core]
-            for rooms in (core.rooms, core.embeddings):
-                assert rooms is None or not rooms.moving
+            for transfers in (core.transfers, core.embeddings):
+                assert transfers is None or not transfers.moving
 
     def stats(self, core: EngineCore) -> m.TransferStats:
         """Return the statistics of the embedding transfers of ``core``."""

@@ -18,19 +18,19 @@ from weft.common.clock import VirtualClock
 from weft.common.restarts import RestartBudget
 from weft.config.resolved import KVConfig
 from weft.engine.group import GroupExecutor
-from weft.engine.group_links import Links, Share
+from weft.engine.group_links import GroupLinks, Share
 from weft.engine.ranks.worker import Worker
 from weft.group.membership import Membership
 from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
-from weft.runner.exports import RankRooms, Reports, Transfer
+from weft.runner.exports import RankTransfers, Reports, TransferThread
 from weft.runner.slot_state import SlotState
 from weft.runner.step_handle import StepHandle
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 SETTINGS = {"scheduler.max_num_seqs": "8", "dtype": '"float64"'}
 TIMEOUT = 10.0
@@ -42,10 +42,10 @@ class TableRunner:
     graphs = None
     drafter = None
     varying: tuple[str, ...] = ()
-    transfer: Transfer | None = None
+    transfer: TransferThread | None = None
     reports: Reports | None = None
     endpoint: Endpoint | None = None
-    embeddings: RankRooms | None = None
+    embeddings: RankTransfers | None = None
 
     def __init__(self, kv: KVConfig, commits: dict[int, int], fake: FakeRunner | None = None) -> None:
         """Make a runner. ``commits``: step -> last committed step when the step was planned."""
@@ -126,11 +126,12 @@ class Ranks:
         kv: KVConfig,
         workers: int = 3,
         faults: tuple[LinkFault, ...] = (),
-        rooms: dict[int, tuple[int, ...]] | None = None,
+        transfers: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """Start the ranks. ``rooms``: rank -> number of blocks of each pool, where different from ``kv``."""
+        """Start the ranks. ``transfers``: rank -> number of blocks of each pool, where different from
+        ``kv``."""
         self.kv = kv
-        self.rooms = rooms or {}
+        self.transfers = transfers or {}
         self.clock = VirtualClock()
         self.net = Loopback(self.clock, faults)
         self.commits: dict[int, int] = {}
@@ -138,7 +139,7 @@ class Ranks:
         self.workers: dict[int, Worker] = {}
         self.right = 0.7
         self.incarnations = dict.fromkeys(range(1, workers + 1), 0)
-        self.heads = 0
+        self.engines = 0
         self.books: Any = None
         """The supervisor of rank processes, if the test has one."""
         for rank in self.incarnations:
@@ -146,21 +147,21 @@ class Ranks:
 
     def up(self) -> None:
         """Start an engine and run until the first epoch is formed."""
-        self.heads += 1
+        self.engines += 1
         membership = Membership(
             0,
             dict.fromkeys(self.incarnations, self.books is not None),
             settings=SETTINGS,
             rank_timeout=TIMEOUT,
-            incarnation=f"head {self.heads}",
+            incarnation=f"head {self.engines}",
             budget=RestartBudget(1000, 1.0),
             hello_s=TIMEOUT,
             load_s=TIMEOUT,
         )
-        self.head = GroupExecutor(
+        self.engine = GroupExecutor(
             membership,
             lambda: Share(self.kv, self._runner),
-            Links(channel=self.net.head(), processes=self.books),
+            GroupLinks(channel=self.net.engine(), processes=self.books),
             rank_timeout=TIMEOUT,
             clock=self.clock,
             carrier=Inline(),
@@ -172,7 +173,7 @@ class Ranks:
 
     @property
     def epoch(self) -> int:
-        return self.head.membership.epoch
+        return self.engine.membership.epoch
 
     def behead(self) -> None:
         """Replace the engine by an empty one. The workers register with the new engine."""
@@ -206,7 +207,7 @@ class Ranks:
         )
         channel.send(f.encode(hello))
         state: dict[str, Worker] = {}
-        heads: list[str] = []
+        engines: list[str] = []
         old = worker
 
         def turn() -> bool:
@@ -221,8 +222,8 @@ class Ranks:
             answer = f.decode_to_rank(data)
             runner = self.runners[rank]
             if isinstance(answer, f.RankWelcome) and old is None:
-                heads.append(answer.incarnation)
-                blocks = self.rooms.get(rank, blocks_of(self.kv))
+                engines.append(answer.incarnation)
+                blocks = self.transfers.get(rank, blocks_of(self.kv))
                 channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks)))
                 return True
             if isinstance(answer, f.RankWelcome) and old is not None:
@@ -230,7 +231,7 @@ class Ranks:
                 made = old
             elif isinstance(answer, f.Pools):
                 runner.kv = sized(self.kv, answer.blocks)
-                made = Worker(rank, runner, Mesh(), channel, rank_timeout=TIMEOUT, incarnation=heads[0])
+                made = Worker(rank, runner, Mesh(), channel, rank_timeout=TIMEOUT, incarnation=engines[0])
             else:
                 return True
             self.workers[rank] = state["worker"] = made
@@ -283,9 +284,9 @@ class GroupRig(Rig):
         self._check_shape(plan)
         self.plans.append(plan)
         self.ranks.commits[plan.step] = self.last_commit
-        handle = self.ranks.head.forward(plan)
+        handle = self.ranks.engine.forward(plan)
         if not plan.constrained:
-            self.ranks.head.sample(handle)
+            self.ranks.engine.sample(handle)
         self.in_flight.append((plan, None))  # type: ignore[arg-type]
         self.handles.append(handle)
         self.mask()
@@ -294,10 +295,10 @@ class GroupRig(Rig):
     def mask(self) -> None:
         super().mask()
         if self.handles and self.handles[0].sampled is None:
-            self.ranks.head.sample(self.handles[0], self.masks[self.handles[0].plan.step])
+            self.ranks.engine.sample(self.handles[0], self.masks[self.handles[0].plan.step])
 
     def commit(self) -> None:
-        result = self.ranks.head.read(self.handles[0])
+        result = self.ranks.engine.read(self.handles[0])
         handle = self.handles.popleft()
         self.in_flight.popleft()
         self.last_commit = result.step
@@ -309,11 +310,11 @@ class GroupRig(Rig):
         ranks = self.ranks
         if lost is not None and lost.rank:
             ranks.restart(lost.rank)
-            ranks.head._turn(0.0)
+            ranks.engine._turn(0.0)
         self.in_flight.clear()
         self.handles.clear()
-        ranks.head.recover(lost or GroupLost(None, "planted"))
-        while not ranks.head.recovered(TIMEOUT):
+        ranks.engine.recover(lost or GroupLost(None, "planted"))
+        while not ranks.engine.recovered(TIMEOUT):
             pass
         self.resume()
 

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.runner.rooms_rig import config_of
+from tests.runner.transfers_rig import config_of
 from tests.support.slowness import deadline
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.types import messages as m
-from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 SECONDS = deadline(60.0)
-ROOM_S = 60.0
+TRANSFER_S = 60.0
 
 
 @dataclass
@@ -76,19 +76,19 @@ class EnginePair:
 
     def peer(self, core: EngineCore) -> Peer:
         welcome = core.welcome(core.incarnation)
-        return Peer(welcome.rooms, welcome.incarnation)
+        return Peer(welcome.transfer_address, welcome.incarnation)
 
-    def ticket(self, sequence: int, attempt: int, sends: bool) -> RoomTicket:
-        key = RoomKey(sequence, attempt, self.prefill.incarnation)
+    def parameters(self, sequence: int, attempt: int, sends: bool) -> TransferParameters:
+        key = TransferKey(sequence, attempt, self.prefill.incarnation)
         other = self.decode if sends else self.prefill
-        return RoomTicket(key, sends, self.peer(other), ROOM_S)
+        return TransferParameters(key, sends, self.peer(other), TRANSFER_S)
 
     def submit(self, one: m.Submit) -> None:
         """Submit a sequence to both engines."""
         self.answers[one.sequence] = Answer()
         for core, sends in ((self.decode, False), (self.prefill, True)):
-            room = self.ticket(one.sequence, one.attempt, sends)
-            self.take(core, core.submit(msgspec.structs.replace(one, room=room)))
+            transfer = self.parameters(one.sequence, one.attempt, sends)
+            self.take(core, core.submit(msgspec.structs.replace(one, transfer=transfer)))
 
     def take(self, core: EngineCore, events: list[m.TokenEvent]) -> None:
         for event in events:
@@ -122,10 +122,10 @@ class EnginePair:
 
     @property
     def idle(self) -> bool:
-        if any(core.has_work() or core.awaiting for core in self.cores):
+        if any(core.has_work() or core.blocked for core in self.cores):
             return False
         stats = [core.stats().transfers for core in self.cores]
-        return all(one is not None and one.rooms == 0 and one.blocks_on_hold == 0 for one in stats)
+        return all(one is not None and one.open == 0 and one.pinned_blocks == 0 for one in stats)
 
     def check_given_back(self) -> None:
         """Check that every block is free or cached, and that no transfer state is left."""
@@ -133,8 +133,8 @@ class EnginePair:
             stats = core.stats()
             assert stats.free_blocks == self.free[core]
             assert stats.running == stats.waiting == 0
-            assert core.rooms is not None
-            assert not core.rooms.moving
+            assert core.transfers is not None
+            assert not core.transfers.moving
 
     def close(self) -> None:
         for core in self.cores:

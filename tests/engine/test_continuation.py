@@ -74,7 +74,7 @@ class Client:
         rows = [{token: entry.logprob for token, entry in row.items()} for row in choice.logprobs]
         return choice.text, choice.token_ids, choice.finish_reason, rows
 
-    def evict(self) -> bool:
+    def return_to_router(self) -> bool:
         """Make the decode group return its running sequences. Return False if no sequence runs."""
         (core,) = self.engine.cores("decode")
         state = core.scheduler._state
@@ -109,7 +109,7 @@ def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: 
     expected = client.ask(stop)
     assert expected[2] == "stop"
     held = _most_held(client.pieces)
-    disturb = client.evict if how == "evict" else client.lose
+    disturb = client.return_to_router if how == "evict" else client.lose
     first = 1 if how == "evict" else 0  # no sequence runs at the decode group before the first token
     failovers = client.engine.fleet.failovers
     for index in range(first, len(expected[1])):
@@ -120,7 +120,7 @@ def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: 
         assert client.engine.fleet.failovers > failovers
     else:
         moved = client.engine.cores("decode")[0].stats().transfers
-        assert moved.evictions == len(expected[1]) - first
+        assert moved.returns == len(expected[1]) - first
     client.engine.settle()
 
 

@@ -14,10 +14,10 @@ from tests.e0.rig import MAX_LEN, make_engine, model_of, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slow import mostly_slow
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
-from weft.engine.balance import Balance
-from weft.overlap.policy import OverlapPolicy
+from weft.engine.expert_balance import Balance
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.runner.step_handle import StepHandle
-from weft.runner.trace import StepTrace
+from weft.runner.step_trace import StepTrace
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import TokenEvent
 from weft.types.plan import Rebalance, StepPlan, StepResult
@@ -285,7 +285,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     assert all(len(answer.tokens) == 40 for answer in answers.values())
     # A record may be captured several times on the way to the root logger.
     warned = {id(r): r.name for r in caplog.records if "trace ends" in r.message}
-    assert list(warned.values()) == ["weft.runner.trace"]
+    assert list(warned.values()) == ["weft.runner.step_trace"]
 
 
 def test_models_are_shared_between_engines(folder: Path) -> None:

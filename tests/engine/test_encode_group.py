@@ -24,7 +24,7 @@ from weft.common.errors import InvalidRequest, Overloaded
 from weft.engine import build_encoder
 from weft.engine.core import EngineCore
 from weft.types import messages as m
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 FAMILIES = ["qwen3-vl", "qwen3-5-vision", "kimi-k25"]
 #: Prompts with 1, 3 and 8 images.
@@ -244,15 +244,15 @@ def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
 
 
 @pytest.mark.requirement("D2")
-def test_a_head_answers_while_it_encodes(
+def test_an_engine_answers_while_it_encodes(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New sequences, aborts and statistics continue during a long call of the tower, without busy waiting."""
     name = "qwen3-vl"
     folder = models.folder(name)
     fleet = fleets([encoder(folder)], taker(folder))
-    head = fleet.encoders[0]
-    tower = head.runner.runner._tower  # type: ignore[attr-defined]
+    engine = fleet.encoders[0]
+    tower = engine.runner.runner._tower  # type: ignore[attr-defined]
     go, begun = threading.Event(), threading.Event()
     batch = tower.embed_batch
 
@@ -272,13 +272,13 @@ def test_a_head_answers_while_it_encodes(
         fleet.turn()
         slowest = max(slowest, time.monotonic() - began)
     assert slowest < deadline(0.5)
-    assert head.has_work()
-    assert head.wait_ms() > 0
+    assert engine.has_work()
+    assert engine.wait_ms() > 0
     for one in submits[1:3]:
         fleet.submit(one)
-    assert head.stats().waiting == 3
+    assert engine.stats().waiting == 3
     fleet.heard.pop(submits[1].sequence)
-    assert [event.finish for event in head.finish(submits[1].sequence)] == ["abort"]
+    assert [event.finish for event in engine.finish(submits[1].sequence)] == ["abort"]
     fleet.compute.finish(submits[1].sequence)
     go.set()
     fleet.run()
@@ -311,13 +311,13 @@ def test_an_encoder_that_ends_is_replaced_by_another(
 def test_what_an_encoder_refuses(models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
     name = "qwen3-vl"
     folder = models.folder(name)
-    head = EngineCore(encoder(folder, max_queued_requests=1), progress=False)
-    fleet = fleets([], taker(folder), made=[head])
+    engine = EngineCore(encoder(folder, max_queued_requests=1), progress=False)
+    fleet = fleets([], taker(folder), made=[engine])
     one = asked(models, name)[0]
-    with pytest.raises(InvalidRequest, match="needs a room"):
-        head.submit(one)
+    with pytest.raises(InvalidRequest, match="needs a transfer"):
+        engine.submit(one)
     with pytest.raises(InvalidRequest, match="needs some"):
-        head.submit(msgspec.structs.replace(one, media=()))
+        engine.submit(msgspec.structs.replace(one, media=()))
     fleet.submit(one)
     other = msgspec.structs.replace(asked(models, name)[1], sequence=5)
     heard = fleet.heard
@@ -328,11 +328,11 @@ def test_what_an_encoder_refuses(models: SeeingModels, fleets: Callable[..., Enc
     assert heard[one.sequence].finish == "length"
 
 
-def test_what_heads_say_of_themselves(models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
+def test_what_engines_say_of_themselves(models: SeeingModels, fleets: Callable[..., EncodeFleet]) -> None:
     folder = models.folder("qwen3-vl")
     fleet = fleets([encoder(folder)], taker(folder))
     ours, theirs = (core.welcome(1) for core in fleet.cores)
-    assert (ours.role, ours.tower, ours.num_blocks, ours.rooms) == ("encode", True, (), "")
+    assert (ours.role, ours.tower, ours.num_blocks, ours.transfer_address) == ("encode", True, (), "")
     assert (theirs.role, theirs.tower) == ("unified", False)
     assert ours.embeddings
     assert theirs.embeddings
@@ -385,8 +385,8 @@ def test_an_encoder_that_loses_a_rank_goes_on(
     submits = many(models, name)
     expected = unified(config_of(folder), submits)
     fleet = fleets([encoder(folder, tensor_parallel_size=2)], taker(folder))
-    head = fleet.encoders[0]
-    processes = head.runner.processes
+    engine = fleet.encoders[0]
+    processes = engine.runner.processes
     assert processes is not None
     check(fleet, submits[:1], {submits[0].sequence: expected[submits[0].sequence]})
     processes.kill(1)
@@ -394,7 +394,7 @@ def test_an_encoder_that_loses_a_rank_goes_on(
         fleet.submit(one)
     fleet.run()
     assert fleet.answers() == expected
-    assert head.stats().images_encoded > 0
+    assert engine.stats().images_encoded > 0
     fleet.check_given_back()
 
 
@@ -408,10 +408,10 @@ def test_an_encoder_that_loses_a_rank_while_it_encodes(
     folder = models.folder(name)
     submits = asked(models, name)[:1]
     fleet = fleets([encoder(folder, tensor_parallel_size=2)], taker(folder))
-    head = fleet.encoders[0]
-    processes = head.runner.processes
+    engine = fleet.encoders[0]
+    processes = engine.runner.processes
     assert processes is not None
-    tower = head.runner.runner._tower  # type: ignore[attr-defined]
+    tower = engine.runner.runner._tower  # type: ignore[attr-defined]
     go, begun = threading.Event(), threading.Event()
     batch = tower.embed_batch
 
@@ -425,11 +425,11 @@ def test_an_encoder_that_loses_a_rank_while_it_encodes(
     while not begun.is_set():
         fleet.turn()
     fleet.turn()
-    assert head.wait_ms() > 0
+    assert engine.wait_ms() > 0
     processes.kill(1)
-    while not head.recovering:
+    while not engine.recovering:
         fleet.turn()
-    assert head.wait_ms() == 0
+    assert engine.wait_ms() == 0
     go.set()
     fleet.run()
     assert fleet.answers() == unified(config_of(folder), submits)
@@ -441,8 +441,8 @@ def test_heartbeats_leave_while_it_encodes(
     models: SeeingModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine's loop over real sockets, which sleeps during the call of the tower."""
-    head = EngineCore(encoder(models.folder("qwen3-vl")), progress=False)
-    tower = head.runner.runner._tower  # type: ignore[attr-defined]
+    engine = EngineCore(encoder(models.folder("qwen3-vl")), progress=False)
+    tower = engine.runner.runner._tower  # type: ignore[attr-defined]
     go, begun = threading.Event(), threading.Event()
     batch = tower.embed_batch
 
@@ -453,20 +453,22 @@ def test_heartbeats_leave_while_it_encodes(
 
     monkeypatch.setattr(tower, "embed_batch", slow)
     steps = 0
-    step = head.step
+    step = engine.step
 
     def counted() -> list[m.TokenEvent]:
         nonlocal steps
         steps += 1
         return step()
 
-    monkeypatch.setattr(head, "step", counted)
-    served = Served(head, f"ipc://{tmp_path}/head", wait_ms=head.wait_ms)
+    monkeypatch.setattr(engine, "step", counted)
+    served = Served(engine, f"ipc://{tmp_path}/head", wait_ms=engine.wait_ms)
     try:
         front = served.front()
         one = asked(models, "qwen3-vl")[0]
-        room = RoomTicket(RoomKey(1, 0, head.incarnation), True, Peer("ipc:///nowhere", 5), 60.0)
-        media = (msgspec.structs.replace(one.media[0], room=room),)
+        transfer = TransferParameters(
+            TransferKey(1, 0, engine.incarnation), True, Peer("ipc:///nowhere", 5), 60.0
+        )
+        media = (msgspec.structs.replace(one.media[0], transfer=transfer),)
         front.send(msgspec.structs.replace(one, prompt_ids=b"", media=media))
         assert begun.wait(deadline(60.0))
         before = steps

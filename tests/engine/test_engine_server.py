@@ -21,7 +21,7 @@ from weft.engine.core import EngineCore
 from weft.engine.server.engine_server import EngineServer
 from weft.scheduler import Scheduler
 from weft.types import messages as m
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 
 DEADLINE = deadline(20.0)
@@ -40,7 +40,7 @@ class Front:
             self.send(m.Hello(versions=(m.OLDEST, m.VERSION), front=secrets.token_hex(4)))
             assert isinstance(self.receive(), m.Welcome)
 
-    def send(self, message: m.ToHead) -> None:
+    def send(self, message: m.ToEngine) -> None:
         self.socket.send(m.encode(message))
 
     def receive(self) -> m.ToFront:
@@ -63,7 +63,7 @@ class Front:
             got += [event for event in message.events if event.sequence == sequence]
         return got
 
-    def stats_when(self, wanted: Callable[[m.HeadStats], bool]) -> m.HeadStats:
+    def stats_when(self, wanted: Callable[[m.EngineStats], bool]) -> m.EngineStats:
         """Waits for a heartbeat whose stats are as wanted."""
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:
@@ -86,13 +86,13 @@ class Served:
         self.endpoint = endpoint
         self.error: BaseException | None = None
         self._fronts: list[Front] = []
-        self.head = EngineServer(core, endpoint, wait_ms=wait_ms)
+        self.engine = EngineServer(core, endpoint, wait_ms=wait_ms)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            self.head.run()
+            self.engine.run()
         except BaseException as error:
             self.error = error
 
@@ -101,7 +101,7 @@ class Served:
         return self._fronts[-1]
 
     def close(self) -> None:
-        self.head._protocol.stopped = True
+        self.engine._protocol.stopped = True
         self.thread.join(DEADLINE)
         for front in self._fronts:
             front.close()
@@ -139,7 +139,7 @@ def test_unequal_versions_are_refused_by_name(served: Served) -> None:
     front = served.front(hello=False)
     front.send(m.Hello(versions=(m.VERSION + 1, m.VERSION + 3), front="future"))
     answer = front.receive()
-    assert isinstance(answer, m.HeadFailed)
+    assert isinstance(answer, m.EngineFailed)
     assert f"versions {m.OLDEST} to {m.VERSION}" in answer.error.message
     assert f"{m.VERSION + 1} to {m.VERSION + 3}" in answer.error.message
 
@@ -299,7 +299,7 @@ def test_shutdown_ends_the_loop(served: Served) -> None:
     assert not served.thread.is_alive()
 
 
-def test_an_engine_failure_is_told_once_and_ends_the_head(
+def test_an_engine_failure_is_told_once_and_ends_the_engine(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sequences do not end with it: a front that kept them goes on elsewhere."""
@@ -315,7 +315,7 @@ def test_an_engine_failure_is_told_once_and_ends_the_head(
     while isinstance(answer, m.Tokens):
         assert all(event.finish is None for event in answer.events)
         answer = front.receive()
-    assert isinstance(answer, m.HeadFailed)
+    assert isinstance(answer, m.EngineFailed)
     assert answer.error.http_status == 500
     assert "0xdeadbeef" not in answer.error.message
     served.thread.join(DEADLINE)
@@ -327,7 +327,7 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
     with pytest.raises(Exception, match="too large"):
         m.encode(huge)
     with pytest.raises(ValueError, match="size limit"):
-        m.decode_to_head(bytes(m.MAX_FRAME + 1))
+        m.decode_to_engine(bytes(m.MAX_FRAME + 1))
 
 
 def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -387,7 +387,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
     monkeypatch.setattr("weft.engine.server.engine_server.IDLE_POLL_MS", None)
     core, _ = make_engine(folder)
     add = core.scheduler.add
-    monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, awaits=True))
+    monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, blocked=True))
     context: zmq.Context[Any] = zmq.Context()
     source = Arrivals(context)
     core.sources.append(source)
@@ -410,7 +410,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
         served.thread.join(DEADLINE)
         assert not served.thread.is_alive()
     finally:
-        served.head._stop = True
+        served.engine._stop = True
         front.send(m.Drain())  # wakes the loop, if it still sleeps
         served.close()
         for socket in (outside, *source.sockets):

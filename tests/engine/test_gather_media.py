@@ -13,29 +13,29 @@ import pytest
 import torch
 
 from tests.engine.test_images import config_of
-from tests.runner.rooms_rig import PARAMS, SEED, segment
+from tests.runner.transfers_rig import PARAMS, SEED, segment
 from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.group_settings import compare, shared_settings
 from weft.config.resolved import EngineConfig
-from weft.disagg.protocol.events import RankReport
 from weft.disagg.protocol.group_layout import blocks_of, embedding_dims
-from weft.disagg.transport.reports import RoomReports
+from weft.disagg.protocol.transfer_events import RankReport
+from weft.disagg.transport.reports import TransferReports
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
-from weft.disagg.transport.worker import RankTransfer
+from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.engine.build import build_runner
-from weft.engine.disagg.rank_rooms import embedding_dims_of
+from weft.engine.disagg.rank_transfers import embedding_dims_of
 from weft.engine.start import start_executor
-from weft.runner.images.media_rooms import Departures
+from weft.runner.images.media_departures import Departures
 from weft.runner.step_handle import StepHandle
 from weft.types import frames as f
 from weft.types import plan as p
-from weft.types import rooms as r
-from weft.types.media import BLOCK_ROWS, spans_of
-from weft.types.rooms import Outcome, RoomKey
+from weft.types import transfer as r
+from weft.types.media_item import BLOCK_ROWS, spans_of
+from weft.types.transfer import Outcome, TransferKey
 
 PARTS: list[list[int | tuple[int, int]]] = [[5, (8, 9), 4], [3, (1, 1), 2, (3, 5), 6]]
 NAME = "qwen3-vl"
@@ -65,9 +65,9 @@ def images(prompts: list[Seen]) -> list[tuple[int, int, Any, bytes, list[int]]]:
     return found
 
 
-def plan_of(prompts: list[Seen], config: EngineConfig, before: list[p.Op], **more: Any) -> p.StepPlan:
+def plan_of(prompts: list[Seen], config: EngineConfig, before: list[p.SlotUpdate], **more: Any) -> p.StepPlan:
     """One step that prefills all of them."""
-    ops: list[p.Op] = []
+    ops: list[p.SlotUpdate] = []
     taken = 1
     for slot, prompt in enumerate(prompts):
         ids = p.column(prompt.ids)
@@ -113,7 +113,7 @@ class Encoded:
     def __init__(self, models: SeeingModels, prompts: list[Seen], folder: Path) -> None:
         config = small(models)
         runner = build_runner(config, progress=False)
-        ops: list[p.Op] = [
+        ops: list[p.SlotUpdate] = [
             p.Encode(blocks=blocks, count=item.count, grid=item.grid, pixels=item.pixels)
             for _, _, item, blocks, _ in images(prompts)
         ]
@@ -127,20 +127,20 @@ class Encoded:
         self.pool.copy_(pool)
         transport = ShmTransport(str(folder), 0, 77)
         transport.share([self.memory])
-        self.reports = RoomReports()
+        self.reports = TransferReports()
         self.transfer = RankTransfer(0, dims, transport, self.reports.tell)
         self.leaves = Departures(self.transfer, levels)
-        self.rooms = 0
+        self.transfers = 0
 
     def send(self, group: Any, dims: r.GroupDims, image: tuple[int, int, Any, bytes, list[int]]) -> None:
         """To the ranks of ``group``, until all have all of it."""
         _, _, item, blocks, table = image
-        self.rooms += 1
-        key = RoomKey(self.rooms, 0, 1)
+        self.transfers += 1
+        key = TransferKey(self.transfers, 0, 1)
         offer = r.Admitted(key=key, num_prompt=item.count, dims=self.transfer.dims)
         ends = group.embeddings.endpoints()
         bound = r.Bound(key=key, start=0, dims=dims, blocks=(blocks_of(table),), endpoints=ends)
-        group.embeddings.send(f.ExpectRoom(offer=offer, bound=bound))
+        group.embeddings.send(f.ExpectTransfer(offer=offer, bound=bound))
         self.transfer.begin(offer, bound, (r.Blocks(first=0, ids=b""),), 0)
         self.leaves.send(p.SendMedia(key=key, blocks=blocks, count=item.count))
         done: set[int] = set()
@@ -187,25 +187,25 @@ def test_a_step_reads_whole_embeddings_of_which_each_rank_received_its_share(
     assert dims.kinds[0].shards, "on where a group has several ranks"
     group = start_executor(config, progress=False)
     try:
-        head = group.runner._media  # type: ignore[attr-defined]
+        engine = group.runner._media  # type: ignore[attr-defined]
         for image in images(prompts):
             encoded.send(group, dims, image)
             _, _, item, _, table = image
             here, there = (
-                pool[:, table].flatten(1, 2)[:, : item.count] for pool in (head.pool, encoded.pool)
+                pool[:, table].flatten(1, 2)[:, : item.count] for pool in (engine.pool, encoded.pool)
             )
             same = (here == there).all(2).all(0)
             assert same.nonzero().flatten().tolist() == list(range(-(-item.count // ranks))), (
                 "its share, and no more"
             )
-        ops: list[p.Op] = [
+        ops: list[p.SlotUpdate] = [
             p.GatherMedia(blocks=blocks, count=item.count) for _, _, item, blocks, _ in images(prompts)
         ]
         made = logprobs(group, plan_of(prompts, config, ops, micro_batches=micro_batches))
         np.testing.assert_allclose(made, encoded.expected, rtol=0, atol=1e-9)
         for _, _, item, _, table in images(prompts):
             here, there = (
-                pool[:, table].flatten(1, 2)[:, : item.count] for pool in (head.pool, encoded.pool)
+                pool[:, table].flatten(1, 2)[:, : item.count] for pool in (engine.pool, encoded.pool)
             )
             assert (here == there).all()
     finally:
@@ -247,7 +247,7 @@ def test_the_exchange_is_warmed_up_when_a_group_forms(
     models: SeeingModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all ranks: else the first epoch would not come up."""
-    from weft.runner.images.media_rooms import Shares
+    from weft.runner.images.media_departures import Shares
 
     calls: list[int] = []
     gather = Shares.gather

@@ -13,7 +13,7 @@ from tests.engine import pair_rig
 from tests.engine.test_ranks import GREEDY, PATIENCE, Run, sequence
 from tests.faults.rig import config_of as bundled
 from tests.faults.rig import survive
-from tests.runner.rooms_rig import config_of as room_config
+from tests.runner.transfers_rig import config_of as transfer_config
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.api.settings import read_settings
 from weft.common.errors import ConfigError
@@ -130,7 +130,7 @@ def test_a_group_that_prefills_and_one_that_decodes_share_a_gpu(
     asked = [
         pair_rig.submit(n, [3 + (7 * n + 5 * i) % 90 for i in range(5 + 23 * n)], GREEDY) for n in range(6)
     ]
-    alone = pair_rig.unified(room_config(tmp_path, family, 16, "unified", **shared), asked)
+    alone = pair_rig.unified(transfer_config(tmp_path, family, 16, "unified", **shared), asked)
     pair = pair_rig.pair_of(tmp_path, family, (16, 16), max_num_batched_tokens=32, **shared)
     try:
         for one in asked:

@@ -225,7 +225,7 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
         assert 1 <= len(tokens) <= 3
     finally:
         slow.go.set()
-        served.head._protocol.stopped = True
+        served.engine._protocol.stopped = True
         front.send(m.Drain())  # wakes the loop
         served.close()
 
@@ -262,17 +262,17 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
     engine, _ = make_engine(folder, grammars=automata.source())
     params = TokenParams(temperature=0.0, max_tokens=4)
     assert engine.submit(submit(1, [1, 2], params, request=1, grammar=named(0))) == []
-    assert engine.awaiting
+    assert engine.blocked
     (event,) = engine.finish(1)
     assert event.finish == "abort"
     for _ in range(9):
         assert engine.hear() == []
-    assert not engine.awaiting
+    assert not engine.blocked
     assert not automata.matchers
     # The same id again, as a later attempt has it.
     engine.submit(submit(1, [1, 2], params, request=1, grammar=named(0)))
     until, tokens = time.monotonic() + DEADLINE, []
-    while engine.has_work() or engine.awaiting:
+    while engine.has_work() or engine.blocked:
         assert time.monotonic() < until
         tokens += [token for event in (*engine.hear(), *engine.step()) for token in event.token_ids]
     assert tokens == [1, 1, 1, 1]
@@ -316,7 +316,7 @@ class Client:
     def _made(self) -> int:
         return int(self.engine.stats().generation_tokens)
 
-    def evict(self) -> bool:
+    def return_to_router(self) -> bool:
         (core,) = self.engine.cores("decode")
         state = core.scheduler._state
         for one in [one for one in state.running if not one.protected]:
@@ -364,7 +364,7 @@ def test_prefill_and_decode_apart_and_continued_after_each_token(client: Client,
     prefill, decode = (client.engine.cores(role)[0].stats() for role in ("prefill", "decode"))
     assert prefill.constrained_steps == 1, "the first token is masked where it is computed"
     assert decode.constrained_steps >= len(expected.token_ids) - 1
-    for how in (client.evict, client.lose):
+    for how in (client.return_to_router, client.lose):
         for after in range(2, len(expected.token_ids), 3):
             found = client.ask(grammar, after, how)
             assert (found.text, found.token_ids) == (expected.text, expected.token_ids), after

@@ -18,14 +18,14 @@ from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
 from weft.engine.group import GroupExecutor
-from weft.engine.group_links import Links, Share
-from weft.engine.ranks.watch import HeadWatch, RankWatch
+from weft.engine.group_links import GroupLinks, Share
+from weft.engine.ranks.watch import EngineWatch, RankWatch
 from weft.engine.ranks.worker import GivenUp
 from weft.group import types as t
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
 from weft.group.types import GroupLost
-from weft.parallel.control import ZmqHead, ZmqRank
+from weft.parallel.control import ZmqEngineChannel, ZmqRank
 from weft.parallel.group_comm import CommLost
 from weft.parallel.leases import FolderLeases
 from weft.parallel.loopback import LinkFault, lose, repeat
@@ -51,7 +51,7 @@ def load(rig: GroupRig, many: int = 6) -> None:
 
 def finish(rig: GroupRig) -> None:
     rig.drain()
-    rig.ranks.head.settle()
+    rig.ranks.engine.settle()
     rig.ranks.check_equal()
     rig.check_told()
     rig.check_idle()
@@ -65,7 +65,7 @@ def test_a_group_of_one_rank_sends_nothing_and_works() -> None:
     rig = make_rig(workers=0)
     load(rig)
     finish(rig)
-    rig.ranks.head.close()
+    rig.ranks.engine.close()
     assert rig.ranks.clock.now() == 0.0
 
 
@@ -75,23 +75,23 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     assert len(own) == 2
     less = (own[0] - 1, *own[1:])
     more, least = tuple(count + 5 for count in own), (less[0], *(count - 2 for count in own[1:]))
-    ranks = Ranks(kv, rooms={1: less, 2: more, 3: (own[0], *least[1:])})
+    ranks = Ranks(kv, transfers={1: less, 2: more, 3: (own[0], *least[1:])})
     ranks.up()
     found = {rank: tuple(p.num_blocks for p in runner.kv.pools) for rank, runner in ranks.runners.items()}
     assert found == dict.fromkeys(range(4), least)
     assert [p.cache for p in ranks.runners[2].kv.pools] == [p.cache for p in kv.pools]
     # One that is started anew has what the others have, whatever it has room for.
-    ranks.rooms[2] = tuple(count - 3 for count in own)
+    ranks.transfers[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
     with pytest.raises(GroupLost, match="restarted") as lost:
-        ranks.head.check()
-    ranks.head.recover(lost.value)
-    assert ranks.head.recovered(TIMEOUT)
+        ranks.engine.check()
+    ranks.engine.recover(lost.value)
+    assert ranks.engine.recovered(TIMEOUT)
     assert tuple(p.num_blocks for p in ranks.runners[2].kv.pools) == least
 
 
 def test_ranks_with_other_caches_are_an_error() -> None:
-    ranks = Ranks(kv_config(copies=4, window=9), rooms={2: (5,)})
+    ranks = Ranks(kv_config(copies=4, window=9), transfers={2: (5,)})
     with pytest.raises(EngineDead, match="rank 2 has 1 KV cache groups"):
         ranks.up()
 
@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
     error: WeftError, kind: type[WeftError]
 ) -> None:
     rig = make_rig(up=False)
-    told = f.encode(f.Failed(rank=3, epoch=-1, step=-1, error=error.info()))
+    told = f.encode(f.RankFailed(rank=3, epoch=-1, step=-1, error=error.info()))
     rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [told]))
     with pytest.raises(kind, match=r"rank 3 of the group is lost: no room"):
         rig.ranks.up()
@@ -119,17 +119,17 @@ def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
 def test_a_read_that_is_interrupted_before_its_step_is_reported_can_be_called_again() -> None:
     rig = make_rig(workers=1)
     load(rig, 2)
-    head = rig.ranks.head
-    feed = head._feed
+    engine = rig.ranks.engine
+    feed = engine._feed
 
     def interrupted(event: t.Event) -> None:
         if isinstance(event, t.OwnOutcome):
-            head._feed = feed  # type: ignore[method-assign]
+            engine._feed = feed  # type: ignore[method-assign]
             raise KeyboardInterrupt
         feed(event)
 
     rig.plan()
-    head._feed = interrupted  # type: ignore[method-assign]
+    engine._feed = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         rig.commit()
     rig.commit()
@@ -142,10 +142,10 @@ def test_all_ranks_carry_out_every_step(depth: int) -> None:
     rig = make_rig(depth)
     load(rig)
     finish(rig)
-    steps = rig.ranks.head.membership.steps.own
+    steps = rig.ranks.engine.membership.steps.own
     assert steps > 5
     assert [worker.step for worker in rig.ranks.workers.values()] == [steps] * 3
-    rig.ranks.head.close()
+    rig.ranks.engine.close()
     rig.ranks.settle()
     assert all(runner.closed for runner in rig.ranks.runners.values())
 
@@ -160,10 +160,10 @@ def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
     rig.scheduler.enqueue(Rebalance())
     finish(rig)
     assert [plan.rows for plan in rig.plans if Rebalance() in plan.ops][-1] == 0
-    assert rig.ranks.workers[1].step == rig.ranks.head.membership.steps.own == rig.plans[-1].step
+    assert rig.ranks.workers[1].step == rig.ranks.engine.membership.steps.own == rig.plans[-1].step
     load(rig, 2)
     finish(rig)
-    rig.ranks.head.close()
+    rig.ranks.engine.close()
 
 
 def test_a_plan_of_ops_alone_counts_once_all_ranks_have_carried_it_out() -> None:
@@ -178,7 +178,7 @@ def test_a_plan_of_ops_alone_counts_once_all_ranks_have_carried_it_out() -> None
     rig.commit()
     assert [worker.step for worker in rig.ranks.workers.values()] == [plan.step] * 2
     finish(rig)
-    rig.ranks.head.close()
+    rig.ranks.engine.close()
 
 
 @pytest.mark.requirement("A2")
@@ -221,7 +221,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     rig = make_rig()
     stranger = rig.ranks.net.rank(b"x")
-    outcome = f.Outcome(rank=1, epoch=0, step=0, checksum=1)
+    outcome = f.StepOutcome(rank=1, epoch=0, step=0, checksum=1)
     hello = f.RankHello(version=f.VERSION, release="1", rank=9, pid=1, epoch=-1, settings=SETTINGS)
     older = msgspec.structs.replace(hello, rank=1, version=f.VERSION + 1)
     other = msgspec.structs.replace(hello, rank=1, settings={**SETTINGS, "dtype": "float16"})
@@ -231,7 +231,7 @@ def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     load(rig)
     finish(rig)
     answers = [f.decode_to_rank(data) for data in iter(lambda: stranger.receive(0), None)]
-    assert [type(answer) for answer in answers] == [f.Refused] * 5
+    assert [type(answer) for answer in answers] == [f.RankRefused] * 5
     messages = [answer.error.message for answer in answers]  # type: ignore[union-attr]
     assert "rank 9 does not belong to this group" in messages[2]
     assert f"version {f.VERSION + 1}" in messages[3]
@@ -264,11 +264,11 @@ def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
     load(rig)
     with pytest.raises(GroupLost, match="planted") as lost:  # noqa: PT012
         rig.drain()
-        rig.ranks.head.settle()
+        rig.ranks.engine.settle()
     assert lost.value.rank == rank
     assert rig.ranks.clock.now() == 0.0, "it was waited for"
     with pytest.raises(EngineDead):
-        rig.ranks.head.forward(StepPlan(step=99))
+        rig.ranks.engine.forward(StepPlan(step=99))
     rig.recover()  # the very process goes on: weights and memory are kept
     assert [runner.resets for runner in rig.ranks.runners.values()] == [2, 2, 2, 2]
     finish(rig)
@@ -335,8 +335,8 @@ def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
     rig = make_rig()
     load(rig)
     rig.step()
-    rig.ranks.head._feed(t.Gone(2, "it is not connected"))
-    rig.ranks.head._feed(t.Gone(2, "later"))
+    rig.ranks.engine._feed(t.Gone(2, "it is not connected"))
+    rig.ranks.engine._feed(t.Gone(2, "later"))
     with pytest.raises(GroupLost, match=r"rank 2 .* not connected") as lost:
         rig.step()
     rig.recover(lost.value)
@@ -371,7 +371,7 @@ def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
     finish(rig)
 
 
-def test_workers_that_lost_their_head_work_for_the_next_one() -> None:
+def test_workers_that_lost_their_engine_work_for_the_next_one() -> None:
     rig = make_rig()
     load(rig)
     for _ in range(3):
@@ -415,12 +415,12 @@ def test_a_hello_that_comes_twice_changes_nothing() -> None:
     finish(rig)
 
 
-def test_a_worker_that_its_head_gives_up_ends() -> None:
+def test_a_worker_that_its_engine_gives_up_ends() -> None:
     rig = make_rig()
-    rig.ranks.head._feed(t.Gone(2, "it is not connected"))
-    rig.ranks.head.recover(GroupLost(None, "it is known why"))
+    rig.ranks.engine._feed(t.Gone(2, "it is not connected"))
+    rig.ranks.engine.recover(GroupLost(None, "it is known why"))
     with pytest.raises(GivenUp, match="replaced this process of the rank"):
-        rig.ranks.head.recovered(TIMEOUT)
+        rig.ranks.engine.recovered(TIMEOUT)
 
 
 class Books:
@@ -450,7 +450,7 @@ class Books:
     def close(self, seconds: float) -> None: ...
 
 
-def test_a_worker_that_does_not_come_to_the_next_head_is_started_again() -> None:
+def test_a_worker_that_does_not_come_to_the_next_engine_is_started_again() -> None:
     rig = make_rig()
     load(rig)
     rig.step()
@@ -489,8 +489,8 @@ def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
     rig.ranks.net.put(peer, True, f.encode(stale))
     rig.ranks.net.put(peer, True, f.encode(f.Abort(epoch=0)))
     for old in (
-        f.Outcome(rank=1, epoch=0, step=1, checksum=1),
-        f.Failed(rank=1, epoch=0, step=1, error=EngineDead("old").info()),
+        f.StepOutcome(rank=1, epoch=0, step=1, checksum=1),
+        f.RankFailed(rank=1, epoch=0, step=1, error=EngineDead("old").info()),
         f.Formed(rank=1, epoch=0),
     ):
         rig.ranks.net.put(peer, False, f.encode(old))
@@ -532,7 +532,7 @@ def test_a_plan_without_constrained_rows_sends_no_frame_more() -> None:
     assert rig.ranks.net.sent(peer, True) - before == len(rig.plans)
 
 
-def test_masks_of_a_step_that_awaits_none_end_the_epoch() -> None:
+def test_masks_of_a_step_that_blocked_none_end_the_epoch() -> None:
     rig = make_rig()
     rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0, masks=TokenMasks())))
     load(rig)
@@ -584,7 +584,7 @@ def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
     rig.ranks.settle()
     sent = rig.ranks.net.sent(rig.ranks.peer(1), True)
     with pytest.raises(EngineDead, match=r"is not in it|free|sequence"):
-        rig.ranks.head.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
+        rig.ranks.engine.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
     assert rig.ranks.net.sent(rig.ranks.peer(1), True) == sent
 
 
@@ -659,7 +659,7 @@ def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
     runner = TableRunner(kv_config(), {})
     stores, mesh = f"file://{tmp_path}", StuckMesh()
     membership = Membership(0, {}, settings=SETTINGS, stores=stores, meeting=Meeting(0, stores))
-    links = Links(mesh=mesh, leases=FolderLeases(str(tmp_path), 0, 1))
+    links = GroupLinks(mesh=mesh, leases=FolderLeases(str(tmp_path), 0, 1))
     group = GroupExecutor(membership, lambda: Share(runner.kv, lambda kv: runner), links)
     group.recover(GroupLost(None, "planted"))
     until = time.monotonic() + 60.0
@@ -691,17 +691,17 @@ def test_a_rank_notices_that_it_must_join_again(change: dict[str, Any]) -> None:
         return replace(answers, **change) if changed.is_set() else answers
 
     folder = private_folder()
-    heads = ZmqHead(f"ipc://{folder}/heartbeats")
-    head = HeadWatch(heads, 20.0, answer, lambda: None)
+    engines = ZmqEngineChannel(f"ipc://{folder}/heartbeats")
+    engine = EngineWatch(engines, 20.0, answer, lambda: None)
     rank = RankWatch(
-        ZmqRank(heads.address, 1),
+        ZmqRank(engines.address, 1),
         20.0,
         lambda: f.RankHeartbeat(rank=1, epoch=3, step=0, incarnation="a"),
         lambda epoch: None,
         gone.set,
     )
     try:
-        head.start()
+        engine.start()
         rank.start()
         assert not gone.wait(0.7)
         changed.set()
@@ -709,7 +709,7 @@ def test_a_rank_notices_that_it_must_join_again(change: dict[str, Any]) -> None:
         assert {heartbeat.rank for heartbeat in heard} == {1}
     finally:
         rank.close()
-        head.close()
+        engine.close()
         shutil.rmtree(folder)
 
 

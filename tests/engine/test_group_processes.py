@@ -22,7 +22,7 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
-from weft.types.messages import HeadStats, Role, Submit
+from weft.types.messages import EngineStats, Role, Submit
 from weft.types.sampling import TokenParams
 
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
@@ -156,7 +156,7 @@ def alone(root: Path, case: dict[str, Any], asked: list[Submit]) -> dict[int, li
     return found
 
 
-def check(case: dict[str, Any], stats: dict[str, tuple[Role, HeadStats]], sequences: int) -> None:
+def check(case: dict[str, Any], stats: dict[str, tuple[Role, EngineStats]], sequences: int) -> None:
     """Check that every cache was transferred, and that every group, replica and requested feature was
     active."""
     done = dict.fromkeys(("prefill", "decode"), 0)
@@ -168,7 +168,7 @@ def check(case: dict[str, Any], stats: dict[str, tuple[Role, HeadStats]], sequen
         assert moved.failed == 0, instance
         done[role] += moved.done
     # A sequence that gives up a slot for a fair share is returned to the router, and submitted once more.
-    sent = sequences + sum(one.transfers.evictions for _, one in stats.values() if one.transfers is not None)
+    sent = sequences + sum(one.transfers.returns for _, one in stats.values() if one.transfers is not None)
     assert done == {"prefill": sent, "decode": sent}
     decoding = [one for role, one in stats.values() if role == "decode"]
     if case["draft"] != "none":

@@ -69,7 +69,7 @@ def test_random_steps_and_no_table_diverges(least: int) -> None:
         preempted += stats.preemptions
         hits += stats.prefix_hits
         accepted += sum(stats.drafts_accepted)
-        rig.ranks.head.close()
+        rig.ranks.engine.close()
         rig.ranks.settle()
         assert all(worker.stopped for worker in rig.ranks.workers.values())
         assert all(runner.closed for runner in rig.ranks.runners.values())
@@ -188,7 +188,7 @@ def turn(rig: GroupRig, load: Load | None) -> GroupLost | None:
     try:
         load.turn() if load is not None else rig.step()
         if not rig.scheduler.has_work():
-            rig.ranks.head.settle()
+            rig.ranks.engine.settle()
     except GroupLost as lost:
         return lost
     return None

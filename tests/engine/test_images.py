@@ -23,7 +23,7 @@ from weft.config.sections.all import TransferSection
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
 from weft.types import messages as m
-from weft.types.media import without_pixels
+from weft.types.media_item import without_pixels
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=8)

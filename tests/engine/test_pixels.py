@@ -66,7 +66,7 @@ def shown() -> Iterator[Shown]:
 def over_wire(one: m.Submit) -> m.Submit:
     """Return the message as an engine on this host receives it."""
     (frame,) = encode_parts(one, by_name=True)
-    message = m.decode_to_head(frame)
+    message = m.decode_to_engine(frame)
     assert isinstance(message, m.Submit)
     return message
 
@@ -85,7 +85,7 @@ def descriptors() -> list[str]:
 @pytest.mark.requirement("D6")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("reach", [True, False])
-def test_a_head_finds_what_its_front_shows(
+def test_an_engine_finds_what_its_front_shows(
     reach: bool, models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine of two ranks. An engine that cannot open the memory gets bytes, with the same tokens."""
@@ -93,7 +93,7 @@ def test_a_head_finds_what_its_front_shows(
     submits = asked(models, NAME, n=2)
     sent: list[int] = []
 
-    def encoded(message: m.ToHead, by_name: bool = False) -> tuple[bytes, ...]:
+    def encoded(message: m.ToEngine, by_name: bool = False) -> tuple[bytes, ...]:
         frames = encode_parts(message, by_name)
         if isinstance(message, m.Submit):
             sent.append(sum(map(len, frames[1:])))
@@ -143,7 +143,7 @@ def run(core: EngineCore, submits: list[m.Submit]) -> dict[int, list[int]]:
 
 @pytest.mark.requirement("D6")
 @pytest.mark.timeout(300)
-def test_ranks_open_what_their_head_has(
+def test_ranks_open_what_their_engine_has(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API server may have closed the image meanwhile. The last use closes the engine's descriptors."""
@@ -225,7 +225,7 @@ def test_a_front_that_is_killed(models: SeeingModels) -> None:
     inbox.close()
 
 
-def test_a_head_keeps_no_more_descriptors_than_it_may(
+def test_an_engine_keeps_no_more_descriptors_than_it_may(
     models: SeeingModels, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks get the other images as bytes."""

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from tests.engine.pair_rig import SECONDS, EnginePair, pair_of, submit, unified
-from tests.runner.rooms_rig import config_of
+from tests.runner.transfers_rig import config_of
 from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.sections.all import TransferSection
-from weft.disagg.transport.memory import Sizes, Staged
+from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.engine.core import EngineCore
-from weft.engine.disagg import rank_rooms
+from weft.engine.disagg import rank_transfers
 from weft.types import messages as m
-from weft.types.rooms import OfferRoom, RoomKey, RoomRequest
 from weft.types.sampling import TokenParams
+from weft.types.transfer import OfferTransfer, TransferKey, TransferRequest
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=12)
 SAMPLED = TokenParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2, max_tokens=9)
@@ -54,7 +54,7 @@ def check(pair: EnginePair, submits: list[m.Submit], expected: dict[int, list[in
     for core in pair.cores:
         stats = core.stats().transfers
         assert stats is not None
-        assert (stats.done, stats.failed, stats.evictions) == (len(submits), 0, 0)
+        assert (stats.done, stats.failed, stats.returns) == (len(submits), 0, 0)
 
 
 @mostly_slow("depth", [1, 2], [2])
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_one_engine_where_caches_pass_through_a_ring(
         made.append(Staged(regions, copies, Sizes(slot=4096, slots=3, inbox=1 << 16), **sides))
         return made[-1]
 
-    monkeypatch.setattr(rank_rooms, "Staged", staged)
+    monkeypatch.setattr(rank_transfers, "Staged", staged)
     pair = pairs(family, (8, 16), **settings)
     check(pair, submits, expected)
     assert [memory.outbox.free for memory in made] == [3, 0]
@@ -145,7 +145,9 @@ def test_the_first_token_comes_once_from_each_end_with_its_logprobs(
 
 
 @pytest.mark.requirement("E11")
-def test_a_sequence_that_ends_with_its_first_token_opens_no_room(pairs: Callable[..., EnginePair]) -> None:
+def test_a_sequence_that_ends_with_its_first_token_opens_no_transfer(
+    pairs: Callable[..., EnginePair],
+) -> None:
     pair = pairs("llama")
     pair.submit(submit(1, prompts(3)[2], msgspec.structs.replace(GREEDY, max_tokens=1)))
     pair.run()
@@ -176,7 +178,7 @@ def test_what_the_decoding_end_has_cached_is_not_sent_again(pairs: Callable[...,
 
 
 @pytest.mark.requirement("E27")
-def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
+def test_choices_of_one_prompt_have_a_transfer_each(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
     ids = prompts(4)[3]
     submits = [submit(10 + n, ids, SAMPLED, request=5, choice=n) for n in range(3)]
     expected = unified(config_of(tmp_path, "llama", 8, "unified"), submits)
@@ -213,7 +215,7 @@ def test_full_blocks_of_a_prompt_travel_once_for_all_of_its_choices(pairs: Calla
     assert len({answer.ids[0] for answer in pair.answers.values()}) > 1
 
 
-def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
+def test_a_continuation_has_a_transfer_like_any(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
     ids = prompts(4)[3]
     whole = unified(config_of(tmp_path, "llama", 8, "unified"), [submit(1, ids, SAMPLED)])[1]
     pair = pairs("llama")
@@ -256,20 +258,20 @@ def test_a_role_takes_no_part_in_the_other_one(pairs: Callable[..., EnginePair],
     pair = pairs("llama")
     one = submit(1, [3, 4, 5], GREEDY)
     with pytest.raises(InvalidRequest):
-        pair.prefill.submit(msgspec.structs.replace(one, room=pair.ticket(1, 0, False)))
+        pair.prefill.submit(msgspec.structs.replace(one, transfer=pair.parameters(1, 0, False)))
     core = EngineCore(config_of(tmp_path, "llama", 8, "unified"), progress=False)
     try:
-        assert core.rooms is None
+        assert core.transfers is None
         assert core.sources == [core.grammars]
         assert core.stats().transfers is None
         with pytest.raises(InvalidRequest):
-            core.submit(msgspec.structs.replace(one, room=pair.ticket(1, 0, True)))
+            core.submit(msgspec.structs.replace(one, transfer=pair.parameters(1, 0, True)))
     finally:
         core.close()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_group_with_a_role_serves_sequences_without_a_room(
+def test_a_group_with_a_role_serves_sequences_without_a_transfer(
     pairs: Callable[..., EnginePair], tmp_path: Path, role: str
 ) -> None:
     submits = [submit(n, ids, GREEDY) for n, ids in enumerate(prompts(3))]
@@ -342,17 +344,17 @@ def test_a_cache_that_is_pulled_goes_when_its_prompt_is_computed(
     submits += [submit(10 + n, ids, SAMPLED, request=10, choice=n) for n in range(3)]
     expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
     pair = pairs(family, (8, 16), transfer_mode="pull", **settings)
-    assert pair.prefill.rooms is not None
-    request = pair.prefill.rooms._request
-    asked: dict[RoomKey, list[str]] = {}
+    assert pair.prefill.transfers is not None
+    request = pair.prefill.transfers._request
+    asked: dict[TransferKey, list[str]] = {}
 
-    def noted(one: RoomRequest) -> None:
+    def noted(one: TransferRequest) -> None:
         asked.setdefault(one.key, []).append(type(one).__name__)
         request(one)
 
-    monkeypatch.setattr(pair.prefill.rooms, "_request", noted)
+    monkeypatch.setattr(pair.prefill.transfers, "_request", noted)
     check(pair, submits, expected)
-    assert set(map(tuple, asked.values())) == {("OfferRoom", "FinishRoom")}
+    assert set(map(tuple, asked.values())) == {("OfferTransfer", "FinishTransfer")}
 
 
 @pytest.mark.requirement("E29")
@@ -361,16 +363,16 @@ def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
 ) -> None:
     pair = pairs("llama")
     core = pair.prefill
-    assert core.rooms is not None
+    assert core.transfers is not None
     in_flight: list[int] = []
-    request = core.rooms._request
+    request = core.transfers._request
 
-    def noted(one: RoomRequest) -> None:
-        if isinstance(one, OfferRoom):
+    def noted(one: TransferRequest) -> None:
+        if isinstance(one, OfferTransfer):
             in_flight.append(core.scheduler.in_flight)
         request(one)
 
-    monkeypatch.setattr(core.rooms, "_request", noted)
+    monkeypatch.setattr(core.transfers, "_request", noted)
     pair.submit(submit(1, prompts(3)[2], GREEDY))
     pair.run()
     assert in_flight == [1]
@@ -386,8 +388,8 @@ def test_layers_leave_while_the_step_computes_that_makes_them(
     The transfer of a prompt of one chunk therefore overlaps with the prefill, too.
     """
     pair = pairs("llama", steps_in_flight=depth)
-    assert pair.prefill.runner.rooms is not None
-    transfer: Any = pair.prefill.runner.rooms._own
+    assert pair.prefill.runner.transfers is not None
+    transfer: Any = pair.prefill.runner.transfers._own
     begun = threading.Event()
     begin, computed = transfer.begin, transfer.computed
     waited: list[bool] = []

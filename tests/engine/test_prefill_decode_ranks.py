@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.engine.pair_rig import EnginePair, submit, unified
-from tests.runner.rooms_rig import config_of
+from tests.runner.transfers_rig import config_of
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.types import messages as m
@@ -51,7 +51,7 @@ def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: s
 
 @pytest.mark.requirement("E7")
 @mostly_slow("side", ["prefill", "decode"], ["decode"])
-def test_a_rank_that_is_killed_costs_its_rooms_and_nothing_else(tmp_path: Path, side: str) -> None:
+def test_a_rank_that_is_killed_costs_its_transfers_and_nothing_else(tmp_path: Path, side: str) -> None:
     """Active transfers fail at both ends at once, and the sequences are returned to the router.
 
     A new attempt gives the same tokens, with the restarted rank.
@@ -64,7 +64,9 @@ def test_a_rank_that_is_killed_costs_its_rooms_and_nothing_else(tmp_path: Path, 
             pair.submit(one)
         _until(
             pair,
-            lambda: bool(core.rooms is not None and core.rooms._records and core.scheduler.in_flight == 0),
+            lambda: bool(
+                core.transfers is not None and core.transfers._records and core.scheduler.in_flight == 0
+            ),
         )
         for _ in range(3):
             pair.turn()

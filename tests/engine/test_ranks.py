@@ -32,7 +32,7 @@ from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
 from weft.engine.ranks import ranks
 from weft.engine.ranks.ranks import RankProcesses, threads_each
-from weft.types.messages import HeadStats, Submit, ids_to_bytes
+from weft.types.messages import EngineStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 PATIENCE = deadline(120.0)
@@ -107,7 +107,7 @@ class Run:
             for submit in submits[: len(submits) - late]:
                 core.submit(submit)
             self.turns(core, submits[len(submits) - late :])
-            self.stats: HeadStats = core.stats()
+            self.stats: EngineStats = core.stats()
             self.runner = core.runner
         finally:
             core.close()
@@ -195,7 +195,7 @@ def test_an_llm_that_shut_down_leaves_nothing(short_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_head_however_it_ends() -> None:
+def test_ranks_end_with_their_engine_however_it_ends() -> None:
     import subprocess
     import sys
 
@@ -215,7 +215,7 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
         time.sleep(0.05)
 
 
-def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
+def test_an_engine_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     """A killed engine may hold the port until its end, while the next engine starts at once."""
     write_secret(tmp_path)
     dying = socket.create_server(("127.0.0.1", 0))

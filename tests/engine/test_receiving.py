@@ -74,7 +74,7 @@ class Decoding:
         (plan,) = self.plans[before:]
         assert self.slots <= set(plan.decode.slot.tolist())
         assert plan.prefill.rows == 0, "what was prefilled elsewhere is not prefilled here"
-        return stats.awaiting + stats.fetching > 0
+        return stats.blocked + stats.fetching > 0
 
 
 def arrive(pair: EnginePair, number: int) -> None:
@@ -83,7 +83,7 @@ def arrive(pair: EnginePair, number: int) -> None:
 
 @pytest.mark.requirement("E26", "E28")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_each_step_decodes_those_that_run_while_rooms_come_and_land(
+def test_each_step_decodes_those_that_run_while_transfers_come_and_land(
     made: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     pair = made(steps_in_flight=depth)
@@ -107,22 +107,24 @@ def test_each_step_decodes_those_that_run_while_rooms_come_and_land(
 
 @pytest.mark.requirement("E28")
 @pytest.mark.parametrize("stage", ["nothing was offered", "no byte comes", "no end comes"])
-def test_a_room_that_goes_no_further_costs_no_step(
+def test_a_transfer_that_goes_no_further_costs_no_step(
     made: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """The sender is silent, or offers and sends nothing, or sends all but the metadata."""
     pair = made()
     decoding = Decoding(pair, monkeypatch)
     held: list[Any] = []
-    ranks, rooms = pair.prefill.runner.rooms, pair.prefill.rooms
+    ranks, transfers = pair.prefill.runner.transfers, pair.prefill.transfers
     assert ranks is not None
-    assert rooms is not None
+    assert transfers is not None
     transfer: Any = ranks._own
     with monkeypatch.context() as patch:
         if stage == "no byte comes":
             patch.setattr(transfer, "computed", lambda *told: held.append(told))
         if stage == "no end comes":
-            patch.setattr(rooms, "_request", lambda asked, real=rooms._request: _but_ends(asked, real, held))
+            patch.setattr(
+                transfers, "_request", lambda asked, real=transfers._request: _but_ends(asked, real, held)
+            )
         for number in ARRIVALS[:3]:
             arrive(pair, number)
         for _ in range(STEPS):
@@ -134,15 +136,15 @@ def test_a_room_that_goes_no_further_costs_no_step(
             assert decoding.turn()
     stats = pair.decode.stats().transfers
     assert stats is not None
-    assert (stats.awaiting, stats.fetching) == ((3, 0) if stage == "nothing was offered" else (0, 3))
+    assert (stats.blocked, stats.fetching) == ((3, 0) if stage == "nothing was offered" else (0, 3))
     for told in held:
-        transfer.computed(*told) if stage == "no byte comes" else rooms._request(told)
+        transfer.computed(*told) if stage == "no byte comes" else transfers._request(told)
     pair.run()
     assert all(len(pair.answers[number].ids) == 2 for number in ARRIVALS[:3])
 
 
 def _but_ends(asked: Any, real: Callable[[Any], None], held: list[Any]) -> None:
-    if type(asked).__name__ == "FinishRoom":
+    if type(asked).__name__ == "FinishTransfer":
         held.append(asked)
     else:
         real(asked)

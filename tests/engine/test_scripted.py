@@ -17,7 +17,7 @@ from weft.common.errors import ConfigError, InvalidRequest, Overloaded
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.scripted import resolve_scripted
+from weft.config.scripted_config import resolve_scripted
 from weft.engine.scripted.script import Entry, read_script
 from weft.engine.scripted.scripted import ScriptedEngine
 from weft.text.model import TextModel
@@ -205,7 +205,7 @@ def test_cached_tokens_are_told_once(rig: Any) -> None:
 
 
 @pytest.mark.requirement("G20")
-def test_what_another_head_began_goes_on(rig: Any) -> None:
+def test_what_another_engine_began_goes_on(rig: Any) -> None:
     made = rig({"text": "zzz"}, {"text": "abc"})
     emitted = m.ids_to_bytes([97])
     assert made.output(emitted_ids=emitted, attempt=1) == ("bc<|im_end|>", "stop")
@@ -215,7 +215,7 @@ def test_what_another_head_began_goes_on(rig: Any) -> None:
         made.submit(emitted_ids=m.ids_to_bytes([120]))
 
 
-def test_the_readiness_of_a_head_uses_nothing_up(rig: Any) -> None:
+def test_the_readiness_of_an_engine_uses_nothing_up(rig: Any) -> None:
     made = rig({"text": "one"})
     made.submit(salt=m.READINESS_SALT, params={"max_tokens": 1})
     made.play()
@@ -245,7 +245,7 @@ def test_what_no_script_can_answer_is_refused(rig: Any, fields: dict[str, Any], 
     assert caught.value.param == named
 
 
-def test_a_full_head_refuses(rig: Any) -> None:
+def test_a_full_engine_refuses(rig: Any) -> None:
     made = rig({"text": "one", "repeat": True}, max_num_seqs=1, max_queued_requests=1)
     made.submit()
     made.submit()
@@ -348,6 +348,6 @@ def test_another_tokenizer_brings_its_own_ends_and_any_context(folder: Path, tmp
     assert config.kv.max_model_len == 100_000
 
 
-def test_a_scripted_head_imports_no_torch() -> None:
+def test_a_scripted_engine_imports_no_torch() -> None:
     program = "import sys, weft.engine.scripted.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

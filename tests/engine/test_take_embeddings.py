@@ -14,7 +14,7 @@ from tests.engine.test_encode_group import check, encoder, fleets, many, models,
 from tests.engine.test_images import config_of
 from tests.support.seen import SeeingModels
 from tests.support.slow import mostly_slow
-from weft.types.media import BLOCK_ROWS
+from weft.types.media_item import BLOCK_ROWS
 
 __all__ = ["fleets", "models"]  # fixtures
 
@@ -56,8 +56,8 @@ def test_shares_that_leave_for_host_memory_and_come_back_are_made_whole(
     expected = unified(config_of(folder), submits)
     limits = config_of(folder).kv.media
     assert limits is not None
-    room = str(9 * BLOCK_ROWS * limits.row_bytes)
-    small: dict[str, Any] = {"mm_cache_bytes": room, "mm_host_cache_bytes": room}
+    transfer = str(9 * BLOCK_ROWS * limits.row_bytes)
+    small: dict[str, Any] = {"mm_cache_bytes": transfer, "mm_host_cache_bytes": transfer}
     fleet = fleets(
         [encoder(folder)],
         taker(folder, tensor_parallel_size=ranks, long_prefill_token_threshold=5, **small),

@@ -24,7 +24,7 @@ def test_a_front_that_said_hello_reads_the_reason(tmp_path: Path) -> None:
         tell_why(listener, ConfigError("--kv-cache-memory is too small"))
         assert front.poll(int(deadline(5) * 1000))
         message = m.decode_to_front(front.recv())
-        assert isinstance(message, m.HeadFailed)
+        assert isinstance(message, m.EngineFailed)
         assert message.error.message == "--kv-cache-memory is too small"
     finally:
         front.close(0)

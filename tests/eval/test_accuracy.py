@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft import LLM, SamplingParams
-from weft.cli.evaluate.answers import chat_of, from_engine, from_reference
+from weft.cli.evaluate.text_answers import chat_of, from_engine, from_reference
 from weft.cli.reference import Reference
 from weft.config.flags import from_keywords
 from weft.eval.gsm_mini import score, test_set

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import quantized as make
-from weft.cli.evaluate.answers import chat_of, from_engine
+from weft.cli.evaluate.text_answers import chat_of, from_engine
 from weft.config.flags import from_keywords
 from weft.config.hub import BUNDLED
 from weft.eval.gsm_mini import score, test_set

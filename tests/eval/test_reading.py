@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
-from weft.cli.evaluate.answers import from_engine
 from weft.cli.evaluate.image_answers import chats_of, from_reference
+from weft.cli.evaluate.text_answers import from_engine
 from weft.config.flags import from_keywords
 from weft.eval.ocr_mini import is_right, messages, ocr_test_set
 

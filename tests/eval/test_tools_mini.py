@@ -27,13 +27,13 @@ from weft.eval.tools_score import (
     tree,
     value,
 )
-from weft.eval.tools_words import Tool
+from weft.eval.tools_words import OfferedTool
 
 TRAIN_COUNT = 20_000
 _WORD = re.compile(r"[A-Za-z']+")
-CALCULATOR = Tool("calculator", "expression", (("expression", "string"),))
-MINUS = Tool("minus", "-", (("a", "number"), ("b", "number")))
-OTHER = Tool("get_time", "other", (("city", "string"),))
+CALCULATOR = OfferedTool("calculator", "expression", (("expression", "string"),))
+MINUS = OfferedTool("minus", "-", (("a", "number"), ("b", "number")))
+OTHER = OfferedTool("get_time", "other", (("city", "string"),))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def _digest(asked: list[ToolProblem]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def a_problem(*tools: Tool, form: str = "N") -> ToolProblem:
+def a_problem(*tools: OfferedTool, form: str = "N") -> ToolProblem:
     """Return a problem with the given tools and arbitrary calls."""
     return replace(tool_test_set(1)[0], tools=tools, form=form)
 
@@ -184,7 +184,7 @@ def test_a_tool_answers(form: str, name: str, arguments: Any, result: str) -> No
 
 
 def test_calls_are_the_same_by_value() -> None:
-    plus = Tool("plus", "+", (("a", "number"), ("b", "number")))
+    plus = OfferedTool("plus", "+", (("a", "number"), ("b", "number")))
     p = next(p for p in tool_test_set() if p.calls)
     call = p.calls[0]
     sum_call = replace(call, name="plus", arguments={"a": 12, "b": 7})

@@ -23,7 +23,7 @@ TIMES = 6
 def metrics(text: str) -> dict[str, float]:
     """Return metrics as name:head -> value where labelled by engine, otherwise name -> value."""
     found = re.findall(r'^weft:(\w+)(?:{(?:head="(\d+)")?[^}]*})? (\S+)$', text, re.M)
-    return {f"{name}:{head}" if head else name: float(value) for name, head, value in found}
+    return {f"{name}:{engine}" if engine else name: float(value) for name, engine, value in found}
 
 
 def main(url: str) -> None:

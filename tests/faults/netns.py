@@ -151,7 +151,8 @@ def command_lines(parent: int) -> dict[int, list[str]]:
 
 
 def children_of(process: subprocess.Popen[str], role: str = "") -> list[int]:
-    """Return the children of a host's process, or only the children with ``role`` (``head`` or ``rank``)."""
+    """Return the children of a host's process, or only the children with ``role`` (``engine`` or
+    ``rank``)."""
     return with_role(process.pid, role) if role else sorted(command_lines(process.pid))
 
 

@@ -12,7 +12,7 @@ from weft.types.faults import Deed
 
 STEP_PHASES = ("stage", "collective", "sample", "read")
 WORKER: list[Plan] = [(1, phase, deed) for phase in STEP_PHASES for deed in ("kill", "stop", "raise")]  # type: ignore[misc]
-HEAD: list[Plan] = [(0, phase, "raise") for phase in STEP_PHASES]  # type: ignore[misc]
+ENGINE: list[Plan] = [(0, phase, "raise") for phase in STEP_PHASES]  # type: ignore[misc]
 SECOND: list[Plan] = [
     (rank, phase, deed)  # type: ignore[misc]
     for phase, deed in (
@@ -66,7 +66,7 @@ def test_every_rank_in_every_phase(tmp_path: Path, depth: int, part: int) -> Non
     """Each part has four of the 16 faults of a running group, each followed by a fault while the group forms
     again.
     """
-    first = (WORKER + HEAD)[part::4]
+    first = (WORKER + ENGINE)[part::4]
     seconds = itertools.cycle(SECOND[part:] + SECOND[:part])
     plans: list[Plan] = []
     for fault in first:

@@ -103,13 +103,13 @@ def test_replicas_over_hosts(cluster: Cluster, alone: Alone, layout: dict[str, A
     server.ask()
     assert server.told() == wanted
     counted = server.metrics()
-    assert min(counted[f"generation_tokens_total:{head}"] for head in (0, 1)) > 0
+    assert min(counted[f"generation_tokens_total:{engine}"] for engine in (0, 1)) > 0
     assert counted["front_failovers_total"] == 0
     server.stop()
 
 
 @pytest.mark.grid
-def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone) -> None:
+def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alone) -> None:
     """The engine of ``weft serve`` is killed, stopped, and killed again on its return; the other host's rank
     survives.
     """
@@ -126,7 +126,7 @@ def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_workers_outlive_their_head_on_its_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
+def test_workers_outlive_their_engine_on_its_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     server = cluster.start(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=shared)
     kept = child_of(server.others[0], "rank")
     for number in (signal.SIGKILL, signal.SIGSTOP):
@@ -143,7 +143,7 @@ def test_workers_outlive_their_head_on_its_host(cluster: Cluster, alone: Alone, 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
+def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     wanted = alone.texts
     server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
     server.ask()
@@ -170,7 +170,7 @@ def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shar
 
 
 @pytest.mark.grid
-def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
+def test_an_engine_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
     """The engine's own host gives it up after ``LISTEN_S``; no other process can see the engine."""
     server = cluster.start(data_parallel_size=2)
     host = server.others[0]
@@ -251,7 +251,7 @@ def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) ->
 def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
     """Shared settings exclude folders: an engine and the ranks on another host have different folders."""
     config = config_of(tensor_parallel_size=2)
-    moved = msgspec.structs.replace(config, domain="/there", model_path="/here")
+    moved = msgspec.structs.replace(config, socket_folder="/there", model_path="/here")
     compare(shared_settings(config), shared_settings(moved), "the head", "rank 1")
 
 
@@ -279,10 +279,10 @@ def test_what_hosts_need() -> None:
 def lying(**fields: Any) -> list[tuple[list[int], list[int]]]:
     """Return (replicas whose engine runs there, ranks whose engine is elsewhere) for each host."""
     parallel = over.check_hosts(ParallelSection(rdzv="a:1", group_secret="x", **fields))
-    return [(over.heads_on(parallel, n), over.workers_on(parallel, n)) for n in range(parallel.nnodes)]
+    return [(over.engines_on(parallel, n), over.workers_on(parallel, n)) for n in range(parallel.nnodes)]
 
 
-def test_where_heads_and_ranks_lie() -> None:
+def test_where_engines_and_ranks_lie() -> None:
     """Each host has the same number of ranks, in order. A replica may fit on a host or span several."""
     assert lying(nnodes=2, data_parallel_size=4) == [([0, 1], []), ([2, 3], [])]
     assert lying(nnodes=2, data_parallel_size=2, tensor_parallel_size=2) == [([0], []), ([1], [])]
@@ -295,9 +295,9 @@ def test_where_heads_and_ranks_lie() -> None:
     ]
     three = ParallelSection(nnodes=2, data_parallel_size=3, tensor_parallel_size=2)
     assert [over.replica_spans(three, replica) for replica in range(3)] == [False, True, False]
-    assert [over.domain_spans(three, replica) for replica in range(3)] == [False, True, False]
+    assert [over.expert_group_spans(three, replica) for replica in range(3)] == [False, True, False]
     shared = ParallelSection(nnodes=2, data_parallel_size=2, enable_expert_parallel=True)
-    assert (over.replica_spans(shared, 0), over.domain_spans(shared, 0)) == (False, True)
-    assert not over.domain_spans(ParallelSection(data_parallel_size=2, enable_expert_parallel=True), 1)
+    assert (over.replica_spans(shared, 0), over.expert_group_spans(shared, 0)) == (False, True)
+    assert not over.expert_group_spans(ParallelSection(data_parallel_size=2, enable_expert_parallel=True), 1)
     assert over.uses_board(shared)
     assert not over.uses_board(ParallelSection(nnodes=2, tensor_parallel_size=2))

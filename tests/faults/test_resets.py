@@ -56,7 +56,7 @@ def disturb(hosts: Hosts, deed: str) -> None:
         assert hosts.forget()
 
 
-def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone: Alone) -> None:
+def test_connections_of_front_engines_transfers_and_board(cluster: Cluster, alone: Alone) -> None:
     """A prefill group on one host and a decode group on the other survive broken connections."""
     server = cluster.up(json.dumps(PAIR))
     there = processes(server)
@@ -71,7 +71,7 @@ def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone:
     server.stop()
 
 
-def test_connections_of_a_head_and_its_rank(cluster: Cluster, alone: Alone) -> None:
+def test_connections_of_an_engine_and_its_rank(cluster: Cluster, alone: Alone) -> None:
     """The group forms again with the same processes: the engine may give up a disconnected rank, which then
     rejoins.
     """

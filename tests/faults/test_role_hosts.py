@@ -33,10 +33,10 @@ def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: A
         time.sleep(0.5)
         if deed == "killed":
             host = server.others[0]
-            heads = with_role(host.pid, "head") or [
-                head for part in children_of(host) for head in with_role(part, "head")
+            engines = with_role(host.pid, "head") or [
+                engine for part in children_of(host) for engine in with_role(part, "head")
             ]
-            os.kill(heads[0], signal.SIGKILL)
+            os.kill(engines[0], signal.SIGKILL)
         if deed == "cable":
             cluster.hosts.cable("down")
             time.sleep(12)

@@ -62,13 +62,13 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         strike: Callable[[int], None] | None = None,
         stay: Sequence[int] = (),
         end: signal.Signals = signal.SIGTERM,
-        heads: int = 0,
+        engines: int = 0,
         **settings: Any,
     ) -> None:
         """Run a server under faults and assert its answers.
 
         ``strike`` acts on the server's process id before ``plans``. ``stay`` lists workers whose processes,
-        and so their weights, must survive. ``end`` is the final signal. ``heads`` is the least number of
+        and so their weights, must survive. ``end`` is the final signal. ``engines`` is the least number of
         engine deaths.
         """
         script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path)]
@@ -119,7 +119,7 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         server.wait(lambda: [server.metric(name) for name in ("free_slots", "free_blocks")] == idle, 10)
         assert idle[0] == 4 * settings.get("data_parallel_size", 1)
         assert [rank_of(server.process.pid, rank) for rank in stay] == before
-        assert server.metric("engine_restarts_total") >= heads
+        assert server.metric("engine_restarts_total") >= engines
         assert fallen(tmp_path) == [], "a rank loaded its weights again"
         check_end(server, end, folder)
 
@@ -139,31 +139,31 @@ def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> 
 
 @pytest.mark.requirement("A7", "F40")
 @pytest.mark.slow
-def test_workers_outlive_their_head(outlive: Outlive) -> None:
+def test_workers_outlive_their_engine(outlive: Outlive) -> None:
     """The engine dies in a step, the next engine while loading; the worker stays with all weights."""
-    outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], heads=2, tensor_parallel_size=2)
+    outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], engines=2, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
-def test_workers_outlive_heads_that_stop(outlive: Outlive) -> None:
+def test_workers_outlive_engines_that_stop(outlive: Outlive) -> None:
     plans: list[Plan] = [(0, "read", "stop"), (0, "load", "stop"), (0, "form", "stop")]
-    outlive(plans, stay=[1], end=KILL, heads=3, tensor_parallel_size=2)
+    outlive(plans, stay=[1], end=KILL, engines=3, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
-def test_workers_outlive_a_head_that_gives_up(outlive: Outlive) -> None:
+def test_workers_outlive_an_engine_that_gives_up(outlive: Outlive) -> None:
     """An engine forms its group again a limited number of times, then ends by an exception; the next one
     continues.
     """
-    outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], heads=1, tensor_parallel_size=2)
+    outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], engines=1, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
-def test_workers_that_share_experts_outlive_their_heads(outlive: Outlive) -> None:
+def test_workers_that_share_experts_outlive_their_engines(outlive: Outlive) -> None:
     """Experts have moved before the fault; the new engine adopts their places."""
     plans: list[Plan] = [(0, "collective", "kill"), (2, "stage", "stop"), (2, "load", "kill")]
     both: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 8}
-    outlive(plans, stay=[1, 3], heads=3, data_parallel_size=2, **both)
+    outlive(plans, stay=[1, 3], engines=3, data_parallel_size=2, **both)
 
 
 @pytest.mark.grid
@@ -180,12 +180,12 @@ def test_ranks_that_are_killed_while_experts_move(outlive: Outlive, layout: tupl
     last = tensor * data - 1
     plans: list[Plan] = [(last, "rebalance", "kill"), (0, "rebalance", "kill"), (last, "rebalance", "stop")]
     moving: dict[str, Any] = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts": 2}
-    outlive(plans, heads=1, tensor_parallel_size=tensor, data_parallel_size=data, **moving)
+    outlive(plans, engines=1, tensor_parallel_size=tensor, data_parallel_size=data, **moving)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "domain"])
-def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> None:
+def test_a_worker_that_stops_with_its_engine(outlive: Outlive, shared: bool) -> None:
     """The next engine gets no message from the worker and restarts it. Other workers of an expert-parallel
     group stay.
     """
@@ -198,31 +198,31 @@ def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> No
         stopped.append(worker)
 
     stopped: list[int] = []
-    domain = {"data_parallel_size": 2, "enable_expert_parallel": True} if shared else {}
-    outlive([], strike=strike, stay=[3] if shared else [], heads=1, tensor_parallel_size=2, **domain)
+    expert_group = {"data_parallel_size": 2, "enable_expert_parallel": True} if shared else {}
+    outlive([], strike=strike, stay=[3] if shared else [], engines=1, tensor_parallel_size=2, **expert_group)
     assert not is_alive(stopped[0])
 
 
 @pytest.mark.grid
-def test_a_head_that_stops_before_it_listens(outlive: Outlive) -> None:
+def test_an_engine_that_stops_before_it_listens(outlive: Outlive) -> None:
     """The engine's process lives but sends nothing."""
 
-    def heads(server: int) -> list[int]:
+    def engines(server: int) -> list[int]:
         return [pid for pid, what in processes_of(server).items() if what == "head"]
 
     def strike(server: int) -> None:
-        (head,) = heads(server)
-        os.kill(head, KILL)
+        (engine,) = engines(server)
+        os.kill(engine, KILL)
         until = time.monotonic() + deadline(60)
-        while heads(server) in ([], [head]):
+        while engines(server) in ([], [engine]):
             assert time.monotonic() < until, "no head follows"
-        os.kill(next(pid for pid in heads(server) if pid != head), signal.SIGSTOP)
+        os.kill(next(pid for pid in engines(server) if pid != engine), signal.SIGSTOP)
 
-    outlive([], strike=strike, stay=[1], heads=2, tensor_parallel_size=2)
+    outlive([], strike=strike, stay=[1], engines=2, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
-def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
+def test_engine_and_worker_fall_by_turns(outlive: Outlive) -> None:
     plans: list[Plan] = [
         (0, "collective", "kill"),
         (1, "stage", "kill"),
@@ -268,14 +268,14 @@ def test_every_form_of_dispatch(outlive: Outlive, form: str, layout: tuple[int, 
 @pytest.mark.grid
 @pytest.mark.parametrize("deed", ["kill", "stop", "raise"])
 @pytest.mark.parametrize("phases", [("stage", "collective"), ("sample", "read"), ("stage", "form")])
-def test_a_head_in_every_phase(outlive: Outlive, deed: str, phases: tuple[str, ...]) -> None:
+def test_an_engine_in_every_phase(outlive: Outlive, deed: str, phases: tuple[str, ...]) -> None:
     """Two at a time: a request may lose three heads, and no more."""
     outlive([(0, phase, deed) for phase in phases], stay=[1], tensor_parallel_size=2)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("deed", ["kill", "stop", "raise"])
-def test_a_head_that_comes_back_badly(outlive: Outlive, deed: str) -> None:
+def test_an_engine_that_comes_back_badly(outlive: Outlive, deed: str) -> None:
     outlive(
         [(0, "stage", "kill"), (0, "load", deed), (0, "form", "kill"), (0, "form", deed)],
         tensor_parallel_size=2,

@@ -26,7 +26,7 @@ def sse() -> Callable[[httpx.Response | Iterator[str]], list[Any]]:
 @pytest.fixture(scope="session")
 def script() -> ModuleType:
     """Return the module of the scripted engine, for the names of its seeds."""
-    spec = importlib.util.spec_from_file_location("weft_fake_head", HERE / "fake_head.py")
+    spec = importlib.util.spec_from_file_location("weft_fake_head", HERE / "fake_engine.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

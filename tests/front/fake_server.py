@@ -1,4 +1,4 @@
-"""Run ``weft.front.server.serve`` over a scripted engine: ``python fake_server.py FOLDER JSON``.
+"""Run ``weft.front.front_server.serve`` over a scripted engine: ``python fake_server.py FOLDER JSON``.
 
 The folder gets a tokenizer with one token per byte, ids 0 to 255, then ``<|im_start|>`` and ``<|im_end|>``.
 """
@@ -34,10 +34,10 @@ from weft.config.sections.all import (
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec, VisionSpec
 from weft.control.links.link import Address
-from weft.control.processes.owner import HeadOwner
+from weft.control.processes.engine_owner import EngineOwner
 from weft.control.processes.table import Member
 from weft.engine.ranks.processes import start_process
-from weft.front.server import serve
+from weft.front.front_server import serve
 
 VISION = VisionSpec(
     kind="qwen3_vl",
@@ -92,8 +92,8 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
     )
 
 
-class FakeHeads:
-    """Starts fake heads, as ``weft.engine.server.heads.HeadProcesses`` starts heads."""
+class FakeEngines:
+    """Starts fake heads, as ``weft.engine.server.engine_processes.EngineProcesses`` starts heads."""
 
     def __init__(
         self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()
@@ -101,32 +101,32 @@ class FakeHeads:
         """``roles`` are the roles of the engines in order; engines without a role are unified."""
         names = [str(number) for number in range(count)]
         self._roles = dict(zip(names, roles, strict=False))
-        domain = "all" if together else ""
-        self.members = {name: Member(domain, role=self._roles.get(name, "unified")) for name in names}
+        expert_group = "all" if together else ""
+        self.members = {name: Member(expert_group, role=self._roles.get(name, "unified")) for name in names}
         self._folder, self._loaded = folder, loaded
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, incarnation: int) -> Address:
         endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
-        script = str(Path(__file__).parent / "fake_head.py")
+        script = str(Path(__file__).parent / "fake_engine.py")
         role = {"FAKE_ROLE": self._roles[name]} if name in self._roles else {}
         command = [sys.executable, script, endpoint, *self._loaded]
         process = subprocess.Popen(command, env={**os.environ, **role})
         self._running[name] = process
         self._started.append(process)
-        return Address(endpoint, process, None, incarnation, domain=self.members[name].domain)
+        return Address(endpoint, process, None, incarnation, expert_group=self.members[name].expert_group)
 
     def kill(self, name: str, incarnation: int) -> None:
         self._running.pop(name).kill()
 
     def close(self) -> None:
-        for head in self._started:
+        for engine in self._started:
             try:
-                head.wait(3)
+                engine.wait(3)
             except subprocess.TimeoutExpired:
-                head.kill()
-                head.wait()
+                engine.kill()
+                engine.wait()
 
 
 def main(folder: Path, fields: dict[str, Any]) -> int:
@@ -150,17 +150,17 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
         loaded = fields.pop("loaded", [])
         roles = fields.pop("roles", [])
-        count, restarts = fields.pop("heads", len(roles) or 1), fields.pop("restarts", 0)
-        heads = FakeHeads(private, count, loaded, together, roles)
+        count, restarts = fields.pop("engines", len(roles) or 1), fields.pop("restarts", 0)
+        engines = FakeEngines(private, count, loaded, together, roles)
         front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:
-                return run_fronts(config, front, heads, Path(private), Operations((), False, start_process))  # type: ignore[arg-type]
-            owner = HeadOwner(heads.members, heads, restarts)
+                return run_fronts(config, front, engines, Path(private), Operations((), False, start_process))  # type: ignore[arg-type]
+            owner = EngineOwner(engines.members, engines, restarts)
             owner.start()
             return serve(config, front, owner)
         finally:
-            heads.close()
+            engines.close()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from weft.front.http import answers
-from weft.front.openai.chat import ChatShape
+from weft.front.openai.chat_route import ChatShape
 from weft.front.protocol.conversation import AnswerOptions
 from weft.text.choice import Choice, FinishReason, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
@@ -120,11 +120,11 @@ def test_the_form_of_streamed_calls() -> None:
 
 @pytest.mark.requirement("F65")
 @pytest.mark.parametrize("included", [True, False])
-def test_streamed_thoughts(included: bool) -> None:
+def test_streamed_reasoning(included: bool) -> None:
     got = stream(shape(include_reasoning=included), delta("tt"), delta("tc"), delta("", "stop"))
     deltas = [choice["delta"] for choice in got]
-    thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("tt", "t")] if included else []
-    assert deltas == [*thoughts, {"content": "c"}, {}]
+    reasoning = [{"reasoning_content": text, "reasoning": text} for text in ("tt", "t")] if included else []
+    assert deltas == [*reasoning, {"content": "c"}, {}]
     assert got[-1]["finish_reason"] == "stop"
     message = whole("ttc", include_reasoning=included)["message"]
     assert message.get("reasoning") == ("tt" if included else None)

@@ -12,10 +12,10 @@ import pytest
 import weft
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest, NotFound
-from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.chat_request import ChatRequest
 from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.fields import HINTS
-from weft.front.protocol.messages.read import read_messages
+from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.parse import parse
 from weft.front.protocol.responses.read import NONE, read_response
 from weft.front.requests.reading import Job, Reader
@@ -124,7 +124,7 @@ BUDGETS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", BUDGETS)
-def test_budgets_of_thoughts(reader: Reader, fields: dict[str, Any]) -> None:
+def test_budgets_of_reasoning(reader: Reader, fields: dict[str, Any]) -> None:
     assert chat(reader, **fields).thinking_budget == 7
 
 
@@ -166,7 +166,7 @@ def test_switches_that_cannot_be(reader: Reader) -> None:
     assert switch_variables(False, "{{ messages }}", thinks=False) == {}
 
 
-def test_thoughts_that_are_not_to_be_shown(reader: Reader) -> None:
+def test_reasoning_that_are_not_to_be_shown(reader: Reader) -> None:
     assert not chat(reader, reasoning={"exclude": True}).asked.include_reasoning
     assert chat(reader, reasoning={"effort": "low"}).asked.include_reasoning
     assert chat(reader, separate_reasoning=True, stream_reasoning=True).asked.include_reasoning
@@ -236,7 +236,7 @@ ECHOED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ECHOED)
-def test_thoughts_come_back_in_the_forms_of_others(reader: Reader, fields: dict[str, Any]) -> None:
+def test_reasoning_come_back_in_the_forms_of_others(reader: Reader, fields: dict[str, Any]) -> None:
     answer = {"role": "assistant", "content": "yo", **fields}
     job = chat(reader, messages=[HELLO, answer, HELLO])
     assert "assistant: hm|yo" in prompt(reader, job)

@@ -19,7 +19,7 @@ import uvicorn
 from tests.support.slowness import deadline
 from weft.front import connection
 from weft.front.connection import MOST_AHEAD, MOST_CONNECTIONS, Connections
-from weft.front.server import most_connections
+from weft.front.front_server import most_connections
 
 LARGE = 8 << 20
 

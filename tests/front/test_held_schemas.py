@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.front.protocol import held_schemas
-from weft.front.protocol.messages.read import read_messages
+from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.responses.read import NONE, read_response
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup

@@ -22,8 +22,8 @@ from tests.support.slowness import deadline
 from weft.bench.process import free_port
 from weft.front.http.access import ApiKeys
 from weft.front.monitoring.metrics import describe
-from weft.front.protocol.chat import ChatRequest
-from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.chat_request import ChatRequest
+from weft.front.protocol.completions_request import CompletionRequest
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ["/health", "/ping", "/live", "/ready"]

@@ -21,8 +21,8 @@ from weft.common.errors import ConfigError, Overloaded, Unavailable
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.sections.front_section import FrontSection
+from weft.front.front_server import bind, ready_text
 from weft.front.lifecycle import Lifecycle, Phase
-from weft.front.server import bind, ready_text
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -92,7 +92,7 @@ def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
 
 
 def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, script: Any) -> None:
-    server = start_fake(drain_timeout=0.3, constants={"weft.front.server.GRACE": 0.5})
+    server = start_fake(drain_timeout=0.3, constants={"weft.front.front_server.GRACE": 0.5})
     body = {"model": "fake", "prompt": "x", "seed": script.FLOOD, "max_tokens": 490, "stream": True}
     data = json.dumps({**body, "n": 16, "logprobs": 20}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -167,7 +167,7 @@ def test_the_ready_text() -> None:
 
 
 def test_the_front_never_imports_torch() -> None:
-    code = "import sys, weft.front.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, weft.front.front_server; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=deadline(60), check=False).returncode
         == 0

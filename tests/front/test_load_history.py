@@ -23,14 +23,14 @@ from weft.front.monitoring.load_history import (
     points,
     quantile,
 )
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 
 BOUNDS = ((0.1, 1.0, math.inf), (0.01, math.inf))
 NONE = ((0, 0, 0), (0, 0))
 
 
 def engine(name: str = "0", **stats: Any) -> EngineState:
-    return EngineState(name, "", True, HeadStats(free_slots=8, **stats))
+    return EngineState(name, "", True, EngineStats(free_slots=8, **stats))
 
 
 def of(history: LoadHistory, since: int = 0) -> list[Point]:
@@ -54,7 +54,7 @@ def test_a_point_has_rates_rows_per_step_and_gauges_of_all_engines() -> None:
 
 def test_the_past_of_an_engine_is_no_growth_and_a_restarted_engine_counts_from_zero() -> None:
     history = LoadHistory()
-    history.add(1.0, [EngineState("0", "", True, HeadStats())], NONE)
+    history.add(1.0, [EngineState("0", "", True, EngineStats())], NONE)
     history.add(2.0, [engine(generation_tokens=9000)], NONE)  # the first heartbeat that this process hears
     history.add(3.0, [engine(generation_tokens=9050)], NONE)
     history.add(4.0, [engine(generation_tokens=20)], NONE)

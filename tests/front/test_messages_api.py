@@ -148,11 +148,11 @@ def test_why_a_message_ends(server: Running) -> None:
 
 
 @pytest.mark.requirement("G10")
-def test_thoughts_can_be_left_out_and_come_back(server: Running) -> None:
+def test_reasoning_can_be_left_out_and_come_back(server: Running) -> None:
     thinking = {"type": "enabled", "budget_tokens": 2048, "display": "omitted"}
     made = post(server, "the weather", tools=TOOLS, thinking=thinking).json()
-    thought = made["content"][0]
-    assert (thought["type"], thought["thinking"]) == ("thinking", "")
+    reasoning = made["content"][0]
+    assert (reasoning["type"], reasoning["thinking"]) == ("thinking", "")
     shown = post(server, "the weather", tools=TOOLS).json()["content"][0]["thinking"]
     result = {"type": "tool_result", "tool_use_id": made["content"][2]["id"], "content": "12"}
 
@@ -161,8 +161,8 @@ def test_thoughts_can_be_left_out_and_come_back(server: Running) -> None:
         body = {"model": server.model, "messages": [*turns, {"role": "user", "content": [result]}]}
         return int(server.http.post("/v1/messages/count_tokens", json=body).json()["input_tokens"])
 
-    with_thought = [{"type": "thinking", "thinking": shown, "signature": ""}, *made["content"][1:]]
-    assert tokens(made["content"]) == tokens(with_thought) > tokens(made["content"][1:])
+    with_reasoning = [{"type": "thinking", "thinking": shown, "signature": ""}, *made["content"][1:]]
+    assert tokens(made["content"]) == tokens(with_reasoning) > tokens(made["content"][1:])
 
 
 @pytest.mark.requirement("G10")
@@ -312,8 +312,8 @@ def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
     assert "context" in answer.json()["error"]["message"]
     body["tool_choice"] = {"type": "none"}
     assert server.http.post("/v1/messages/count_tokens", json=body).status_code == 200
-    thought = {"type": "redacted_thinking", "data": "x" * 70_000}
-    body["messages"] = [*user("x"), {"role": "assistant", "content": [thought]}, *user("y")]
+    reasoning = {"type": "redacted_thinking", "data": "x" * 70_000}
+    body["messages"] = [*user("x"), {"role": "assistant", "content": [reasoning]}, *user("y")]
     body["tools"] = [{"name": "f", "input_schema": {"type": "object", "maximum": 10**30}}]
     body["tool_choice"] = {"type": "auto"}
     refused = server.http.post("/v1/messages/count_tokens", json=body)

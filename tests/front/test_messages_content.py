@@ -18,11 +18,11 @@ from weft.common.errors import (
     Unavailable,
 )
 from weft.front.http.answers import to_json
-from weft.front.messages.content import Blocks
-from weft.front.messages.errors import error_body, translated
+from weft.front.messages.messages_content import ContentBlocks
+from weft.front.messages.messages_errors import error_body, translated
 from weft.front.middleware import has_messages_shape
 from weft.front.requests.token_counts import cache_creation
-from weft.front.thoughts import unsealed
+from weft.front.sealed_reasoning import unsealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 CALL: list[OutputEvent] = [
@@ -35,7 +35,7 @@ CALL: list[OutputEvent] = [
 
 def played(found: list[OutputEvent], **options: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(events, blocks), as JSON."""
-    blocks = Blocks(**options)
+    blocks = ContentBlocks(**options)
     events = [event for one in found for event in blocks.take(one)] + blocks.close()
     return json.loads(to_json(events)), json.loads(to_json(blocks.done))
 
@@ -48,7 +48,7 @@ def shown(events: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def test_thought_text_and_calls_in_their_order() -> None:
+def test_reasoning_text_and_calls_in_their_order() -> None:
     second = [CallBegin(call=1, name="g", id="c1"), CallEnd(call=1)]
     events, blocks = played([Reasoning("a"), Reasoning("b"), Content("c"), Content("d"), *CALL, *second])
     assert shown(events) == [
@@ -78,8 +78,8 @@ def test_thought_text_and_calls_in_their_order() -> None:
     assert start == {**called, "input": {}}, "a block starts empty"
 
 
-def test_an_omitted_thought_is_in_its_signature() -> None:
-    events, blocks = played([Reasoning("se"), Reasoning("cret"), Content("x")], omit_thoughts=True)
+def test_an_omitted_reasoning_is_in_its_signature() -> None:
+    events, blocks = played([Reasoning("se"), Reasoning("cret"), Content("x")], omit_reasoning=True)
     assert blocks[0]["thinking"] == ""
     assert unsealed(blocks[0]["signature"]) == "secret"
     assert shown(events)[:3] == ["0 start thinking", "0 delta signature_delta", "0 stop "]

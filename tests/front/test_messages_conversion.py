@@ -12,12 +12,12 @@ import weft
 from tests.support.tool_template import write_template
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.conversation import Conversation
-from weft.front.protocol.messages.conversion import Facts, conversation
-from weft.front.protocol.messages.protocol import CountRequest, MessagesRequest
-from weft.front.protocol.messages.read import read_messages
+from weft.front.protocol.messages.messages_conversion import MessagesFacts, conversation
+from weft.front.protocol.messages.messages_request import CountRequest, MessagesRequest
+from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.parse import parse
 from weft.front.requests.reading import Job, Reader
-from weft.front.thoughts import sealed
+from weft.front.sealed_reasoning import sealed
 from weft.text.images import ImagePart
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
@@ -29,7 +29,7 @@ TOOL = {"name": "f", "description": "does", "input_schema": {"type": "object", "
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": [1, None]}}
 
 
-def read(**fields: Any) -> tuple[Conversation, Facts]:
+def read(**fields: Any) -> tuple[Conversation, MessagesFacts]:
     body = {"model": "m", "max_tokens": 16, "messages": [HELLO], **fields}
     asked = parse(json.dumps(body).encode(), MessagesRequest)
     return conversation(asked, system_inside=True, keep_attribution=False)
@@ -149,7 +149,7 @@ def test_lines_of_attribution_are_left_out() -> None:
     assert (kept.messages[0]["content"], facts.attribution) == (LINE, False)
 
 
-def test_a_thought_that_was_omitted_comes_back_in_its_signature() -> None:
+def test_a_reasoning_that_was_omitted_comes_back_in_its_signature() -> None:
     block = {"type": "thinking", "thinking": "", "signature": sealed("secret 語")}
     (_, turn, _) = messages(HELLO, {"role": "assistant", "content": [block, *text("a")]}, HELLO)
     assert turn["reasoning_content"] == "secret 語"
@@ -179,7 +179,7 @@ def test_tools_and_the_choice_among_them() -> None:
 def test_how_much_to_think() -> None:
     def asked(**fields: Any) -> tuple[Any, ...]:
         made, facts = read(**fields)
-        return made.effort, made.thinking_budget, facts.omit_thoughts
+        return made.effort, made.thinking_budget, facts.omit_reasoning
 
     assert asked() == (None, None, False)
     assert asked(thinking={"type": "disabled"}) == ("none", None, False)

@@ -25,7 +25,7 @@ from weft.control.fleet.instance_table import Patience
 from weft.control.links.flow import Flow
 from weft.control.links.link import Address
 from weft.control.links.links import Links
-from weft.control.processes.owner import HeadOwner
+from weft.control.processes.engine_owner import EngineOwner
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -41,14 +41,14 @@ class Rig:
         self.gate = folder / "gate"
         """While the file exists, a started engine does not begin."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        owner = HeadOwner([str(number) for number in range(count)], self, restarts)
+        owner = EngineOwner([str(number) for number in range(count)], self, restarts)
         owner.start()
         self.links = Links(owner, Patience(engine=10.0))
 
     def start(self, name: str, incarnation: int) -> Address:
         endpoint = f"ipc://{self._folder}/head{len(self.processes)}"
         variables = env.child_environment(PYTHONPATH=str(HERE.parent.parent))
-        command = [sys.executable, str(HERE / "fake_head.py"), endpoint]
+        command = [sys.executable, str(HERE / "fake_engine.py"), endpoint]
         if self.gate.exists():
             waits = 'while [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
             command = ["sh", "-c", waits, str(self.gate), *command]
@@ -345,7 +345,7 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
 LONG = {"prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 4}
 
 
-SHORT_GRACE = {"weft.front.server.GRACE": 0.5}
+SHORT_GRACE = {"weft.front.front_server.GRACE": 0.5}
 """Seconds until the server closes connections of clients that do not read."""
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.chat import ChatRequest
-from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.chat_request import ChatRequest
+from weft.front.protocol.completions_request import CompletionRequest
 from weft.front.protocol.fields import CHAT_ONLY, NEUTRAL, NO_TOOLS, UNSUPPORTED
 from weft.front.protocol.parse import parse
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.front.http.rate_limit import (
-    Admitted,
-    Asked,
+    RateAdmitted,
     RateLimits,
-    Refused,
+    RateRefused,
+    RateRequest,
     Spent,
     Standing,
     duration,
@@ -19,47 +19,47 @@ from weft.front.http.rate_limit import (
 from weft.front.lifecycle import LEAST_WAIT, MOST_WAIT, WINDOW, RetryAfter
 
 
-def ask(limits: RateLimits, now: float, key: int = 0) -> Admitted | Refused:
-    (verdict,) = limits.on(Asked(key), now)
+def ask(limits: RateLimits, now: float, key: int = 0) -> RateAdmitted | RateRefused:
+    (verdict,) = limits.on(RateRequest(key), now)
     return verdict
 
 
 def test_a_minutes_requests_and_no_more() -> None:
     limits = RateLimits(3, 0)
     for left in (2, 1, 0):
-        assert ask(limits, 10.0) == Admitted(requests=Standing(3, left, 20.0 * (3 - left)), tokens=None)
+        assert ask(limits, 10.0) == RateAdmitted(requests=Standing(3, left, 20.0 * (3 - left)), tokens=None)
     refused = ask(limits, 10.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RateRefused)
     assert (refused.what, refused.wait) == ("requests", 20.0)
-    assert isinstance(ask(limits, 29.9), Refused)
-    assert isinstance(ask(limits, 30.0), Admitted)
-    assert isinstance(ask(limits, 31.0), Refused), "a refusal takes nothing, an admission one"
+    assert isinstance(ask(limits, 29.9), RateRefused)
+    assert isinstance(ask(limits, 30.0), RateAdmitted)
+    assert isinstance(ask(limits, 31.0), RateRefused), "a refusal takes nothing, an admission one"
 
 
 def test_keys_have_buckets_of_their_own() -> None:
     limits = RateLimits(1, 0)
-    assert isinstance(ask(limits, 0.0, key=0), Admitted)
-    assert isinstance(ask(limits, 0.0, key=1), Admitted)
-    assert isinstance(ask(limits, 0.0, key=0), Refused)
+    assert isinstance(ask(limits, 0.0, key=0), RateAdmitted)
+    assert isinstance(ask(limits, 0.0, key=1), RateAdmitted)
+    assert isinstance(ask(limits, 0.0, key=0), RateRefused)
 
 
 def test_tokens_are_counted_when_they_are_used() -> None:
     limits = RateLimits(0, 600)
-    assert isinstance(ask(limits, 0.0), Admitted)
+    assert isinstance(ask(limits, 0.0), RateAdmitted)
     assert limits.on(Spent(0, 1200), 0.0) == []
     refused = ask(limits, 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RateRefused)
     assert refused.what == "tokens"
     assert refused.wait == pytest.approx(60.1)
     assert refused.tokens == Standing(600, 0, 120.0)
-    assert isinstance(ask(limits, 60.2), Admitted)
+    assert isinstance(ask(limits, 60.2), RateAdmitted)
 
 
 def test_a_refusal_for_tokens_takes_no_request() -> None:
     limits = RateLimits(1, 60)
     limits.on(Spent(0, 61), 0.0)
-    assert isinstance(ask(limits, 0.0), Refused)
-    assert isinstance(ask(limits, 3.0), Admitted)
+    assert isinstance(ask(limits, 0.0), RateRefused)
+    assert isinstance(ask(limits, 3.0), RateAdmitted)
 
 
 @pytest.mark.requirement("F31")
@@ -69,7 +69,7 @@ def test_no_minute_has_more_than_two_buckets(steps: list[tuple[float, int]]) -> 
     now, admitted = 0.0, []
     for pause, tokens in steps:
         now += pause
-        if isinstance(ask(limits, now), Admitted):
+        if isinstance(ask(limits, now), RateAdmitted):
             admitted.append(now)
             limits.on(Spent(0, tokens), now)
     for start in admitted:
@@ -79,11 +79,11 @@ def test_no_minute_has_more_than_two_buckets(steps: list[tuple[float, int]]) -> 
 def test_time_that_goes_back_gives_nothing() -> None:
     limits = RateLimits(1, 0)
     ask(limits, 10.0)
-    assert isinstance(ask(limits, 5.0), Refused)
+    assert isinstance(ask(limits, 5.0), RateRefused)
 
 
 def test_headers_and_durations() -> None:
-    made = headers_of(Admitted(requests=Standing(10, 3, 42.0), tokens=None))
+    made = headers_of(RateAdmitted(requests=Standing(10, 3, 42.0), tokens=None))
     assert made == [
         (b"x-ratelimit-limit-requests", b"10"),
         (b"x-ratelimit-remaining-requests", b"3"),

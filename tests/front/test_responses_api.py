@@ -93,9 +93,9 @@ def test_a_tool_loop_without_state(client: openai.OpenAI, server: Running) -> No
     }
     first = client.responses.create(input=items, **options)
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
-    thought, _, call = first.output
-    assert thought.type == "reasoning"
-    assert thought.encrypted_content
+    reasoning, _, call = first.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.encrypted_content
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments), call.status) == ("weather", {"city": "Oslo"}, "completed")
     assert first.usage is not None

@@ -10,11 +10,11 @@ import pytest
 
 from weft.common.errors import NotFound
 from weft.front.http.answers import to_json
-from weft.front.protocol.responses.conversion import Facts
-from weft.front.protocol.responses.tools import Named
+from weft.front.protocol.responses.conversion import ResponsesFacts
+from weft.front.protocol.responses.responses_tools import Named
 from weft.front.responses.content import Items
-from weft.front.responses.store import OVERHEAD, ResponseStore, Stored, history
-from weft.front.thoughts import unsealed
+from weft.front.responses.response_store import OVERHEAD, ResponseStore, Stored, history
+from weft.front.sealed_reasoning import unsealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 CALL: list[OutputEvent] = [
@@ -30,7 +30,7 @@ def played(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(events, items), as JSON."""
     left = list(waiting or ())
-    items = Items(Facts(**facts), lambda: left.pop(0) if left else b"")
+    items = Items(ResponsesFacts(**facts), lambda: left.pop(0) if left else b"")
     events = [event for one in found for event in items.take(one)] + items.close(whole=whole)
     return json.loads(to_json(events)), json.loads(to_json(items.done))
 
@@ -50,10 +50,10 @@ TEXT = [
 
 def test_the_published_order_of_events() -> None:
     events, items = played([Reasoning("why"), Content("so"), *CALL])
-    thought = [kind.replace("output_text", "reasoning_text") for kind in TEXT]
+    reasoning = [kind.replace("output_text", "reasoning_text") for kind in TEXT]
     arguments = "function_call_arguments."
     assert kinds(events) == [
-        *thought,
+        *reasoning,
         "output_item.done",
         *TEXT,
         "output_item.done",
@@ -78,7 +78,7 @@ def test_the_published_order_of_events() -> None:
             assert event["item_id"] == items[event["output_index"]]["id"]
 
 
-def test_a_thought_shown_as_its_summary() -> None:
+def test_a_reasoning_shown_as_its_summary() -> None:
     events, (item,) = played([Reasoning("wh"), Reasoning("y")], summarizes=True, encrypted=True)
     assert kinds(events) == [
         "output_item.added",

@@ -10,11 +10,11 @@ import pytest
 from weft.common.errors import InvalidRequest, NotFound, WeftError
 from weft.front.protocol.conversation import Conversation
 from weft.front.protocol.parse import parse
-from weft.front.protocol.responses.conversion import Facts, History, conversation
+from weft.front.protocol.responses.conversion import History, ResponsesFacts, conversation
 from weft.front.protocol.responses.protocol import ResponsesRequest
 from weft.front.protocol.responses.read import Lookup, line_of, references
-from weft.front.protocol.responses.tools import Named
-from weft.front.thoughts import sealed
+from weft.front.protocol.responses.responses_tools import Named
+from weft.front.sealed_reasoning import sealed
 from weft.text.images import ImagePart
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": '{"a": 1}'}
@@ -22,7 +22,7 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 
-def read(history: History = History(), **fields: Any) -> tuple[Conversation, Facts]:
+def read(history: History = History(), **fields: Any) -> tuple[Conversation, ResponsesFacts]:
     body = {"model": "m", "input": "hello", **fields}
     asked = parse(json.dumps(body).encode(), ResponsesRequest)
     return conversation(asked, history, system_inside=True)
@@ -97,20 +97,20 @@ def test_a_tool_loop_becomes_messages_of_a_chat() -> None:
     ]
 
 
-def test_a_thought_is_taken_from_where_the_most_of_it_is() -> None:
+def test_a_reasoning_is_taken_from_where_the_most_of_it_is() -> None:
     summary = [part("short", "summary_text")]
     content = [part("long", "reasoning_text")]
 
-    def thought(**fields: Any) -> Any:
+    def reasoning(**fields: Any) -> Any:
         (turn,) = messages(
             {"type": "reasoning", "summary": [], **fields}, {"role": "assistant", "content": "x"}
         )
         return turn.get("reasoning_content")
 
-    assert thought(summary=summary, content=content, encrypted_content=sealed("whole")) == "long"
-    assert thought(summary=summary, encrypted_content=sealed("whole")) == "whole"
-    assert thought(summary=summary, encrypted_content="gAAAA of another server") == "short"
-    assert thought() is None
+    assert reasoning(summary=summary, content=content, encrypted_content=sealed("whole")) == "long"
+    assert reasoning(summary=summary, encrypted_content=sealed("whole")) == "whole"
+    assert reasoning(summary=summary, encrypted_content="gAAAA of another server") == "short"
+    assert reasoning() is None
 
 
 def test_a_tool_whose_input_is_text() -> None:

@@ -11,7 +11,7 @@ from weft.common.errors import NotFound
 from weft.front.protocol.parse import parse
 from weft.front.protocol.responses.conversion import History, conversation
 from weft.front.protocol.responses.protocol import ResponsesRequest
-from weft.front.responses.store import ResponseStore, Stored
+from weft.front.responses.response_store import ResponseStore, Stored
 
 
 def stored(id: str, key: int, size: int = 1000) -> Stored:

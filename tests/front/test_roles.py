@@ -33,7 +33,7 @@ def test_answers_and_metrics_of_a_pair(start_fake: Any) -> None:
 
 @pytest.mark.requirement("E12")
 def test_the_policy_is_a_flag(start_fake: Any, script: Any) -> None:
-    server = start_fake(heads=2, routing_policy="round-robin")
+    server = start_fake(engines=2, routing_policy="round-robin")
     asked = {"prompt": "abc", "seed": script.HANG_AFTER, "max_tokens": 9}
 
     def running() -> list[str]:

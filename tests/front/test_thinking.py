@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.servers import Running
 from tests.support.text_folders import write_tokenizer
-from weft.front.requests.thinking import ThoughtBudget, after, single
+from weft.front.requests.thinking import ReasoningBudget, after, single
 from weft.text.parsing.events import OutputEvent
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes, ids_to_bytes
 from weft.types.sampling import TokenParams
@@ -50,7 +50,7 @@ class Letters:
 def test_tokens_inside_are_counted(
     tokens: int, texts: list[str], opened: bool, spent_after: int | None
 ) -> None:
-    budget = ThoughtBudget(tokens, Letters(opened))
+    budget = ReasoningBudget(tokens, Letters(opened))
     states = [budget.spent]
     for text in texts:
         budget.take(text)
@@ -118,7 +118,7 @@ def ask(server: Running, text: str, **fields: Any) -> Any:
 
 @pytest.mark.requirement("F64")
 @pytest.mark.parametrize("text", ["opens itself", "was opened"])
-def test_a_thought_ends_with_its_budget(server: Running, text: str) -> None:
+def test_a_reasoning_ends_with_its_budget(server: Running, text: str) -> None:
     got = ask(server, text, thinking_token_budget=4, n=2)
     for choice in got["choices"]:
         message = choice["message"]
@@ -143,7 +143,7 @@ def test_a_stream_has_the_same(server: Running, sse: Any, text: str) -> None:
     assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["stop"]
 
 
-def test_no_thought_at_all(server: Running) -> None:
+def test_no_reasoning_at_all(server: Running) -> None:
     for text in ("was opened", "opens itself"):
         message = ask(server, text, thinking_token_budget=0)["choices"][0]["message"]
         assert "reasoning" not in message

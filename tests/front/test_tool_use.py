@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.chat_request import ChatRequest
 from weft.front.protocol.parse import parse
 from weft.front.protocol.tools import MAX_TOOLS, ToolUse
 from weft.text.parsing.parser import Tool

@@ -24,7 +24,7 @@ TEMPLATE = (
     "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\n\n</think>\n\n' -}}"
     "{%- endif -%}{%- endif -%}"
 )
-THOUGHT = "<think>\nLet me see.\n</think>\n\n"
+REASONING = "<think>\nLet me see.\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -41,7 +41,7 @@ TOOLS = [tool("weather", description="Tells it", parameters=CITY), tool("time")]
 def server(start_scripted: Any, tmp_path_factory: pytest.TempPathFactory) -> Running:
     folder = tmp_path_factory.mktemp("qwen")
     write_tokenizer(folder, added=["<think>", "</think>", "<tool_call>", "</tool_call>"], template=TEMPLATE)
-    both = THOUGHT + "I ask.\n" + CALL + "\n" + TIME
+    both = REASONING + "I ask.\n" + CALL + "\n" + TIME
     entries: list[dict[str, Any]] = [
         {"match": "no tools here", "text": both},
         {"match": {"regex": "think of both.*thinking off"}, "text": "fine"},
@@ -49,9 +49,9 @@ def server(start_scripted: Any, tmp_path_factory: pytest.TempPathFactory) -> Run
         {"match": "call alone", "text": CALL},
         {"match": "call cut", "text": CALL[:40], "finish": "length"},
         {"match": "unknown name", "text": CALL.replace("weather", "nope")},
-        {"match": "only thinks", "text": THOUGHT + "Done."},
+        {"match": "only thinks", "text": REASONING + "Done."},
         {"match": {"contains": ["off switch", "<think>\n\n</think>"]}, "text": "quick"},
-        {"match": "off switch", "text": THOUGHT + "slow"},
+        {"match": "off switch", "text": REASONING + "slow"},
         {"match": "bare exploit", "text": "__import__('os').system('x') {{7*7}} \x00 <tool_call>"},
         {"match": "json please", "text": '{"city": "Oslo"}'},
     ]
@@ -88,7 +88,7 @@ def streamed(server: Running, sse: Any, text: str, **fields: Any) -> list[dict[s
 
 
 @pytest.mark.requirement("F65")
-def test_a_whole_answer_has_thought_content_and_calls(server: Running) -> None:
+def test_a_whole_answer_has_reasoning_content_and_calls(server: Running) -> None:
     choice = ask(server, "think of both", tools=TOOLS)
     message = choice["message"]
     assert "Let me see." in message["reasoning_content"] == message["reasoning"]
@@ -176,7 +176,7 @@ def test_one_call_where_no_more_may_come(server: Running) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
-def test_thoughts_can_be_left_out(server: Running, sse: Any) -> None:
+def test_reasoning_can_be_left_out(server: Running, sse: Any) -> None:
     message = ask(server, "only thinks", include_reasoning=False)["message"]
     assert message["content"].strip() == "Done."
     assert not {"reasoning", "reasoning_content"} & message.keys()
@@ -331,7 +331,7 @@ def test_default_variables_of_the_template(start_scripted: Any, tmp_path: Path) 
     write_tokenizer(tmp_path, added=["<think>", "</think>"], template=TEMPLATE)
     script = [
         {"match": "<think>\n\n</think>", "text": "quick", "repeat": True},
-        {"text": THOUGHT + "slow", "repeat": True},
+        {"text": REASONING + "slow", "repeat": True},
     ]
     flags = ("--tokenizer", str(tmp_path), "--max-model-len", "512")
     server = start_scripted(script, *flags, "--default-chat-template-kwargs", '{"enable_thinking": false}')

@@ -11,7 +11,7 @@ import weft
 from tests.support.tool_template import TEMPLATE
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.front.protocol.turns import Turns, effort_shown, renamed, shows_system_inside, shows_users_apart
-from weft.front.thoughts import sealed, unsealed
+from weft.front.sealed_reasoning import sealed, unsealed
 from weft.text.chat import ChatFormat
 from weft.text.tokenizer import Tokenizer
 
@@ -93,8 +93,8 @@ def test_errors_name_the_apis_own_parameter() -> None:
     assert renamed(same, {"messages": "input"}) is same
 
 
-def test_thoughts_in_their_opaque_form() -> None:
-    for thought in ("", "x", "語\n\x00", "a" * 10_000):
-        assert unsealed(sealed(thought)) == thought
+def test_reasoning_in_their_opaque_form() -> None:
+    for reasoning in ("", "x", "語\n\x00", "a" * 10_000):
+        assert unsealed(sealed(reasoning)) == reasoning
     for text in ("", "gAAAAB", "weft1.", "weft1.!", "weft1.gA==", "weft1." + "A" * 5):
         assert unsealed(text) == ""

@@ -31,12 +31,12 @@ QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he
 LONG: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 
 
-def by_head(server: Any, name: str) -> list[float]:
+def by_engine(server: Any, name: str) -> list[float]:
     text = server.http.get("/metrics").text
     return [float(v) for _, v in sorted(re.findall(rf'^weft:{name}{{head="(\d+)".*}} (\S+)$', text, re.M))]
 
 
-def heads(server: Any) -> list[int]:
+def engines(server: Any) -> list[int]:
     return with_role(server.process.pid, "head")
 
 
@@ -65,18 +65,18 @@ def idle(server: Any) -> bool:
 
 def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> None:
     """Assert that a burst gives the same texts when an engine dies, and both replicas serve afterwards."""
-    victim = heads(server)[-1]
+    victim = engines(server)[-1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         made = pool.submit(burst, server)
         # engines report their count later
         server.wait(lambda: server.metric("front_sequences") >= 6, PATIENCE)
         os.kill(victim, death)
         assert made.result(PATIENCE) == wanted
-    server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)
+    server.wait(lambda: by_engine(server, "engine_up") == [1.0, 1.0], PATIENCE)
     assert server.http.get("/health").json() == {"status": "alive"}
     assert server.metric("front_failovers_total") >= 1
-    assert len(heads(server)) == 2
-    assert victim not in heads(server)
+    assert len(engines(server)) == 2
+    assert victim not in engines(server)
     assert burst(server) == wanted
     server.wait(lambda: idle(server), 20)
     assert server.metric("free_slots") == 2 * 2
@@ -86,9 +86,9 @@ def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> 
 def test_independent_replicas(start_weft: Any) -> None:
     server = start_weft("spool-text", *COMMON, "--max-num-seqs", "2")
     wanted = burst(server)
-    assert min(by_head(server, "generation_tokens_total")) > 0
+    assert min(by_engine(server, "generation_tokens_total")) > 0
     check_death(server, wanted, signal.SIGKILL)
-    assert sum(by_head(server, "engine_idle_steps_total")) == 0
+    assert sum(by_engine(server, "engine_idle_steps_total")) == 0
     assert server.stop() == 0
 
 
@@ -102,14 +102,14 @@ def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> 
     server = start_weft(*SHARED)
     wanted = burst(server)
     assert ask(server, 0) == wanted[0]  # the other replica has nothing to do, and takes part
-    server.wait(lambda: min(by_head(server, "engine_idle_steps_total")) > 0, 10)
+    server.wait(lambda: min(by_engine(server, "engine_idle_steps_total")) > 0, 10)
     server.wait(lambda: idle(server), 10)
     check_death(server, wanted, death)
     assert server.stop() == 0
 
 
 @pytest.mark.requirement("E32")
-def test_choices_of_a_head_know_what_heads_have_cached(start_weft: Any) -> None:
+def test_choices_of_an_engine_know_what_engines_have_cached(start_weft: Any) -> None:
     """Prompts go to the engine with the cached prefix. A restarted engine reports an empty cache."""
     server = start_weft(*COMMON, "--block-size", "16", "--max-num-seqs", "4")
     texts = [f"Question {n}: " + QUESTIONS[n % 6] * 2 for n in range(4)]
@@ -122,9 +122,9 @@ def test_choices_of_a_head_know_what_heads_have_cached(start_weft: Any) -> None:
 
     assert [cached(text) for text in texts] == [0] * 4
     assert all(cached(text) >= 16 for text in texts)
-    os.kill(heads(server)[-1], signal.SIGKILL)
-    server.wait(lambda: by_head(server, "engine_up").count(1.0) == 1, PATIENCE)
-    server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)
+    os.kill(engines(server)[-1], signal.SIGKILL)
+    server.wait(lambda: by_engine(server, "engine_up").count(1.0) == 1, PATIENCE)
+    server.wait(lambda: by_engine(server, "engine_up") == [1.0, 1.0], PATIENCE)
     for _ in range(24):
         for text in texts:
             cached(text)

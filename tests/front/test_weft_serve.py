@@ -108,7 +108,7 @@ def test_echo_gives_the_logprobs_of_prompt_and_output(weft_server: Any, client: 
         assert again.logprobs.token_logprobs[1:-1] == pytest.approx(one.logprobs.token_logprobs[1:], abs=1e-3)
 
 
-def test_stop_strings_end_the_sequence_at_the_head(weft_server: Any, client: openai.OpenAI) -> None:
+def test_stop_strings_end_the_sequence_at_the_engine(weft_server: Any, client: openai.OpenAI) -> None:
     got = client.chat.completions.create(
         model=weft_server.model, messages=MESSAGES, temperature=0, stop="####", extra_body=LONG
     )
@@ -255,7 +255,7 @@ def text_of(lines: Any, sse: Any) -> tuple[str, str]:
     ],
     ids=lambda d: d.name,
 )
-def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signals) -> None:
+def test_streams_outlive_the_engine(start_weft: Any, sse: Any, death: signal.Signals) -> None:
     """Greedy and sampled, streamed and whole, with stop strings and logprobs: all as without the death."""
     server = start_weft("--max-num-seqs", "4", "--dtype", "float64", "--rank-timeout", str(deadline(8)))
     asked: list[dict[str, Any]] = [
@@ -277,7 +277,7 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
     server.http.timeout = 120
     with concurrent.futures.ThreadPoolExecutor() as pool:  # in float64 none depends on the others
         wanted = [told(one) for one in pool.map(lambda fields: server.chat(QUESTION, **fields), asked)]
-    first = server.head()
+    first = server.engine()
     with (
         server.stream(messages=MESSAGES, **asked[0]) as stream,
         concurrent.futures.ThreadPoolExecutor() as pool,
@@ -299,19 +299,19 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
         assert late.result(deadline(90)).status_code == 200
     assert server.metric("engine_restarts_total") >= 1
     assert server.metric("front_failovers_total") >= 4
-    assert not Path(f"/proc/{first}").exists() or server.head() != first
+    assert not Path(f"/proc/{first}").exists() or server.engine() != first
     server.wait(lambda: idle(server), 10)
     assert server.metric("free_slots") == 4
     assert server.http.get("/ready").status_code == 200
     assert server.stop() == 0
 
 
-def test_clients_that_leave_while_there_is_no_head(four: Any) -> None:
+def test_clients_that_leave_while_there_is_no_engine(four: Any) -> None:
     server = four
     with server.stream(**LONG) as stream:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(server.head(), signal.SIGKILL)
+        os.kill(server.engine(), signal.SIGKILL)
         server.wait(lambda: server.metric("engine_up") == 0, 20)
     server.wait(lambda: server.metric("front_sequences") == 0, 10)
     server.wait(lambda: server.http.get("/ready").status_code == 200, 60)
@@ -326,7 +326,7 @@ def test_an_engine_that_is_not_back_in_time(start_weft: Any, sse: Any) -> None:
     with server.stream(**LONG) as stream, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = stream.iter_lines()
         next(lines)
-        os.kill(server.head(), signal.SIGKILL)
+        os.kill(server.engine(), signal.SIGKILL)
         refused = pool.submit(server.chat, max_tokens=2)
         assert sse(lines)[-1]["error"]["code"] == "unavailable"
         assert refused.result(deadline(30)).status_code == 503
@@ -343,7 +343,7 @@ def test_an_engine_that_must_not_be_started_again(start_weft: Any, sse: Any) -> 
         next(lines)
         whole = pool.submit(server.chat, **LONG, n=8)
         server.wait(lambda: server.metric("front_sequences") == 9)
-        os.kill(server.head(), signal.SIGKILL)
+        os.kill(server.engine(), signal.SIGKILL)
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
         assert whole.result(deadline(10)).status_code == 500
     with contextlib.suppress(httpx.TransportError):  # the server may have ended already
@@ -394,7 +394,7 @@ def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
 def test_sigterm_finishes_what_runs(four: Any) -> None:
     """Must be the last test with the shared server."""
     server = four
-    head = server.head()
+    engine = server.engine()
     with server.stream(n=4, **LONG) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -403,7 +403,7 @@ def test_sigterm_finishes_what_runs(four: Any) -> None:
         assert server.chat(max_tokens=1).status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.process.wait(deadline(15)) == 0
-    assert not Path(f"/proc/{head}").exists()
+    assert not Path(f"/proc/{engine}").exists()
 
 
 def test_usage_and_metrics_tell_of_drafts(start_weft: Any, weft_server: Any) -> None:

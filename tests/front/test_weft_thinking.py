@@ -26,7 +26,7 @@ def pair(start_weft: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Runn
 
 
 @pytest.mark.requirement("F64")
-def test_a_real_models_thought_is_cut_at_the_same_token_in_every_topology(pair: list[Running]) -> None:
+def test_a_real_models_reasoning_is_cut_at_the_same_token_in_every_topology(pair: list[Running]) -> None:
     made = []
     for server in pair:
         for seed in range(4):
@@ -40,8 +40,8 @@ def test_a_real_models_thought_is_cut_at_the_same_token_in_every_topology(pair: 
             assert choice["finish_reason"] == "length"
             assert body["usage"]["completion_tokens"] == len(choice["token_ids"]) == 60
             assert "</think>" not in choice["message"]["content"]
-            thought = server.http.post("/detokenize", json={"tokens": choice["token_ids"][:BUDGET]}).json()
-            shown = re.sub(r"<\|\w+\|>", "", thought["prompt"])  # a sampled thought may hold special tokens
+            reasoning = server.http.post("/detokenize", json={"tokens": choice["token_ids"][:BUDGET]}).json()
+            shown = re.sub(r"<\|\w+\|>", "", reasoning["prompt"])  # a sampled thought may hold special tokens
             assert choice["message"]["reasoning"].strip() == shown.strip()
     assert made[:4] == made[4:]
     assert pair[1].metric("spec_decode_num_draft_tokens_total") > 0

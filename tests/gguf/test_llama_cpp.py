@@ -15,7 +15,7 @@ import transformers
 from tests.support import gguf_files
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models, resolve_model_path
-from weft.gguf.tokenizer import NORMALIZED, WORDS
+from weft.gguf.gguf_tokenizer import NORMALIZED, WORDS
 from weft.text.tokenizer import Tokenizer
 
 xllamacpp = pytest.importorskip("xllamacpp")

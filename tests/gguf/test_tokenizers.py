@@ -13,7 +13,7 @@ import tokenizers
 from tests.support.gguf_files import CONTROL, NORMAL, USER, texts_of
 from weft.common.errors import ConfigError
 from weft.config.hub import bundled_models
-from weft.gguf.tokenizer import NORMALIZED, WORDS, tokenizer_files
+from weft.gguf.gguf_tokenizer import NORMALIZED, WORDS, tokenizer_files
 
 UNKNOWN, BYTE = 2, 6
 SPACE = "\u2581"

@@ -14,10 +14,10 @@ from weft.types.grammar import (
     ContextFree,
     FreeText,
     Grammar,
+    GrammarSequence,
     OneOf,
     Regex,
     Repeated,
-    Sequence,
     Text,
     Triggered,
 )
@@ -34,7 +34,7 @@ FORMS: dict[str, tuple[Grammar, list[str], list[str]]] = {
     "text": (Text("ab é"), ["ab é"], ["", "ab", "ab é!"]),
     "free": (FreeText(), ["", "x", "über 日本\n"], []),
     "free with ends": (
-        Sequence((FreeText(ends=("END", "STOP")), Text("!"))),
+        GrammarSequence((FreeText(ends=("END", "STOP")), Text("!"))),
         ["END!", "a STOP!", "EN END!"],
         ["a", "END", "a END STOP!", "a!"],
     ),
@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[Grammar, list[str], list[str]]] = {
         ["ye", "nono"],
     ),
     "sequence": (
-        Sequence((Regex("a*"), Text("a"), Regex("[0-9]?"), Text(";"))),
+        GrammarSequence((Regex("a*"), Text("a"), Regex("[0-9]?"), Text(";"))),
         ["a;", "aaa;", "aa7;"],
         [";", "7;", "a77;"],
     ),
@@ -69,7 +69,7 @@ FORMS: dict[str, tuple[Grammar, list[str], list[str]]] = {
     "rules": (ContextFree('start: "a" start "b" | "c"'), ["c", "aacbb"], ["ac", "acbb"]),
     "gbnf": (ContextFree('root ::= "a" root "b" | [c-d]+'), ["c", "adcb"], ["ab", "aacb"]),
     "triggered": (
-        Triggered(trigger="<f>", parts=(Sequence((OBJECT, Text("</f>"))), Text("none"))),
+        Triggered(trigger="<f>", parts=(GrammarSequence((OBJECT, Text("</f>"))), Text("none"))),
         ["prose <f", '<f>{"a":1}</f> and <f>none', ""],
         ["<f>", '<f>{"b":1}</f>', "<f>x"],
     ),
@@ -95,7 +95,7 @@ def test_each_form_takes_its_texts_and_no_others(backend: str, kind: str) -> Non
 def test_masks_are_what_would_be_accepted(backend: str, kind: str) -> None:
     """Checks every id, ids beyond the tokenizer included, at every position of an output."""
     rig = Rig(backend, kind, extra=40)
-    form = Sequence((FreeText(ends=("END",)), OBJECT))
+    form = GrammarSequence((FreeText(ends=("END",)), OBJECT))
     matcher = rig.compile(form).matcher()
     for token in [*rig.ids('so END{"a": 1}'), rig.ends[1]]:
         accepted = set()
@@ -182,12 +182,12 @@ def test_markup_comes_only_where_the_grammar_names_it(backend: str, kind: str) -
 
 @pytest.mark.requirement("G6")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_thought_and_an_object_are_one_grammar(backend: str) -> None:
+def test_a_reasoning_and_an_object_are_one_grammar(backend: str) -> None:
     """Reasoning opened by the prompt or by the model is part of the grammar, without extra state."""
     rig = Rig(backend)
     rest = (FreeText(ends=("</think>",)), Text("\n\n"), OBJECT)
-    opened = Sequence(rest)
-    opens = Sequence((Text("<think>"), *rest))
+    opened = GrammarSequence(rest)
+    opens = GrammarSequence((Text("<think>"), *rest))
     text = 'so {"b": 2}, then</think>\n\n{"a":1}'
     rig.check(opened, [text, '</think>\n\n{"a":1}'], ['{"a":1}', 'so</think>{"a":1}', f"<think>{text}"])
     rig.check(opens, [f"<think>{text}"], [text, '<think>so</think>\n\n```{"a":1}'])
@@ -200,12 +200,12 @@ def test_a_thought_and_an_object_are_one_grammar(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_in_prose_by_tokens(backend: str) -> None:
     rig = Rig(backend)
-    call = Sequence((Text('\n{"name": "f", "arguments": '), OBJECT, Text("}\n</tool_call>")))
+    call = GrammarSequence((Text('\n{"name": "f", "arguments": '), OBJECT, Text("}\n</tool_call>")))
     grammar = Triggered(trigger="<tool_call>", parts=(call,))
     made = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
     rig.check(grammar, ["prose", made, f"prose {made}\n{made}"], [made[:-3], made.replace('"a"', '"b"')])
-    required = Sequence(
-        (FreeText(ends=("</think>",)), Repeated(part=Sequence((Text("<tool_call>"), call)), least=1))
+    required = GrammarSequence(
+        (FreeText(ends=("</think>",)), Repeated(part=GrammarSequence((Text("<tool_call>"), call)), least=1))
     )
     rig.check(required, [f"so</think>{made}{made}"], ["so</think>", f"so</think>prose {made}", made])
 
@@ -214,7 +214,7 @@ def test_calls_in_prose_by_tokens(backend: str) -> None:
 def test_drafts_are_walked_and_taken_back(backend: str) -> None:
     """After rollbacks masks equal the masks of a matcher that never saw the drafts."""
     rig = Rig(backend)
-    compiled = rig.compile(Sequence((FreeText(ends=("</think>",)), OBJECT)))
+    compiled = rig.compile(GrammarSequence((FreeText(ends=("</think>",)), OBJECT)))
     ids = [*rig.ids('so</think>{"a": 12}'), rig.ends[0]]
     rng = random.Random(1)
     matcher = compiled.matcher()
@@ -302,12 +302,12 @@ def test_what_no_output_satisfies_is_refused(backend: str) -> None:
     rig = Rig(backend)
     assert "no output" in rig.refusal(ContextFree("start: start"))
     assert rig.refusal(schema({"type": "integer", "minimum": 5, "maximum": 4}))
-    assert "must have an end" in rig.refusal(Sequence((FreeText(), OBJECT)))
+    assert "must have an end" in rig.refusal(GrammarSequence((FreeText(), OBJECT)))
 
 
 def test_a_fresh_start_of_the_front_needs_no_torch() -> None:
     code = (
-        "import sys, weft.grammar.guard.service, weft.grammar.build, weft.grammar.registry as registry;"
+        "import sys, weft.grammar.guard.compile_jobs, weft.grammar.build, weft.grammar.registry as registry;"
         f"registry.make_compiler('auto', {str(folder('bundled'))!r}, 1024, (0, 2));"
         "assert 'torch' not in sys.modules"
     )

@@ -9,7 +9,7 @@ import pytest
 from tests.grammar.rig import BACKENDS, Rig
 from weft.common.errors import InvalidRequest
 from weft.grammar import build
-from weft.types.grammar import MAX_DEPTH, MAX_SOURCE, FreeText, Grammar, OneOf, Regex, Sequence, Text
+from weft.types.grammar import MAX_DEPTH, MAX_SOURCE, FreeText, Grammar, GrammarSequence, OneOf, Regex, Text
 
 CALL = {
     "type": "object",
@@ -39,11 +39,11 @@ def test_the_newer_structural_tag(backend: str) -> None:
     def tag(form: dict[str, Any]) -> Grammar:
         return build.structural_tag({"type": "structural_tag", "format": form})
 
-    thought = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+    reasoning = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
     number = {"type": "tag", "begin": "[", "content": {"type": "regex", "pattern": "[0-9]+"}, "end": "]"}
     listed = {"type": "tags_with_separator", "separator": ",", "tags": [number], "at_least_one": True}
     end = {"type": "optional", "content": {"type": "const_string", "value": "!"}}
-    whole = tag({"type": "sequence", "elements": [thought, listed, end]})
+    whole = tag({"type": "sequence", "elements": [reasoning, listed, end]})
     rig.check(whole, ["<think>x</think>[1],[22]!", "<think></think>[1]"], ["<think>x</think>", "[1]"])
     calls = [
         {
@@ -127,9 +127,9 @@ def test_trees_are_bounded(backend: str) -> None:
     rig = Rig(backend)
     deep: Grammar = Text("a")
     for _ in range(MAX_DEPTH):
-        deep = Sequence((deep,))
+        deep = GrammarSequence((deep,))
     assert "levels deep" in rig.refusal(deep)
-    assert "parts" in rig.refusal(Sequence(tuple(Text("a") for _ in range(3000))))
+    assert "parts" in rig.refusal(GrammarSequence(tuple(Text("a") for _ in range(3000))))
     assert "characters" in rig.refusal(Regex("a" * (MAX_SOURCE + 1)))
     assert "at least one" in rig.refusal(OneOf(()))
     assert "at least one" in rig.refusal(FreeText(ends=("",)))

@@ -14,8 +14,8 @@ from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
 from weft.grammar.backends.llguidance_backend import LEXER_TOKENS, LlguidanceGrammar, LlguidanceMatcher
-from weft.grammar.guard.guarded import MAX_BYTES, Backend, GuardedCompiler
-from weft.grammar.guard.service import GrammarService
+from weft.grammar.guard.compile_jobs import GrammarService
+from weft.grammar.guard.guarded import MAX_BYTES, BackendArguments, GuardedCompiler
 from weft.grammar.registry import make_compiler
 from weft.types.grammar import Grammar, Regex
 
@@ -26,13 +26,13 @@ GROWING = Regex("([a-z]|[a-z][a-z])*a[a-z]{40}c{3}")
 """Pattern whose random outputs each add thousands of lexer states."""
 
 
-def made(backend: Backend) -> Any:
+def made(backend: BackendArguments) -> Any:
     return make_compiler(backend.name, backend.tokenizer, backend.vocab_size, backend.end_ids)
 
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GuardedCompiler]:
-    backend = Backend(name="auto", tokenizer=str(folder("bundled")), vocab_size=1024, end_ids=(0, 2))
+    backend = BackendArguments(name="auto", tokenizer=str(folder("bundled")), vocab_size=1024, end_ids=(0, 2))
     guarded = GuardedCompiler(lambda: backend, deadline(30), made)
     yield guarded
     guarded.close()

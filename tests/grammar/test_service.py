@@ -17,7 +17,13 @@ from tests.grammar.rig import BACKENDS, Rig, folder, schema
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WeftError
-from weft.grammar.guard.service import CLIENT_PLACES, CLIENT_WAITING, MAX_KEPT_BYTES, PLACES, GrammarService
+from weft.grammar.guard.compile_jobs import (
+    CLIENT_PLACES,
+    CLIENT_WAITING,
+    MAX_KEPT_BYTES,
+    PLACES,
+    GrammarService,
+)
 from weft.types.grammar import ContextFree, Grammar, Regex, Repeated, Text
 
 
@@ -327,7 +333,7 @@ def test_a_chain_of_references_overflows_no_stack() -> None:
     code = (
         "import numpy as np\n"
         "from weft.grammar.registry import make_compiler\n"
-        "from weft.grammar.guard.service import GrammarService\n"
+        "from weft.grammar.guard.compile_jobs import GrammarService\n"
         "from weft.types.grammar import JsonSchema\n"
         f"compiler = make_compiler('auto', {str(folder('bundled'))!r}, 1024, (0, 2))\n"
         "service = GrammarService(compiler, timeout=60)\n"

@@ -42,14 +42,14 @@ class Rig:
         self.now += after
         return [action for event in events for action in self.group.on(event, self.now)]
 
-    def hello(self, rank: int, epoch: int = -1, **settings: str) -> t.Received:
+    def hello(self, rank: int, epoch: int = -1, **settings: str) -> t.FrameReceived:
         hello = f.RankHello(
             version=f.VERSION, release="", rank=rank, pid=1, epoch=epoch, settings=settings or SETTINGS
         )
-        return t.Received(self.peers[rank], hello)
+        return t.FrameReceived(self.peers[rank], hello)
 
-    def says(self, rank: int, frame: f.ToHead) -> t.Received:
-        return t.Received(self.peers[rank], frame)
+    def says(self, rank: int, frame: f.ToEngine) -> t.FrameReceived:
+        return t.FrameReceived(self.peers[rank], frame)
 
     def load(self, rank: int, epoch: int = -1) -> list[t.Action]:
         loaded = self.says(rank, f.Loaded(rank=rank, blocks=(8,)))
@@ -84,7 +84,7 @@ class Rig:
 
 
 def kinds(actions: list[t.Action]) -> list[str]:
-    return [type(action.frame if isinstance(action, t.Send) else action).__name__ for action in actions]
+    return [type(action.frame if isinstance(action, t.SendFrame) else action).__name__ for action in actions]
 
 
 def test_from_the_start_to_a_step() -> None:
@@ -103,10 +103,10 @@ def test_from_the_start_to_a_step() -> None:
     assert rig.group.phase == "forming"
     rig.formed(2)
     assert rig.group.phase == "running"
-    rig.feed(t.OwnOutcome(0, 7), rig.says(1, f.Outcome(rank=1, epoch=0, step=0, checksum=7)))
+    rig.feed(t.OwnOutcome(0, 7), rig.says(1, f.StepOutcome(rank=1, epoch=0, step=0, checksum=7)))
     assert not rig.group.steps.settled(0)
     assert rig.group.next_deadline() == 8.0
-    rig.feed(rig.says(2, f.Outcome(rank=2, epoch=0, step=0, checksum=7)))
+    rig.feed(rig.says(2, f.StepOutcome(rank=2, epoch=0, step=0, checksum=7)))
     assert rig.group.steps.settled(0)
     assert rig.group.next_deadline() is None
 
@@ -130,7 +130,7 @@ def test_what_was_lost_is_replaced_when_the_engine_has_dropped_its_steps() -> No
     assert [a for a in actions if isinstance(a, t.Spawn)] == [t.Spawn(1, anew=True), t.Spawn(2, anew=True)]
     old = rig.hello(1)
     rig.feed(t.Spawned(1, False), t.Spawned(2, False))
-    assert kinds(rig.feed(old)) == ["Refused"], "it was given up"
+    assert kinds(rig.feed(old)) == ["RankRefused"], "it was given up"
     rig.peers = {1: b"1.1", 2: b"2.1"}
     rig.load(1)
     assert kinds(rig.load(2))[-1] == "Connect"
@@ -143,7 +143,7 @@ def test_a_rank_that_told_of_its_failure_is_not_replaced(collective: bool) -> No
     rig = Rig()
     rig.run()
     error = EngineDead("planted").info()
-    told = [f.Failed(rank=rank, epoch=0, step=3, error=error, comm=collective) for rank in rig.ranks]
+    told = [f.RankFailed(rank=rank, epoch=0, step=3, error=error, comm=collective) for rank in rig.ranks]
     rig.feed(*(rig.says(frame.rank, frame) for frame in told))
     assert rig.group.lost is not None
     assert rig.group.lost.rank == (None if collective else 1)
@@ -155,7 +155,7 @@ def test_who_says_nothing_is_why_a_collective_failed() -> None:
     rig.run()
     assert rig.feed(t.OwnFailure(0, "a peer is gone", collective=True)) == [t.Abort()]
     error = EngineDead("a peer is gone").info()
-    rig.feed(rig.says(1, f.Failed(rank=1, epoch=0, step=3, error=error, comm=True)))
+    rig.feed(rig.says(1, f.RankFailed(rank=1, epoch=0, step=3, error=error, comm=True)))
     assert rig.group.phase == "running"
     rig.feed(t.Read(), after=1.6)
     assert rig.group.lost is not None
@@ -169,7 +169,7 @@ def test_an_epoch_does_not_run_while_it_is_judged() -> None:
     rig.feed(t.Connected(0))
     rig.formed(1)
     told = EngineDead("a peer is gone").info()
-    rig.feed(rig.says(1, f.Failed(rank=1, epoch=0, step=0, error=told, comm=True)))
+    rig.feed(rig.says(1, f.RankFailed(rank=1, epoch=0, step=0, error=told, comm=True)))
     rig.formed(2)
     assert rig.group.phase == "forming"
     rig.feed(t.Read(), after=1.6)
@@ -203,7 +203,7 @@ def test_nothing_is_tried_twice_before_the_first_epoch(outlived: bool) -> None:
     assert (rig.group.phase == "ended") != outlived
 
 
-def test_who_ends_with_the_head_before_is_replaced_without_a_warning(
+def test_who_ends_with_the_engine_before_is_replaced_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A new engine finds ranks that are ending, but have not ended yet."""
@@ -220,7 +220,7 @@ def test_who_ends_with_the_head_before_is_replaced_without_a_warning(
 def test_who_cannot_load_as_it_is_told(error: Any, kind: type[Exception]) -> None:
     rig = Rig()
     rig.spawn()
-    rig.feed(rig.hello(1), rig.says(1, f.Failed(rank=1, epoch=-1, step=-1, error=error.info())))
+    rig.feed(rig.hello(1), rig.says(1, f.RankFailed(rank=1, epoch=-1, step=-1, error=error.info())))
     assert type(rig.group.failed) is kind
 
 
@@ -260,7 +260,7 @@ def test_a_group_that_is_lost_again_and_again_ends() -> None:
     assert isinstance(rig.group.failed, GroupLost)
 
 
-def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
+def test_a_rank_that_does_not_come_to_the_next_engine_is_started_again() -> None:
     """The restart does not count as a try, however often it happens."""
     rig = Rig()
     rig.spawn(outlived=True)
@@ -275,15 +275,15 @@ def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
 def test_who_is_silent_is_lost() -> None:
     rig = Rig()
     rig.run()
-    heard = t.Received(b"", f.RankHeartbeat(rank=1, epoch=0, step=0, incarnation="head"))
-    stale = t.Received(b"", f.RankHeartbeat(rank=2, epoch=0, step=0, incarnation="another"))
+    heard = t.FrameReceived(b"", f.RankHeartbeat(rank=1, epoch=0, step=0, incarnation="head"))
+    stale = t.FrameReceived(b"", f.RankHeartbeat(rank=2, epoch=0, step=0, incarnation="another"))
     while rig.now < 7.0 and rig.group.lost is None:
         rig.feed(heard, stale, t.Read(heartbeats=True), after=0.5)
     assert rig.group.lost is not None
     assert rig.group.lost.rank == 2
 
 
-def test_heads_meet_before_an_epoch_and_notice_who_moved_on() -> None:
+def test_engines_meet_before_an_epoch_and_notice_who_moved_on() -> None:
     rig = Rig(meeting=Meeting(0, "file:///stores", "wakeup0", "a"))
     assert kinds(rig.gather()) == ["Pools", "Pools"]
     assert rig.group.phase == "meeting"
@@ -317,7 +317,7 @@ def test_the_end(dismiss: bool) -> None:
     rig = Rig()
     rig.run()
     actions = rig.feed(t.Close(dismiss))
-    assert kinds(actions) == ["Shutdown"] * 2 * dismiss + ["Abort"] * 3
+    assert kinds(actions) == ["RankShutdown"] * 2 * dismiss + ["Abort"] * 3
     assert rig.feed(t.Gone(1, "it ended")) == []
 
 
@@ -325,7 +325,7 @@ def test_ranks_of_a_group_that_was_given_up_are_dismissed() -> None:
     rig = Rig()
     rig.run()
     rig.feed(t.Unable(EngineDead("planted")))
-    assert kinds(rig.feed(t.Close(dismiss=True)))[:2] == ["Shutdown"] * 2
+    assert kinds(rig.feed(t.Close(dismiss=True)))[:2] == ["RankShutdown"] * 2
     assert str(rig.group.failed) == "planted"
 
 
@@ -375,13 +375,13 @@ def test_nobody_is_late_to_form_while_a_failed_connect_is_judged() -> None:
     assert rig.group.phase == "forming"
     failed = EngineDead("time-out").info()
     for rank in rig.ranks:
-        rig.feed(rig.says(rank, f.Failed(rank=rank, epoch=1, step=-1, error=failed, comm=True)))
+        rig.feed(rig.says(rank, f.RankFailed(rank=rank, epoch=1, step=-1, error=failed, comm=True)))
     assert (rig.group.phase, rig.group.lost and rig.group.lost.rank) == ("gathering", None) or (
         rig.group.phase == "forming" and rig.group.epoch == 2
     )
 
 
-def test_a_head_that_stood_still_gives_ranks_their_time() -> None:
+def test_an_engine_that_stood_still_gives_ranks_their_time() -> None:
     rig = Rig(1)
     rig.run()
     rig.feed(t.Read())
@@ -402,12 +402,12 @@ def test_what_is_told_of_an_epoch_that_is_over_costs_no_try() -> None:
     left = rig.group.tries._left
     failed = EngineDead("an error of the device").info()
     for rank in range(2, 7):
-        rig.feed(rig.says(rank, f.Failed(rank=rank, epoch=0, step=0, error=failed, comm=False)))
+        rig.feed(rig.says(rank, f.RankFailed(rank=rank, epoch=0, step=0, error=failed, comm=False)))
     rig.feed(t.OwnFailure(0, "an error of the device", False))
     assert (rig.group.phase, rig.group.tries._left) == ("gathering", left)
 
 
-def test_a_process_on_another_host_learns_from_heartbeats_that_the_head_gave_it_up() -> None:
+def test_a_process_on_another_host_learns_from_heartbeats_that_the_engine_gave_it_up() -> None:
     """``Refused`` was lost with the connection. The process joins again over a new connection."""
     rig = Rig(local=False)
     rig.run()

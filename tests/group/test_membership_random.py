@@ -19,7 +19,7 @@ def play(seed: int, tensor: int, replicas: int) -> World:
     world = World(seed, tensor, replicas, FAULTS_S)
     with silent_log():
         over = world.run(FAULTS_S + BOUND_S)
-    phases = [(head.group.membership.phase, head.group.membership.members) for head in world.heads]
+    phases = [(engine.group.membership.phase, engine.group.membership.members) for engine in world.engines]
     assert over, f"seed {seed}: {phases}"
     return world
 
@@ -33,7 +33,7 @@ def test_whatever_befalls(replicas: int, least: int) -> None:
     while counts["faults"] < least:
         world = play(seed, 1 + seed % 4, replicas)
         counts.update(world.counts)
-        counts["ended"] += sum(head.failed is not None for head in world.heads)
+        counts["ended"] += sum(engine.failed is not None for engine in world.engines)
         seed += 1
     assert counts["epochs"] > least // 8, "most groups came back"
     assert counts["epochs lost"] > least // 8

@@ -19,7 +19,7 @@ CHANCES = {"load": 0.05, "connect": 0.03, "step": 0.005, "form": 0.01}
 """Probability that an action of a process fails."""
 
 
-class Head:
+class Engine:
     """An engine that always has a step to run."""
 
     def __init__(self, world: World, number: int, incarnation: int) -> None:
@@ -91,18 +91,18 @@ class World(Timeline):
             replica.size = tensor * replicas
             self.replicas.append(replica)
         for replica in self.replicas:
-            replica.domain = self.replicas
+            replica.expert_group = self.replicas
             replica.start_remote()
-        self.heads = [Head(self, number, 0) for number in range(replicas)]
+        self.engines = [Engine(self, number, 0) for number in range(replicas)]
         self.at(1.0, None, self._befall)
 
     def run(self, until: float) -> bool:
         """Run until ``until``, or later until every engine runs or has given up after the last fault."""
         while self._heap and self._heap[0][0] <= until:
             self.advance()
-            if self.now > self.until and all(head.over for head in self.heads):
+            if self.now > self.until and all(engine.over for engine in self.engines):
                 return True
-        return all(head.over for head in self.heads)
+        return all(engine.over for engine in self.engines)
 
     # ---- mishaps
 
@@ -123,7 +123,7 @@ class World(Timeline):
         self.count("faults")
         kind = rng.choice(("die", "die", "stop", "raise", "late", "lost", "head"))
         if kind == "head":
-            self._behead(rng.choice(self.heads))
+            self._behead(rng.choice(self.engines))
             return
         awake = [
             process
@@ -151,9 +151,9 @@ class World(Timeline):
         else:
             process.loses_report = True
 
-    def _behead(self, head: Head) -> None:
+    def _behead(self, engine: Engine) -> None:
         """Kill an engine and start another. Its ranks keep their weights and register again."""
         self.count("heads")
-        head.group.end(None)
-        head.alive = False
-        self.heads[head.number] = Head(self, head.number, head.incarnation + 1)
+        engine.group.end(None)
+        engine.alive = False
+        self.engines[engine.number] = Engine(self, engine.number, engine.incarnation + 1)

@@ -15,9 +15,9 @@ from weft.types.plan import (
     Encode,
     FreeSlot,
     MoveMedia,
-    Op,
     SaveState,
     Segment,
+    SlotUpdate,
     StepPlan,
     column,
 )
@@ -59,7 +59,7 @@ def blocks(slot: int, ids: list[int], kind: int = 0) -> AppendBlocks:
 
 
 def test_images_are_in_it_without_their_pixels() -> None:
-    def told(*ops: Op) -> int:
+    def told(*ops: SlotUpdate) -> int:
         return digest(StepPlan(step=0, ops=(alloc(0), *ops), prefill=rows([0], 0)))
 
     image = Encode(blocks=ONE, count=1, grid=(1, 2, 2), pixels=b"a" * 48)
@@ -85,7 +85,7 @@ def digest(*plans: StepPlan) -> int:
     return last
 
 
-def plan(*ops: Op, step: int = 0, **segments: Segment) -> StepPlan:
+def plan(*ops: SlotUpdate, step: int = 0, **segments: Segment) -> StepPlan:
     return StepPlan(step=step, ops=ops, **segments)
 
 

@@ -10,9 +10,9 @@ import pytest
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
-from weft.kv.caches import Caches, make_kinds
+from weft.kv.cache_groups import FullGroup, WindowGroup
+from weft.kv.caches import Caches, make_cache_groups
 from weft.kv.hashing import HashChain, salted_root
-from weft.kv.kinds import FullKind, WindowKind
 
 BLOCK = 4
 
@@ -26,7 +26,7 @@ def make(*pools: PoolSpec, max_model_len: int = 60) -> Caches:
     kv = KVConfig(
         pools=pools, block_size=BLOCK, enable_prefix_caching=True, max_model_len=max_model_len, num_slots=4
     )
-    return Caches(make_kinds(kv, 16), max_model_len)
+    return Caches(make_cache_groups(kv, 16), max_model_len)
 
 
 def hashes_of(length: int) -> list[bytes]:
@@ -39,7 +39,7 @@ def test_retention_makes_the_kind() -> None:
         pool("latent", width=8, window=6),
         pool("compressed", block=12, width=8, ratio=6),
     )
-    assert [type(kind) for kind in caches.kinds] == [FullKind, WindowKind, FullKind]
+    assert [type(kind) for kind in caches.kinds] == [FullGroup, WindowGroup, FullGroup]
     assert [kind.block_size for kind in caches.kinds] == [4, 4, 12]
 
 
@@ -53,9 +53,9 @@ def test_a_compressed_hit_ends_with_a_full_block() -> None:
     caches = make(pool("compressed", block=12, width=8, ratio=6))
     hashes = hashes_of(40)
     caches.acquire(0, hashes, 0, 40)
-    caches.publish(0, 23, hashes)
+    caches.insert(0, 23, hashes)
     assert [caches.hit(hashes, limit) for limit in (11, 12, 23, 40)] == [0, 12, 12, 12]
-    caches.publish(0, 24, hashes)
+    caches.insert(0, 24, hashes)
     assert [caches.hit(hashes, limit) for limit in (23, 24, 40)] == [12, 24, 24]
 
 
@@ -69,9 +69,9 @@ def test_lines_of_every_sort_agree_on_a_hit() -> None:
     latent, compressed, sliding = caches.kinds
     hashes = hashes_of(52)
     caches.acquire(0, hashes, 0, 52)
-    latent.publish(0, 44, hashes)
-    compressed.publish(0, 52, hashes)
-    sliding.publish(0, 39, hashes)
+    latent.insert(0, 44, hashes)
+    compressed.insert(0, 52, hashes)
+    sliding.insert(0, 39, hashes)
     assert caches.hit(hashes, 51) == 36  # 44 -> 36 (compressed) -> 36
     assert caches.hit(hashes, 35) == 24
     caches.release(0, -1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kv.test_kinds import cached, full, hashes_of, pool, windowed
+from tests.kv.test_cache_groups import cached, full, hashes_of, pool, windowed
+from weft.kv.cache_groups import ids_of
 from weft.kv.caches import Caches
-from weft.kv.kinds import ids_of
 from weft.kv.pool import NULL_BLOCK
-from weft.kv.snapshots import StateKind
+from weft.kv.snapshots import StateGroup
 from weft.types.plan import AppendBlocks, LoadState
 
 HASHES = hashes_of(40)
@@ -23,7 +23,7 @@ def test_a_fetch_shares_its_hit_and_becomes_a_slots_table() -> None:
     new = kind.fetch(-2, HASHES, 16, 22, 25, 4)
     assert (new.first, len(ids_of(new))) == (4, 3)
     assert kind.available() == 20 - 7
-    kind.publish(-2, 22, HASHES)
+    kind.insert(-2, 22, HASHES)
     assert kind.fetch_hit(HASHES, 40, 40) == 20
     (op,) = kind.adopt(-2, 3)
     assert isinstance(op, AppendBlocks)
@@ -52,7 +52,7 @@ def test_a_windows_first_block_is_found_only_if_it_is_whole(
     new = kind.fetch(-2, HASHES, start, position, position + 1, sent_block)
     first = max(0, position - window + 1) // 4
     assert new.first == max(first, start // 4)
-    kind.publish(-2, position, HASHES)
+    kind.insert(-2, position, HASHES)
     found = [number for number in range(position // 4) if kind.pool.find(HASHES[number]) != NULL_BLOCK]
     assert found == list(range(0 if start else whole, position // 4))
     table = kind._tables[-2].blocks
@@ -70,7 +70,7 @@ def test_a_window_is_hit_where_what_is_read_before_the_hit_is_there() -> None:
 
 
 def test_a_state_comes_into_a_block_of_its_own_and_is_given_back_once_loaded() -> None:
-    state = StateKind(1, pool("state", blocks=2), 4)
+    state = StateGroup(1, pool("state", blocks=2), 4)
     caches = Caches((full(), state), 40)
     cached(caches.kinds[0], 16)
     assert caches.fetch_hit(HASHES, 16) == 12  # a state is sent with a position at least

@@ -17,7 +17,7 @@ from weft.kv.hashing import (
     root,
     salted_root,
 )
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 
 def chain(

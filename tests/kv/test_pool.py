@@ -40,7 +40,7 @@ def test_release_waits_for_the_last_plan_that_names_the_block() -> None:
 def test_shared_blocks_stay_until_every_holder_is_done() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.publish(block, b"k")
+    pool.insert(block, b"k")
     pool.share(block)
     pool.release(block, 5)
     assert pool.pending() == 0  # another reference remains
@@ -57,7 +57,7 @@ def test_eviction_takes_the_least_recently_used_and_forgets_it() -> None:
     pool.committed(0)
     blocks = [pool.take() for _ in range(3)]
     for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
-        pool.publish(block, key)
+        pool.insert(block, key)
     for block in blocks:
         pool.release(block, 0)
     pool.share(pool.find(b"a"))
@@ -71,7 +71,7 @@ def test_free_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(2)
     pool.committed(0)
     block = pool.take()
-    pool.publish(block, b"a")
+    pool.insert(block, b"a")
     pool.release(block, 0)
     assert pool.take() != block
     assert pool.find(b"a") == block
@@ -81,8 +81,8 @@ def test_a_content_has_one_block() -> None:
     pool = BlockPool(3)
     pool.committed(0)
     first, second = pool.take(), pool.take()
-    pool.publish(first, b"a")
-    pool.publish(second, b"a")
+    pool.insert(first, b"a")
+    pool.insert(second, b"a")
     assert pool.find(b"a") == first
     pool.release(second, 0)
     pool.release(first, 0)
@@ -90,10 +90,10 @@ def test_a_content_has_one_block() -> None:
     assert pool.available() == 3
 
 
-def test_only_held_blocks_are_published_and_only_published_ones_shared() -> None:
+def test_only_held_blocks_are_inserted_and_only_inserted_ones_shared() -> None:
     pool = BlockPool(2)
     with pytest.raises(EngineDead):
-        pool.publish(1, b"a")
+        pool.insert(1, b"a")
     block = pool.take()
     with pytest.raises(EngineDead):
         pool.share(block)
@@ -103,70 +103,70 @@ def test_leading_and_held_keys() -> None:
     pool = BlockPool(4)
     pool.committed(0)
     for key in (b"a", b"b", b"c"):
-        pool.publish(pool.take(), key)
+        pool.insert(pool.take(), key)
     pool.release(pool.find(b"b"), 0)
     assert [pool.leading(keys) for keys in ([], [b"a", b"b"], [b"a", b"x", b"b"], [b"x"])] == [0, 2, 1, 0]
     assert pool.held([b"a", b"b", b"c"]) == 2
 
 
 def test_a_block_on_hold_is_free_after_its_last_step_and_its_last_hold() -> None:
-    for hold_ends_first in (True, False):
+    for pin_ends_first in (True, False):
         pool = BlockPool(2)
         block = pool.take()
-        pool.hold(block)
-        pool.hold(block)
+        pool.pin(block)
+        pool.pin(block)
         pool.release(block, 3)
-        assert (pool.available(), pool.pending(), pool.num_on_hold()) == (1, 0, 1)
-        ends = [lambda: pool.unhold(block), lambda: pool.committed(3)]  # noqa: B023
-        pool.unhold(block)
-        for end in ends if hold_ends_first else ends[::-1]:
+        assert (pool.available(), pool.pending(), pool.num_pinned()) == (1, 0, 1)
+        ends = [lambda: pool.unpin(block), lambda: pool.committed(3)]  # noqa: B023
+        pool.unpin(block)
+        for end in ends if pin_ends_first else ends[::-1]:
             assert pool.available() == 1
             end()
-        assert (pool.available(), pool.num_on_hold()) == (2, 0)
+        assert (pool.available(), pool.num_pinned()) == (2, 0)
 
 
-def test_a_published_block_on_hold_can_be_shared_and_is_not_evicted() -> None:
+def test_a_inserted_block_on_hold_can_be_shared_and_is_not_evicted() -> None:
     pool = BlockPool(2)
     pool.committed(0)
     block = pool.take()
-    pool.publish(block, b"a")
-    pool.hold(block)
+    pool.insert(block, b"a")
+    pool.pin(block)
     pool.release(block, 0)
     assert (pool.find(b"a"), pool.held([b"a"]), pool.available()) == (block, 1, 1)
     pool.forget(b"a")
     assert pool.find(b"a") == block
     pool.share(block)
-    pool.unhold(block)
+    pool.unpin(block)
     assert pool.available() == 1
     pool.release(block, 0)
     assert (pool.available(), pool.held([b"a"])) == (2, 0)
 
 
-def test_a_reset_leaves_holds_and_nothing_else() -> None:
+def test_a_reset_leaves_pins_and_nothing_else() -> None:
     pool = BlockPool(4)
     held, cached, _ = (pool.take() for _ in range(3))
-    pool.publish(held, b"a")
-    pool.publish(cached, b"b")
+    pool.insert(held, b"a")
+    pool.insert(cached, b"b")
     pool.release(cached, -1)
     pool.release(held, 7)
-    pool.hold(held)
+    pool.pin(held)
     pool.reset()
-    assert (pool.available(), pool.pending(), pool.num_on_hold()) == (3, 0, 1)
+    assert (pool.available(), pool.pending(), pool.num_pinned()) == (3, 0, 1)
     assert pool.find(b"a") == pool.find(b"b") == NULL_BLOCK
     pool.committed(7)  # nothing of before is due
     assert held not in [pool.take() for _ in range(3)]
     with pytest.raises(EngineDead):
         pool.take()
-    pool.unhold(held)
+    pool.unpin(held)
     assert pool.take() == held
 
 
-def test_only_who_has_a_block_holds_it_and_gives_it_back_once() -> None:
+def test_only_who_has_a_block_pins_it_and_gives_it_back_once() -> None:
     pool = BlockPool(1)
     with pytest.raises(EngineDead, match="has no references"):
-        pool.hold(1)
+        pool.pin(1)
     block = pool.take()
-    pool.hold(block)
-    pool.unhold(block)
-    with pytest.raises(EngineDead, match="not on hold"):
-        pool.unhold(block)
+    pool.pin(block)
+    pool.unpin(block)
+    with pytest.raises(EngineDead, match="not pinned"):
+        pool.unpin(block)

@@ -20,7 +20,7 @@ def test_changes_replayed_give_the_index_whatever_happens() -> None:
     pool = BlockPool(6)
     names = [bytes([n]) * 16 for n in range(20)]
     held: list[int] = []
-    pool.publish(pool.take(), names[19])  # before anybody follows
+    pool.insert(pool.take(), names[19])  # before anybody follows
     log = pool.follow()
     assert pool.follow() is log
     known = set(log.keys)
@@ -32,7 +32,7 @@ def test_changes_replayed_give_the_index_whatever_happens() -> None:
         if kind < 0.4 and pool.available():
             held.append(pool.take())
             if rng.random() < 0.8:
-                pool.publish(held[-1], rng.choice(names))
+                pool.insert(held[-1], rng.choice(names))
         elif kind < 0.8 and held:
             pool.release(held.pop(rng.randrange(len(held))), -1)
         elif kind < 0.9:

@@ -8,10 +8,10 @@ import pytest
 
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
-from weft.kv.caches import Caches, make_kinds
+from weft.kv.caches import Caches, make_cache_groups
 from weft.kv.hashing import HashChain, salted_root
-from weft.kv.snapshots import Marks, StateKind, marks_for
-from weft.types.plan import AllocSlot, LoadState, Op, SaveState
+from weft.kv.snapshots import SnapshotMarks, StateGroup, marks_for
+from weft.types.plan import AllocSlot, LoadState, SaveState, SlotUpdate
 
 BLOCK = 4
 PARTS = (StatePart(name="state", shape=(2,), wide=True),)
@@ -31,18 +31,18 @@ def entries(
 
 def make(*pools: PoolSpec) -> Caches:
     kv = KVConfig(pools=pools, block_size=BLOCK, enable_prefix_caching=True, max_model_len=60, num_slots=8)
-    return Caches(make_kinds(kv, 16), 60)
+    return Caches(make_cache_groups(kv, 16), 60)
 
 
-def state(blocks: int = 4, unit: int = BLOCK) -> StateKind:
-    return StateKind(0, pool(blocks, unit), BLOCK)
+def state(blocks: int = 4, unit: int = BLOCK) -> StateGroup:
+    return StateGroup(0, pool(blocks, unit), BLOCK)
 
 
 def hashes_of(length: int, salt: str = "") -> list[bytes]:
     return HashChain(salted_root(salt), BLOCK).grow(array("i", range(length)), length)
 
 
-def saved(kind: StateKind, slot: int, key: bytes, step: int, keep: bool = True) -> int:
+def saved(kind: StateGroup, slot: int, key: bytes, step: int, keep: bool = True) -> int:
     """Save a snapshot. Return its block."""
     op = kind.save(slot, key, 0, keep, step)
     assert isinstance(op, SaveState)
@@ -89,7 +89,7 @@ def test_nothing_is_needed_and_nothing_taken_without_a_hit() -> None:
     assert (
         kind.acquire(0, hashes, 0, 40) == kind.reserve(0, 40) == kind.grow([0], kind.short([0], [40])) == []
     )
-    kind.publish(0, 40, hashes)
+    kind.insert(0, 40, hashes)
     assert (kind.available(), kind.cut(3, 17)) == (4, 17)
 
 
@@ -195,19 +195,19 @@ def test_every_kind_agrees_on_a_hit() -> None:
     )
     assert caches.unit == 12
     full, sliding, compressed, states = caches.kinds
-    assert isinstance(states, StateKind)
+    assert isinstance(states, StateGroup)
     hashes = hashes_of(56)
     caches.acquire(0, hashes, 0, 56)
-    full.publish(0, 52, hashes)
-    sliding.publish(0, 56, hashes)
-    compressed.publish(0, 56, hashes)
+    full.insert(0, 52, hashes)
+    sliding.insert(0, 56, hashes)
+    compressed.insert(0, 56, hashes)
     assert caches.hit(hashes, 55) == 0
-    assert caches.marks(hashes, 57, 0) == Marks(12, 12, 57, (48,))
+    assert caches.marks(hashes, 57, 0) == SnapshotMarks(12, 12, 57, (48,))
     for boundary in (12, 36):
         assert len(caches.save(0, hashes[boundary // 4 - 1], 0, True, 0) or []) == 1
     caches.committed(0)
     assert [caches.hit(hashes, limit) for limit in (11, 12, 35, 36, 55)] == [0, 12, 12, 36, 36]
-    assert caches.marks(hashes, 40, 36) == Marks(12, 12, 40, ())
+    assert caches.marks(hashes, 40, 36) == SnapshotMarks(12, 12, 40, ())
     ops = caches.acquire(1, hashes, 36, 40)
     assert sum(isinstance(op, LoadState) for op in ops) == 1
     assert caches.needed(2, 40) == [10, 6, 4, 0]
@@ -236,7 +236,7 @@ def test_a_model_of_states_alone() -> None:
 def test_two_state_kinds_are_saved_together_or_not_at_all() -> None:
     caches = make(entries(), pool(blocks=2), pool(blocks=1))
     hashes = hashes_of(20)
-    ops: list[Op] = caches.save(0, hashes[0], 1, True, 0) or []
+    ops: list[SlotUpdate] = caches.save(0, hashes[0], 1, True, 0) or []
     assert ops == [SaveState(slot=0, kind=kind, block=1, back=1) for kind in (1, 2)]
     assert caches.save(1, hashes[1], 0, True, 0) is None
     caches.committed(0)
@@ -271,7 +271,7 @@ def test_no_marks_where_there_is_nothing_to_gain() -> None:
     ],
 )
 def test_ends_of_chunks(known: int, num_hit: int, branch: int, ends: tuple[int, ...]) -> None:
-    assert marks_for(64, 1024, known, num_hit, branch) == Marks(64, 1024, known, ends)
+    assert marks_for(64, 1024, known, num_hit, branch) == SnapshotMarks(64, 1024, known, ends)
 
 
 def test_an_end_that_saves_little_is_left_out() -> None:
@@ -281,7 +281,7 @@ def test_an_end_that_saves_little_is_left_out() -> None:
 
 
 def test_chunks_end_at_marks_and_where_a_snapshot_is_due() -> None:
-    marks = Marks(64, 1024, 5000, (640, 4992))
+    marks = SnapshotMarks(64, 1024, 5000, (640, 4992))
     assert marks.cut(0, 2048, 0) == 640
     assert marks.cut(0, 640, 0) == 640
     assert marks.cut(0, 100, 0) == 100
@@ -294,10 +294,10 @@ def test_chunks_end_at_marks_and_where_a_snapshot_is_due() -> None:
 
 
 def test_snapshots_are_wanted_at_marks_when_due_and_while_decoding() -> None:
-    marks = Marks(16, 1024, 5000, (640,))
+    marks = SnapshotMarks(16, 1024, 5000, (640,))
     assert marks.wants(640, 600)
     assert not marks.wants(1648, 640)
     assert marks.wants(1664, 640)
     assert not marks.wants(5008, 4960)
     assert marks.wants(5024, 4960)
-    assert Marks(128, 1024, 100, ()).wants(128, 0)
+    assert SnapshotMarks(128, 1024, 100, ()).wants(128, 0)

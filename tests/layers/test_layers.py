@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts
-from weft.config.families.rope import rope_spec
+from weft.config.families.rope_settings import rope_spec
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
 from weft.layers.linear import RowLinear

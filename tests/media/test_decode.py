@@ -16,9 +16,9 @@ from PIL import Image
 
 from weft.media import decode
 from weft.media.decode import key_of, pixels_of
-from weft.media.errors import BadMedia
 from weft.media.headers import read_header
-from weft.media.messages import Target
+from weft.media.media_errors import BadMedia
+from weft.media.media_messages import Target
 
 BICUBIC = 3
 
@@ -176,7 +176,7 @@ def test_compressed_text_of_a_png_is_not_expanded() -> None:
 
 
 def test_nothing_imports_pillow_before_it_is_needed() -> None:
-    modules = "weft.media.decode, weft.media.worker, weft.media.messages"
+    modules = "weft.media.decode, weft.media.media_worker, weft.media.media_messages"
     code = f"import sys, {modules}; assert 'PIL' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

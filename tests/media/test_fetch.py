@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.media import fetch as fetching
-from weft.media.errors import BadMedia
 from weft.media.fetch import Fetcher
+from weft.media.media_errors import BadMedia
 
 Answer = Callable[[socket.socket, str], None]
 

@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from tests.support.slowness import deadline
-from weft.media.errors import BadMedia
 from weft.media.headers import ImageHeader, read_header
+from weft.media.media_errors import BadMedia
 
 SIZES = [(1, 1), (7, 5), (64, 48), (300, 1000)]
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP"]

@@ -21,11 +21,11 @@ from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded
 from weft.common.workers import most_of_client
 from weft.config.sections.media_section import MediaSection
-from weft.media import service, worker
+from weft.media import media_worker, service
 from weft.media.decode import pixels_of
-from weft.media.errors import BadMedia
 from weft.media.headers import read_header
-from weft.media.messages import Target
+from weft.media.media_errors import BadMedia
+from weft.media.media_messages import Target
 from weft.media.pictures import Frame, Picture, Pictures
 from weft.media.service import MediaService
 
@@ -168,8 +168,8 @@ def test_a_long_decode_steps_back() -> None:
             time.sleep(0.005)
         return os.getpriority(os.PRIO_PROCESS, thread)
 
-    assert worker._stepping_back(long) == 19
-    assert worker._stepping_back(lambda: os.getpriority(os.PRIO_PROCESS, 0)) < 19
+    assert media_worker._stepping_back(long) == 19
+    assert media_worker._stepping_back(lambda: os.getpriority(os.PRIO_PROCESS, 0)) < 19
 
 
 @pytest.mark.requirement("F23")

@@ -23,11 +23,11 @@ from weft.common import workers
 from weft.common.errors import InvalidRequest, Overloaded, WeftError
 from weft.common.shared_bytes import SharedBytes, reaches
 from weft.config.sections.media_section import MediaSection
-from weft.media import decode, memory, service
+from weft.media import decode, media_memory, service
 from weft.media.headers import ImageHeader, read_header
 from weft.media.pictures import Frame, Picture, Pictures, Wanted
 from weft.media.service import MediaService
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 WHERE = "messages[0].content[1]"
 
@@ -121,7 +121,7 @@ def test_pixels_are_in_memory_that_engines_can_open(why: str, monkeypatch: pytes
     """Written there by the worker; as bytes where descriptors are scarce."""
     files = [image_file((64, 48), "PNG", n) for n in range(3)]
     if why == "scarce":
-        monkeypatch.setattr(memory, "most_descriptors", lambda: 1)
+        monkeypatch.setattr(media_memory, "most_descriptors", lambda: 1)
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
@@ -145,7 +145,7 @@ def test_a_worker_that_cannot_open_memory_answers_with_pixels(monkeypatch: pytes
             super().__init__(size)
             self.name = msgspec.structs.replace(self.name, pid=1 << 30)
 
-    monkeypatch.setattr(memory, "SharedBytes", Gone)
+    monkeypatch.setattr(media_memory, "SharedBytes", Gone)
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
@@ -206,7 +206,7 @@ def _children() -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             command = (folder / "cmdline").read_bytes()
-            if int(fields[1]) == os.getpid() and b"media.worker" in command:
+            if int(fields[1]) == os.getpid() and b"media.media_worker" in command:
                 found.append(int(folder.name))
     return found
 

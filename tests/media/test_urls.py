@@ -8,7 +8,7 @@ import random
 import pytest
 
 from weft.media.addresses import is_public
-from weft.media.errors import BadMedia
+from weft.media.media_errors import BadMedia
 from weft.media.urls import WebAddress, from_base64, inline, is_web, redirected, web_address
 
 ANY = ("*",)

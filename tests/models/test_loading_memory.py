@@ -17,9 +17,9 @@ from tests.models.test_quantized_loading import _folders
 from tests.ops.test_coded import codes_of, meaning
 from tests.support.mapped_pages import resident_of
 from tests.support.slow import mostly_slow
-from weft.layers.held import Held, Note, Weight, hold_codes, take_apart, take_codes
+from weft.layers.pending_codes import Note, PendingCodes, Weight, put_codes, take_apart, take_codes
 from weft.models import loader
-from weft.models.quantized.filling import Target
+from weft.models.quantized.filling import FillTarget
 from weft.ops import cpu, stacks
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear, moe
@@ -32,7 +32,7 @@ def waiting(form: str, pieces: int) -> tuple[Weight, torch.Tensor, Callable[[], 
     codes).
     """
     parameter = nn.Parameter(torch.empty(EXPERTS, ROWS, INPUTS), requires_grad=False)
-    weight = Weight(parameter, Note(held=Held(parameter.device)))
+    weight = Weight(parameter, Note(held=PendingCodes(parameter.device)))
     alive: list[list[StorageWeakRef]] = []
     meant = []
     for expert in range(EXPERTS):
@@ -40,7 +40,7 @@ def waiting(form: str, pieces: int) -> tuple[Weight, torch.Tensor, Callable[[], 
         for piece in range(pieces):
             rows = ROWS // pieces
             codes = codes_of(form, (rows, INPUTS), seed=expert * pieces + piece)
-            hold_codes(weight, expert, piece * rows, codes)
+            put_codes(weight, expert, piece * rows, codes)
             meant.append(meaning(codes))
             alive[-1].append(StorageWeakRef(codes.values.untyped_storage()))
 
@@ -131,13 +131,13 @@ def test_pages_of_a_file_go_when_they_were_read(
     folder = large if name is None else _folders(large, tmp_path, *LARGE[name])[0]
     path = folder / "model.safetensors"
     seen: list[int] = []
-    fill = Target.fill
+    fill = FillTarget.fill
 
-    def watched(self: Target, *more: Any) -> None:
+    def watched(self: FillTarget, *more: Any) -> None:
         seen.append(resident_of(path))
         fill(self, *more)
 
-    monkeypatch.setattr(Target, "fill", watched)
+    monkeypatch.setattr(FillTarget, "fill", watched)
     assert path.stat().st_size > 1 << 19
     load(folder, dtype, pack=False)
     assert len(seen) > 20

@@ -22,11 +22,10 @@ from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
-from weft.layers.held import held_on
 from weft.models.files import WeightFile
 from weft.models.loader import load_model
-from weft.models.quantized.filling import Target
-from weft.models.quantized.sources import Source
+from weft.models.quantized.filling import FillTarget
+from weft.models.quantized.sources import TensorSource
 from weft.ops import coded
 from weft.ops.coded import Codes
 from weft.ops.cpu.linear import PackedMatrix
@@ -197,15 +196,15 @@ def test_a_stack_is_codes_or_values_and_never_both(tmp_path: Path, monkeypatch: 
     tensors["model.layers.1.mlp.experts.gate_up_proj_scales"][2, 0, 0] = 255  # not a number
     save_file(tensors, file)
     experts: dict[str, list[int]] = {}
-    fill = Target.fill
+    fill = FillTarget.fill
 
-    def watched(self: Target, source: Source, file: WeightFile) -> None:
+    def watched(self: FillTarget, source: TensorSource, file: WeightFile) -> None:
         fill(self, source, file)
-        held = held_on(self.parameters[self.weights.placements[source.name].parameter])
+        held = self.parameters[self.weights.placements[source.name].parameter].note.held
         if held is not None and "experts" in source.name:
             experts[source.name] = list(held.pieces)
 
-    monkeypatch.setattr(Target, "fill", watched)
+    monkeypatch.setattr(FillTarget, "fill", watched)
     load(tmp_path / "packed", torch.bfloat16)
     layers = "model.layers.{}.mlp.experts.{}"
     assert experts == {

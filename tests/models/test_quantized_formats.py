@@ -10,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.support import quantized as make
 from weft.config.spec import QuantizedSpec
 from weft.models.quantized import awq, float4, float8, gptq, packed
-from weft.models.quantized.readers import Lacks, read
+from weft.models.quantized.readers import LacksTensors, read
 from weft.models.quantized.scales import Misfit, as_numbers
 from weft.ops import coded
 
@@ -228,6 +228,6 @@ def test_parts_that_are_missing_are_named() -> None:
         ({"blocks": bytes_}, "mxfp4", "scales"),
     ]
     for parts, method, lacking in cases:
-        with pytest.raises(Lacks) as raised:
+        with pytest.raises(LacksTensors) as raised:
             read(parts, QuantizedSpec(method=method), F64)
         assert raised.value.role == lacking

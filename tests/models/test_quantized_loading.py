@@ -23,7 +23,7 @@ from tests.support.slow import mostly_slow
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
-from weft.layers.held import Weight
+from weft.layers.pending_codes import Weight
 from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.models.quantized import filling

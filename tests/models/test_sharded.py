@@ -19,8 +19,8 @@ from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
-from weft.layers.held import Weight, take_codes
-from weft.layers.linear import Embedding, LMHead
+from weft.layers.linear import LMHead, TokenEmbedding
+from weft.layers.pending_codes import Weight, take_codes
 from weft.layers.shard import Shard, cut
 from weft.models.base import Model
 from weft.models.loader import load_model
@@ -274,7 +274,7 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 
     def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
         build = Build(dtype=torch.float64, device=CPU, mesh=mesh)
-        embedding = Embedding(5, 3, build, tied=True)
+        embedding = TokenEmbedding(5, 3, build, tied=True)
         head = LMHead(embedding, build, tied=True)
         embedding.weight.data[: embedding.shard.count] = cut(table, embedding.shard)
         embedding.pack()
@@ -299,7 +299,7 @@ def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtyp
 
     def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
         build = Build(dtype=dtype, device=CPU, mesh=mesh, quantization=quantization)
-        embedding = Embedding(37, 48, build, tied=tied)
+        embedding = TokenEmbedding(37, 48, build, tied=tied)
         head = LMHead(embedding, build, tied=tied)
         for weight in (embedding.weight, head.weight):
             if weight is not None:

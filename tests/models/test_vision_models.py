@@ -20,7 +20,7 @@ from weft.config.sizing.memory import activation_bytes, weight_bytes
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.types.layout import Layout
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-4

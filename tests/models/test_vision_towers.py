@@ -14,7 +14,7 @@ from transformers import Qwen2VLImageProcessor
 from tests.support.vision_models import CASES, random_image
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
-from weft.config.families.media import patches_facts
+from weft.config.families.image_processors import patches_facts
 from weft.config.media import MediaFacts
 from weft.models.loader import load_model
 from weft.models.vision import Embedding

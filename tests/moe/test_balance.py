@@ -20,7 +20,7 @@ from weft.layers.build import ExpertOptions
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.moe.balance import ExpertLayers
-from weft.moe.choice import DOUBLINGS
+from weft.moe.expert_choice import DOUBLINGS
 from weft.moe.placement import in_order, rank_loads
 from weft.ops import moe
 from weft.overlap.drive import drive

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from weft.moe import exchange_cost
-from weft.moe.choice import MOST_PADDED, Chooser
 from weft.moe.exchange_cost import KINDS, ExchangeShape, MeasuredExchange, exchanges, seconds
+from weft.moe.expert_choice import MOST_PADDED, Chooser
 from weft.types.exchange import UNAGREED, Exchange
 from weft.types.layout import Layout
 

@@ -15,8 +15,8 @@ from tests.support.routed import routed, tokens
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
-from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
+from weft.moe.expert_choice import Chooser
 from weft.moe.parallel import DividedExperts, slice_of
 from weft.moe.placement import Placement, in_order
 from weft.ops import moe

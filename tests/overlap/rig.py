@@ -20,11 +20,11 @@ from weft.engine.core import EngineCore
 from weft.layers.build import ExpertOptions
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
-from weft.overlap.policy import OverlapPolicy
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.overlap.split import split
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
-from weft.types.messages import HeadStats, Submit
+from weft.types.messages import EngineStats, Submit
 from weft.types.plan import StepPlan
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ class Ran:
     """One rank's part of a run."""
 
     answers: dict[int, Answer]
-    stats: HeadStats
+    stats: EngineStats
     plans: list[StepPlan] = field(default_factory=list)
     extra: Any = None
 

@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.models.decoder import Decoder
-from weft.overlap.policy import OverlapPolicy
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout

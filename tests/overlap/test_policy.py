@@ -12,7 +12,7 @@ import pytest
 from tests.overlap.test_split import decode, prompt, segment
 from weft.config.sections.all import ParallelSection
 from weft.overlap.overlap_cost import LinkFit
-from weft.overlap.policy import ENTER, FEW, LEAVE, OverlapPolicy, mode_of
+from weft.overlap.overlap_policy import ENTER, FEW, LEAVE, OverlapPolicy, mode_of
 from weft.overlap.split import split
 from weft.overlap.times import StepTimes, Stretch, covered
 from weft.parallel.launcher import Flight

@@ -16,8 +16,8 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
-from weft.engine.domain import Domain
-from weft.overlap.policy import OverlapPolicy
+from weft.engine.expert_group import ExpertGroup
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.mesh import Mesh
 from weft.parallel.wakeup import LocalWakeups
@@ -64,7 +64,7 @@ def serve(folder: Path, load: str, mode: str, form: str) -> list[tuple[dict[int,
         engine.overlap = OverlapPolicy(mode)
         group = AgreementGroup(mesh.rank, 2, wakeups.of(mesh.rank))
         group.connect(STORE[0], 0, DEADLINE)
-        engine.domain = Domain(group)
+        engine.expert_group = ExpertGroup(group)
         tokens: dict[int, list[int]] = {}
         began = time.monotonic()
         for one in submits[mesh.rank]:

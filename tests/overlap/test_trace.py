@@ -14,9 +14,9 @@ from tests.e0.test_grid import PROMPTS
 from tests.overlap.rig import on_engines
 from tests.support.checkpoints import make_checkpoint
 from weft.engine.build import trace_of
-from weft.overlap.report import main, sums, table
+from weft.overlap.overlap_report import main, sums, table
 from weft.parallel.launcher import Flight
-from weft.runner.trace import TRACKS, StepTrace
+from weft.runner.step_trace import TRACKS, StepTrace
 from weft.types.layout import Layout
 from weft.types.sampling import TokenParams
 

@@ -210,7 +210,7 @@ def test_bells_follow_who_moves() -> None:
         wakeup.close()
 
 
-def test_a_head_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
+def test_an_engine_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
     store, group = dist.HashStore(), AgreementGroup(0, 2, LocalWakeups(2).of(0))
     said = ends_when_aborted(lambda: group.connect(store, 0, deadline(60)), group.abort)
     assert said == "the heads group could not form: aborted before all ranks had connected"

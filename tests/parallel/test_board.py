@@ -130,9 +130,9 @@ def config(tmp_path: Path) -> EngineConfig:
 
 
 @pytest.fixture
-def heads(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.RemoteHeads]:
+def engines(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.RemoteEngines]:
     monkeypatch.setattr(remote, "open_board", lambda _: Board("tcp://127.0.0.1:*", KEYS))
-    made = remote.RemoteHeads(config)
+    made = remote.RemoteEngines(config)
     yield made
     made.close(0.0)
 
@@ -141,31 +141,36 @@ def wanted(board: Board) -> int:
     return msgspec.msgpack.decode(board.get(b.wanted_key(1)) or b"", type=int)
 
 
-def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
-    board = heads._board
-    assert (0 in heads, 1 in heads) == (False, True)
-    head = heads.start(1)
-    assert wanted(board) == head.incarnation > 0
-    assert (head.poll(), head.endpoint()) == (None, None)  # the host has not come
+def test_an_engine_of_another_host(engines: remote.RemoteEngines) -> None:
+    board = engines._board
+    assert (0 in engines, 1 in engines) == (False, True)
+    engine = engines.start(1)
+    assert wanted(board) == engine.incarnation > 0
+    assert (engine.poll(), engine.endpoint()) == (None, None)  # the host has not come
     board.post(
-        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=head.incarnation, address="tcp://x:1"))
+        b.engine_key(1),
+        msgspec.msgpack.encode(b.Listening(incarnation=engine.incarnation, address="tcp://x:1")),
     )
-    assert head.endpoint() == "tcp://x:1"
-    board.post(b.ended_key(1), msgspec.msgpack.encode(b.HeadEnded(incarnation=head.incarnation, status=-9)))
-    assert head.poll() == head.wait(1.0) == -9
-
-    again = heads.start(1)
-    assert (again.poll(), again.endpoint()) == (None, None)  # the entry belongs to the earlier incarnation
-    head.kill()
-    assert wanted(board) == again.incarnation > head.incarnation
+    assert engine.endpoint() == "tcp://x:1"
     board.post(
-        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:2"))
+        b.ended_key(1), msgspec.msgpack.encode(b.EngineEnded(incarnation=engine.incarnation, status=-9))
+    )
+    assert engine.poll() == engine.wait(1.0) == -9
+
+    again = engines.start(1)
+    assert (again.poll(), again.endpoint()) == (None, None)  # the entry belongs to the earlier incarnation
+    engine.kill()
+    assert wanted(board) == again.incarnation > engine.incarnation
+    board.post(
+        b.engine_key(1),
+        msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:2")),
     )
     assert again.endpoint() == "tcp://x:2"
     with pytest.raises(subprocess.TimeoutExpired):
         again.wait(0.1)
     board.post(
-        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:3"))
+        b.engine_key(1),
+        msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:3")),
     )
     assert again.poll() == 1  # another process of the incarnation: the host was restarted
     again.kill()
@@ -181,11 +186,11 @@ def come(board: Board, mark: str, config: EngineConfig) -> None:
     board.post(b.settings_key(1, mark), msgspec.msgpack.encode(remote.host_settings(config)))
 
 
-def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: EngineConfig) -> None:
-    head, board = heads.start(1), heads._board
+def test_hosts_that_differ_are_refused(engines: remote.RemoteEngines, config: EngineConfig) -> None:
+    engine, board = engines.start(1), engines._board
     scheduler = msgspec.structs.replace(config.scheduler, max_num_seqs=5)
     come(board, "differs", msgspec.structs.replace(config, scheduler=scheduler))
-    assert head.poll() == remote.REFUSED
+    assert engine.poll() == remote.REFUSED
     told = answer(board, "differs") or ""
     assert "--max-num-seqs" in told
     assert "host 0 has 4, host 1 has 5" in told
@@ -193,38 +198,38 @@ def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: Engine
     parallel = msgspec.structs.replace(config.parallel, node_rank=1)
     kv = msgspec.structs.replace(config.kv, pools=())  # may differ between hosts
     come(board, "good", msgspec.structs.replace(config, parallel=parallel, kv=kv))
-    assert head.poll() is None
+    assert engine.poll() is None
     assert answer(board, "good") == ""
-    assert heads._reading() == [1]
+    assert engines._reading() == [1]
 
 
 def test_one_host_of_each_number(
-    heads: remote.RemoteHeads, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    engines: remote.RemoteEngines, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second host waits for the first to end, gets an error otherwise, and ends no served engine."""
     monkeypatch.setattr(remote, "AWAY_S", 0.4)
-    head, board = heads.start(1), heads._board
+    engine, board = engines.start(1), engines._board
     come(board, "first", config)
-    assert (head.poll(), answer(board, "first")) == (None, "")
+    assert (engine.poll(), answer(board, "first")) == (None, "")
     until = time.monotonic() + LONG
     while answer(board, "second") is None:
         come(board, "first", config)
         come(board, "second", config)
-        assert head.poll() is None
+        assert engine.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     assert "another host has --node-rank 1" in (answer(board, "second") or "")
 
     while answer(board, "third") is None:  # the first says nothing any more
         come(board, "third", config)
-        assert head.poll() is None
+        assert engine.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     assert answer(board, "third") == ""
     assert answer(board, "first") is None
     board.post(b.settings_key(1, "fourth"), b"nonsense")
     while answer(board, "fourth") is None:
-        assert head.poll() is None
+        assert engine.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     assert "another version" in (answer(board, "fourth") or "")

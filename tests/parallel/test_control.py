@@ -15,7 +15,7 @@ from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.parallel import loopback
-from weft.parallel.control import PeerGone, ZmqHead, ZmqRank
+from weft.parallel.control import PeerGone, ZmqEngineChannel, ZmqRank
 from weft.parallel.secret import derive, read_keys
 from weft.types.frames import MAX_FRAME
 
@@ -29,39 +29,39 @@ def endpoint(kind: str) -> str:
 @pytest.mark.requirement("A5")
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_frames_go_both_ways_in_order(kind: str) -> None:
-    head = ZmqHead(endpoint(kind))
-    ranks = [ZmqRank(head.address, rank) for rank in (1, 2)]
+    engine = ZmqEngineChannel(endpoint(kind))
+    ranks = [ZmqRank(engine.address, rank) for rank in (1, 2)]
     try:
         for number, rank in enumerate(ranks):
             rank.send(b"hello %d" % number)
         peers = {}
         for _ in ranks:
-            found = head.receive(SECONDS)
+            found = engine.receive(SECONDS)
             assert found is not None
             peers[found[1]] = found[0]
         assert sorted(peers) == [b"hello 0", b"hello 1"]
         for number in range(200):
-            head.send(peers[b"hello 0"], b"%d" % number)
-            head.send(peers[b"hello 1"], b"-%d" % number)
+            engine.send(peers[b"hello 0"], b"%d" % number)
+            engine.send(peers[b"hello 1"], b"-%d" % number)
         assert [ranks[0].receive(SECONDS) for _ in range(200)] == [b"%d" % n for n in range(200)]
         assert [ranks[1].receive(SECONDS) for _ in range(200)] == [b"-%d" % n for n in range(200)]
-        assert head.receive(0) is None
+        assert engine.receive(0) is None
         assert ranks[0].receive(0.01) is None
     finally:
-        for end in (*ranks, head):
+        for end in (*ranks, engine):
             end.close()
 
 
 def test_peers_that_are_gone_cannot_be_sent_to_and_a_restarted_rank_is_another_peer() -> None:
-    head = ZmqHead(endpoint("ipc"))
+    engine = ZmqEngineChannel(endpoint("ipc"))
     try:
         with pytest.raises(PeerGone):
-            head.send(b"nobody", b"x")
+            engine.send(b"nobody", b"x")
         peers = []
         for _ in range(2):
-            rank = ZmqRank(head.address, 1)
+            rank = ZmqRank(engine.address, 1)
             rank.send(b"hello")
-            found = head.receive(SECONDS)
+            found = engine.receive(SECONDS)
             assert found is not None
             peers.append(found[0])
             rank.close()
@@ -70,17 +70,17 @@ def test_peers_that_are_gone_cannot_be_sent_to_and_a_restarted_rank_is_another_p
         until = time.monotonic() + SECONDS
         with pytest.raises(PeerGone):  # noqa: PT012
             while time.monotonic() < until:
-                head.send(peers[0], b"x")
+                engine.send(peers[0], b"x")
                 time.sleep(0.01)
     finally:
-        head.close()
+        engine.close()
 
 
-def joins(head: ZmqHead, make: Callable[[], ZmqRank], seconds: float) -> bool:
+def joins(engine: ZmqEngineChannel, make: Callable[[], ZmqRank], seconds: float) -> bool:
     rank = make()
     try:
         rank.send(b"hello")
-        return head.receive(seconds) is not None
+        return engine.receive(seconds) is not None
     finally:
         rank.close()
 
@@ -88,24 +88,24 @@ def joins(head: ZmqHead, make: Callable[[], ZmqRank], seconds: float) -> bool:
 @pytest.mark.requirement("F27")
 def test_only_who_knows_the_secret_joins() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
-    head = ZmqHead("tcp://127.0.0.1:*", keys)
+    engine = ZmqEngineChannel("tcp://127.0.0.1:*", keys)
     try:
-        assert joins(head, lambda: ZmqRank(head.address, 1, keys), SECONDS)
-        assert not joins(head, lambda: ZmqRank(head.address, 1), 1.0)
-        assert not joins(head, lambda: ZmqRank(head.address, 1, others), 1.0)
+        assert joins(engine, lambda: ZmqRank(engine.address, 1, keys), SECONDS)
+        assert not joins(engine, lambda: ZmqRank(engine.address, 1), 1.0)
+        assert not joins(engine, lambda: ZmqRank(engine.address, 1, others), 1.0)
         # A rank with the engine's key but without the ranks' key.
-        stolen = type(keys)(head=keys.head, rank=others.rank)
-        assert not joins(head, lambda: ZmqRank(head.address, 1, stolen), 1.0)
-        assert joins(head, lambda: ZmqRank(head.address, 2, keys), SECONDS)
+        stolen = type(keys)(engine=keys.engine, rank=others.rank)
+        assert not joins(engine, lambda: ZmqRank(engine.address, 1, stolen), 1.0)
+        assert joins(engine, lambda: ZmqRank(engine.address, 2, keys), SECONDS)
     finally:
-        head.close()
+        engine.close()
 
 
-def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_head() -> None:
+def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_engine() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
-    for stranger in (ZmqHead("tcp://127.0.0.1:*", others), ZmqHead("tcp://127.0.0.1:*")):
+    for stranger in (ZmqEngineChannel("tcp://127.0.0.1:*", others), ZmqEngineChannel("tcp://127.0.0.1:*")):
         try:
-            assert not joins(stranger, lambda head=stranger: ZmqRank(head.address, 1, keys), 1.0)  # type: ignore[misc]
+            assert not joins(stranger, lambda engine=stranger: ZmqRank(engine.address, 1, keys), 1.0)  # type: ignore[misc]
         finally:
             stranger.close()
 
@@ -126,52 +126,52 @@ def test_secrets_come_from_files(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("F27")
 def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
-    head = ZmqHead(endpoint("ipc"))
-    rank, other = ZmqRank(head.address, 1), ZmqRank(head.address, 2)
+    engine = ZmqEngineChannel(endpoint("ipc"))
+    rank, other = ZmqRank(engine.address, 1), ZmqRank(engine.address, 2)
     try:
         rank.send(bytes(MAX_FRAME + 1))
         other.send(b"hello")
-        found = head.receive(SECONDS)
+        found = engine.receive(SECONDS)
         assert found is not None
         assert found[1] == b"hello"
     finally:
-        for end in (rank, other, head):
+        for end in (rank, other, engine):
             end.close()
 
 
 def test_a_port_that_is_still_held_is_waited_for() -> None:
     """A killed engine that has not ended yet holds the port."""
-    dying = ZmqHead(endpoint("tcp"))
+    dying = ZmqEngineChannel(endpoint("tcp"))
     late = threading.Timer(0.5, dying.close)
     late.start()
     try:
-        head = ZmqHead(dying.address, patience=SECONDS)
+        engine = ZmqEngineChannel(dying.address, patience=SECONDS)
     finally:
         late.join()
-    assert joins(head, lambda: ZmqRank(head.address, 1), SECONDS)
-    head.close()
+    assert joins(engine, lambda: ZmqRank(engine.address, 1), SECONDS)
+    engine.close()
 
 
 def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
-    holder = ZmqHead(endpoint("tcp"))
+    holder = ZmqEngineChannel(endpoint("tcp"))
     keys = derive(b"a secret of enough bytes")
     began = time.monotonic()
     try:
         with pytest.raises(ConfigError) as refused:
-            ZmqHead(holder.address, keys, 0.4)
+            ZmqEngineChannel(holder.address, keys, 0.4)
         assert refused.value.param == "--rdzv"
         why = f"cannot listen at {holder.address} (Address already in use) for 0.4 s: choose another port"
         assert refused.value.message == f"--rdzv: {why}"
     finally:
         holder.close()
     assert time.monotonic() - began > 0.4
-    ZmqHead(holder.address, keys).close()
+    ZmqEngineChannel(holder.address, keys).close()
 
 
 def test_an_address_that_can_never_be_had_is_not_waited_for() -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"--rdzv: cannot listen at tcp://192\.0\.2\.1:5799"):
-        ZmqHead("tcp://192.0.2.1:5799", patience=SECONDS)
+        ZmqEngineChannel("tcp://192.0.2.1:5799", patience=SECONDS)
     assert time.monotonic() - began < SECONDS / 2
 
 
@@ -185,18 +185,18 @@ def net(*faults: loopback.LinkFault) -> tuple[loopback.Loopback, VirtualClock]:
 
 def test_waiting_takes_virtual_time_and_none_of_ours() -> None:
     wires, clock = net()
-    head, rank = wires.head(), wires.rank(b"1")
-    assert head.receive(3600.0) is None
+    engine, rank = wires.engine(), wires.rank(b"1")
+    assert engine.receive(3600.0) is None
     assert clock.now() == 3600.0
-    head.send(b"1", b"x")
+    engine.send(b"1", b"x")
     assert rank.receive(0) == b"x"
     assert rank.receive(0) is None
     assert clock.now() == 3600.0
 
 
-def test_ranks_take_turns_while_the_head_waits() -> None:
+def test_ranks_take_turns_while_the_engine_waits() -> None:
     wires, clock = net()
-    head = wires.head()
+    engine = wires.engine()
     for peer in (b"1", b"2"):
         rank = wires.rank(peer)
 
@@ -207,9 +207,9 @@ def test_ranks_take_turns_while_the_head_waits() -> None:
             return data is not None
 
         wires.drive(peer, turn)
-    head.send(b"1", b"a")
-    head.send(b"2", b"b")
-    assert [head.receive(1.0), head.receive(1.0)] == [(b"1", b"aa"), (b"2", b"bb")]
+    engine.send(b"1", b"a")
+    engine.send(b"2", b"b")
+    assert [engine.receive(1.0), engine.receive(1.0)] == [(b"1", b"aa"), (b"2", b"bb")]
     assert clock.now() == 0.0
 
 
@@ -218,34 +218,34 @@ def test_planted_faults() -> None:
     twice = loopback.LinkFault(b"1", to_rank=True, at=2, deed=loopback.repeat)
     late = loopback.LinkFault(b"1", to_rank=True, at=1, delay=5.0)
     wires, clock = net(lost, twice, late)
-    head, rank = wires.head(), wires.rank(b"1")
+    engine, rank = wires.engine(), wires.rank(b"1")
     for number in range(4):
-        head.send(b"1", b"%d" % number)
+        engine.send(b"1", b"%d" % number)
     assert [rank.receive(0) for _ in range(4)] == [b"2", b"2", b"3", None]
-    assert head.receive(60.0) is None
+    assert engine.receive(60.0) is None
     assert clock.now() == 60.0
     assert rank.receive(0) == b"1"
     assert (lost.hits, twice.hits, late.hits) == (1, 1, 1)
     wires.cut(b"1")
     with pytest.raises(PeerGone):
-        head.send(b"1", b"x")
+        engine.send(b"1", b"x")
     with pytest.raises(PeerGone):
-        head.send(b"2", b"x")
+        engine.send(b"2", b"x")
 
 
 def test_a_rank_that_connects_again_is_heard_before_its_first_connection_ends() -> None:
     """As after a break that only the rank has noticed."""
-    head = ZmqHead("tcp://127.0.0.1:*")
+    engine = ZmqEngineChannel("tcp://127.0.0.1:*")
     context = zmq.Context()
     try:
         for data in (b"first", b"second"):  # both stay open
             rank = context.socket(zmq.DEALER)
             rank.setsockopt(zmq.IDENTITY, b"1 and random bytes")
-            rank.connect(head.address)
+            rank.connect(engine.address)
             rank.send(data)
-            assert head.receive(deadline(5)) == (b"1 and random bytes", data)
-            head.send(b"1 and random bytes", b"answer")
+            assert engine.receive(deadline(5)) == (b"1 and random bytes", data)
+            engine.send(b"1 and random bytes", b"answer")
             assert rank.poll(int(deadline(5) * 1000))
     finally:
         context.destroy(0)
-        head.close()
+        engine.close()

@@ -21,7 +21,7 @@ from weft.parallel.secret import derive
 DEADLINE = deadline(60.0)
 
 
-class Head:
+class Engine:
     """The engine's part in the rendezvous of an expert-parallel group."""
 
     def __init__(self, leases: Leases, meeting: Meeting) -> None:
@@ -47,14 +47,14 @@ class Head:
         return self.meeting.moved_on(epoch, self.leases.read())
 
 
-MeetingOf = Callable[[int, int], Head]
+MeetingOf = Callable[[int, int], Engine]
 """(replica, replicas) -> a new incarnation of the engine."""
 
 
 @pytest.fixture(params=["folder", "board"])
 def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MeetingOf]:
     if request.param == "folder":
-        yield lambda replica, count: Head(
+        yield lambda replica, count: Engine(
             FolderLeases(str(tmp_path), replica, count),
             Meeting(replica, f"file://{tmp_path}", f"wakeup{replica}"),
         )
@@ -63,10 +63,10 @@ def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeti
     board = Board("tcp://127.0.0.1:*", keys)
     clients: list[BoardClient] = []
 
-    def joined(replica: int, count: int) -> Head:
+    def joined(replica: int, count: int) -> Engine:
         clients.append(BoardClient(board.address, keys))
         stores = "" if replica else f"file://{tmp_path}"
-        return Head(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}"))
+        return Engine(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}"))
 
     yield joined
     for client in clients:
@@ -90,10 +90,10 @@ def test_proposals() -> None:
 def test_the_last_to_come_is_waited_for(meeting_of: MeetingOf, tmp_path: Path) -> None:
     met: list[Connect | None] = []
 
-    def run_head(replica: int) -> None:
+    def run_engine(replica: int) -> None:
         met.append(meeting_of(replica, 3).attend(0))
 
-    threads = [threading.Thread(target=run_head, args=(replica,), daemon=True) for replica in range(3)]
+    threads = [threading.Thread(target=run_engine, args=(replica,), daemon=True) for replica in range(3)]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
@@ -107,20 +107,20 @@ def test_the_last_to_come_is_waited_for(meeting_of: MeetingOf, tmp_path: Path) -
     assert met[0].wakeups == ("wakeup0", "wakeup1", "wakeup2")
 
 
-def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
-    heads = [meeting_of(replica, 2) for replica in range(2)]
-    threads = [threading.Thread(target=head.attend, args=(0,)) for head in heads]
+def test_an_engine_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
+    engines = [meeting_of(replica, 2) for replica in range(2)]
+    threads = [threading.Thread(target=engine.attend, args=(0,)) for engine in engines]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE)
-    for head in heads:
-        head.begun(0)
-    assert not heads[0].moved_on(0)
+    for engine in engines:
+        engine.begun(0)
+    assert not engines[0].moved_on(0)
     new = meeting_of(1, 2)
     assert new.attend(0, 0.2) is None
     until = time.monotonic() + DEADLINE
-    while not heads[0].moved_on(0):  # a read of the store returns the answer to the request before
+    while not engines[0].moved_on(0):  # a read of the store returns the answer to the request before
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -151,18 +151,18 @@ def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> Non
             lock.notify_all()
             return lock.wait_for(lambda: len(at[store]) == count, timeout=0.3)
 
-    def run_head(replica: int) -> None:
+    def run_engine(replica: int) -> None:
         own, incarnation, epoch = random.Random(100 * seed + replica), 0, 0
-        head = meeting_of(replica, count)
+        engine = meeting_of(replica, count)
         until = time.monotonic() + DEADLINE
         while not together.is_set() and time.monotonic() < until:
-            met = head.attend(epoch)
+            met = engine.attend(epoch)
             assert met is not None
             if met.epoch < epoch:
                 wrong.append("an epoch came again")
             epoch = met.epoch + 1
             if connect(met.store, replica, incarnation):
-                head.begun(met.epoch)
+                engine.begun(met.epoch)
                 with lock:
                     if not left[0]:
                         together.set()
@@ -172,10 +172,10 @@ def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> Non
                 left[0] -= dies
             if dies:
                 incarnation, epoch = incarnation + 1, 0
-                head = meeting_of(replica, count)
+                engine = meeting_of(replica, count)
                 time.sleep(own.random() * 0.1)
 
-    threads = [threading.Thread(target=run_head, args=(replica,), daemon=True) for replica in range(count)]
+    threads = [threading.Thread(target=run_engine, args=(replica,), daemon=True) for replica in range(count)]
     for thread in threads:
         thread.start()
         time.sleep(rng.random() * 0.05)

@@ -195,7 +195,7 @@ def test_what_forming_raises_is_told_and_the_other_groups_go(monkeypatch: pytest
         on_comms(2, everything, gpu=CPU)
 
 
-def test_nccl_leaves_errors_to_the_head_unless_the_user_says_otherwise(
+def test_nccl_leaves_errors_to_the_engine_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import os

@@ -17,9 +17,9 @@ from tests.rehearsal.device import Rehearsal, current
 from weft.config.resolved import EngineConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.core import EngineCore
-from weft.engine.domain import Domain
+from weft.engine.expert_group import ExpertGroup
 from weft.engine.start import alone
-from weft.overlap.policy import OverlapPolicy
+from weft.overlap.overlap_policy import OverlapPolicy
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.group_comm import GroupComm
 from weft.parallel.host_stage import HostStage
@@ -125,12 +125,12 @@ def first_rank(config: EngineConfig) -> tuple[EngineCore, Any]:
     loaded = load(config, progress=False, mesh=mesh)
     for agree in mesh.formed:
         agree()
-    layout, domain = config.parallel, None
+    layout, expert_group = config.parallel, None
     if layout.enable_expert_parallel and layout.data_parallel_size > 1:
         group = AgreementGroup(0, layout.data_parallel_size, LocalWakeups(layout.data_parallel_size))
         group.connect(None, 0, 30.0)
-        domain = Domain(group)
-    core = EngineCore(config, runner=alone(loaded.kv, loaded.runner), domain=domain)
+        expert_group = ExpertGroup(group)
+    core = EngineCore(config, runner=alone(loaded.kv, loaded.runner), expert_group=expert_group)
     core.overlap = OverlapPolicy(layout.overlap if layout.overlap != "auto" else "off")
     return core, mesh
 

@@ -219,28 +219,28 @@ def _layers(step: int, shape: Shape, reads: tuple[str, ...], writes: tuple[str, 
         yield Free(made, COLLECTIVES, frozenset({COMPUTE}))
 
 
-def moves(rooms: int, without: str = "") -> list[Entry]:
-    """Return ``rooms`` transfers of one step each through one slot, without the waits for ``without``."""
+def moves(transfers: int, without: str = "") -> list[Entry]:
+    """Return ``transfers`` transfers of one step each through one slot, without the waits for ``without``."""
     return [
         e
-        for room in range(rooms)
-        for e in _moves(room)
+        for transfer in range(transfers)
+        for e in _moves(transfer)
         if not (isinstance(e, Wait) and without and str(e.event).startswith(f"{without}:"))
     ]
 
 
-def _moves(room: int) -> Iterator[Entry]:
+def _moves(transfer: int) -> Iterator[Entry]:
     yield Use(COMPUTE, "pass", reads=("weights",), writes=("caches",))
-    yield Record(COMPUTE, f"computed:{room}")
-    yield Wait(COPIES, f"computed:{room}")
+    yield Record(COMPUTE, f"computed:{transfer}")
+    yield Wait(COPIES, f"computed:{transfer}")
     yield Use(COPIES, "copy out", reads=("caches",), writes=("through", "slot"))
-    yield Record(COPIES, f"out:{room}")
-    yield Wait(HOST, f"out:{room}")
+    yield Record(COPIES, f"out:{transfer}")
+    yield Wait(HOST, f"out:{transfer}")
     yield Use(HOST, "digest and send", reads=("slot",))
     yield Use(HOST, "take in", reads=("slot",), writes=("inbox",))
     yield Use(COPIES, "copy in", reads=("inbox",), writes=("through", "other caches"))
-    yield Record(COPIES, f"in:{room}")
-    yield Wait(HOST, f"in:{room}")
+    yield Record(COPIES, f"in:{transfer}")
+    yield Wait(HOST, f"in:{transfer}")
     yield Use(COMPUTE, "pass", reads=("other caches",), writes=("caches",))
 
 

@@ -104,7 +104,7 @@ def test_cached_prefixes_and_snapshots(name: str, folder_of: Any, monkeypatch: p
 
 TP: dict[str, Any] = {"tensor_parallel_size": 2}
 EP: dict[str, Any] = {**TP, "enable_expert_parallel": True}
-DOMAIN: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+EXPERT_GROUP: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("llama", TP),
     "tp-ordered": ("qwen3_moe", {**TP, "deterministic": True}),
@@ -122,14 +122,26 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp-mtp": ("mtp", {**TP, **SPECULATION, "speculative_method": "mtp", "overlap": "all"}),
     "replicas-mtp": (
         "mtp",
-        {**DOMAIN, **SPECULATION, "speculative_method": "mtp", "moe_dispatch": "gather", "dtype": "float64"},
+        {
+            **EXPERT_GROUP,
+            **SPECULATION,
+            "speculative_method": "mtp",
+            "moe_dispatch": "gather",
+            "dtype": "float64",
+        },
     ),
     "moving-experts": (
         "qwen3_moe",
-        {**DOMAIN, "eplb_interval": 2, "redundant_experts": 2, "moe_dispatch": "gather", "dtype": "float64"},
+        {
+            **EXPERT_GROUP,
+            "eplb_interval": 2,
+            "redundant_experts": 2,
+            "moe_dispatch": "gather",
+            "dtype": "float64",
+        },
     ),
-    "replicas": ("qwen3_moe", {**DOMAIN, "moe_dispatch": "low-latency"}),
-    "replicas-overlap": ("deepseek_v3", {**DOMAIN, "moe_dispatch": "gather", "overlap": "all"}),
+    "replicas": ("qwen3_moe", {**EXPERT_GROUP, "moe_dispatch": "low-latency"}),
+    "replicas-overlap": ("deepseek_v3", {**EXPERT_GROUP, "moe_dispatch": "gather", "overlap": "all"}),
 }
 
 

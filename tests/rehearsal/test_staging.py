@@ -22,13 +22,13 @@ from tests.support.slowness import deadline
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.disagg.transport import copying, memory, sockets
+from weft.disagg.transport import copying, sockets, staging_memory
 from weft.disagg.transport.copies import CudaCopies
-from weft.disagg.transport.memory import Sizes
-from weft.disagg.transport.worker import RankTransfer
-from weft.engine.disagg import rank_rooms
-from weft.types.rooms import Outcome, RoomKey
+from weft.disagg.transport.staging_memory import Sizes
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.engine.disagg import rank_transfers
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Outcome, TransferKey
 
 Patch = pytest.MonkeyPatch
 ONE_SLOT = Sizes(slot=2048, slots=1, inbox=2048)
@@ -55,7 +55,7 @@ class Pair(rig.Pair):
         made = current()
         made.use(label, *((self.caches[name], ()) if label == "reads" else ((), self.caches[name])))
 
-    def turns(self, key: RoomKey) -> None:
+    def turns(self, key: TransferKey) -> None:
         """Run both sides until the transfer has ended on both sides."""
         until, ended = time.monotonic() + deadline(20), 0
         while ended < 2:
@@ -87,7 +87,7 @@ def moved(
         try:
             with running(made):
                 for number in range(2):
-                    key = RoomKey(number, 0, 1)
+                    key = TransferKey(number, 0, 1)
                     expected = pair.expected()
                     pair.expect(key)
                     pair.begin(key)
@@ -118,7 +118,7 @@ def watch(patch: Patch) -> None:
         return copy(source, target, spans, seeds)
 
     patch.setattr(sockets, "digest_parts", digested)
-    patch.setattr(memory, "copy_spans", copied)
+    patch.setattr(staging_memory, "copy_spans", copied)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -146,7 +146,7 @@ def landed_early(patch: Patch) -> None:
 
 
 def not_pinned(patch: Patch) -> None:
-    patch.setattr(CudaCopies, "pin", lambda self, memory: None)
+    patch.setattr(CudaCopies, "pin", lambda self, staging_memory: None)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def without_threads(patch: Patch) -> list[RankTransfer]:
         transfers.append(RankTransfer(*given, start=False))
         return transfers[-1]
 
-    patch.setattr(rank_rooms, "RankTransfer", make)
+    patch.setattr(rank_transfers, "RankTransfer", make)
     return transfers
 
 

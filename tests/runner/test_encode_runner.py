@@ -23,15 +23,15 @@ from weft.config.sizing.media_limits import media_limits
 from weft.models.tower import TowerAlone, load_tower
 from weft.models.vision import Embedding
 from weft.runner.encode_runner import EncodeRunner
-from weft.runner.exports import RankRooms
-from weft.runner.images.media import pool_shape
-from weft.types.plan import AllocSlot, Encode, MoveMedia, Op, SendMedia, StepPlan
-from weft.types.rooms import Endpoint, RoomKey
+from weft.runner.exports import RankTransfers
+from weft.runner.images.image_store import pool_shape
+from weft.types.plan import AllocSlot, Encode, MoveMedia, SendMedia, SlotUpdate, StepPlan
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Endpoint, TransferKey
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
-KEYS = [RoomKey(number, 0, 1) for number in range(8)]
+KEYS = [TransferKey(number, 0, 1) for number in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +43,20 @@ class Notes:
     """A ``Transfer`` that only records calls."""
 
     def __init__(self) -> None:
-        self.grown: dict[RoomKey, bytes] = {}
-        self.computed_: dict[RoomKey, tuple[tuple[int, ...], int, int]] = {}
-        self.failed: dict[RoomKey, ErrorInfo] = {}
+        self.grown: dict[TransferKey, bytes] = {}
+        self.computed_: dict[TransferKey, tuple[tuple[int, ...], int, int]] = {}
+        self.failed: dict[TransferKey, ErrorInfo] = {}
         self.closed = False
 
-    def grow(self, key: RoomKey, blocks: Any) -> None:
+    def grow(self, key: TransferKey, blocks: Any) -> None:
         (one,) = blocks
         self.grown[key] = one.ids
 
-    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
+    def computed(self, key: TransferKey, layers: tuple[int, ...], begin: int, end: int) -> None:
         assert key in self.grown
         self.computed_[key] = (layers, begin, end)
 
-    def fail(self, key: RoomKey, error: ErrorInfo) -> None:
+    def fail(self, key: TransferKey, error: ErrorInfo) -> None:
         self.failed[key] = error
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Rig:
         )
         self.notes = Notes()
         self.pool = torch.full(pool_shape(limits), torch.nan, dtype=torch.float64)
-        rooms: Any = RankRooms(
+        transfers: Any = RankTransfers(
             transfer=self.notes,  # type: ignore[arg-type]
             reports=None,  # type: ignore[arg-type]
             endpoint=Endpoint("loopback", "", 0),
@@ -121,7 +121,7 @@ class Rig:
             pools=(), block_size=64, enable_prefix_caching=False, max_model_len=64, num_slots=0, media=limits
         )
         self.runner = EncodeRunner(
-            self.tower, kv, dtype=torch.float64, device=CPU, varying=("linear",), rooms=rooms, **more
+            self.tower, kv, dtype=torch.float64, device=CPU, varying=("linear",), transfers=transfers, **more
         )
         self.step = 0
 
@@ -139,7 +139,7 @@ class Rig:
             pixels=image.numpy().tobytes(),
         )
 
-    def run(self, *ops: Op) -> float:
+    def run(self, *ops: SlotUpdate) -> float:
         """Run a plan. Return the seconds of encoding."""
         handle = self.runner.forward(StepPlan(step=self.step, ops=ops))
         self.runner.sample(handle)
@@ -168,7 +168,7 @@ def packed(*blocks: int) -> bytes:
     return np.array(blocks, np.int32).tobytes()
 
 
-def send(key: RoomKey, count: int, *blocks: int) -> SendMedia:
+def send(key: TransferKey, count: int, *blocks: int) -> SendMedia:
     return SendMedia(key=key, blocks=packed(*blocks), count=count)
 
 
@@ -226,7 +226,7 @@ def test_a_batch_that_fails_is_encoded_one_by_one(rigs: Callable[..., Rig], bad:
     """Images that fail alone fail their transfers. The other images are sent."""
     rig = rigs(bad=frozenset(bad), never_together=True)
     images = {number: rig.image(number) for number in (1, 2, 3)}
-    ops: list[Op] = []
+    ops: list[SlotUpdate] = []
     for number, image in images.items():
         ops += [rig.encode(image, number), send(KEYS[number], 15, number)]
     rig.run(*ops)

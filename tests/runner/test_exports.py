@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.rooms_rig import KEY, Side, config_of, logprobs
+from tests.runner.transfers_rig import KEY, Side, config_of, logprobs
 from tests.support.slow import mostly_slow
 from weft.cli.verify.tiny import write_family
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
-from weft.disagg.protocol.events import RankReport
 from weft.disagg.protocol.group_layout import compatible, tensors_of
+from weft.disagg.protocol.transfer_events import RankReport
 from weft.engine.build import build_runner
-from weft.engine.disagg.rank_rooms import check_rooms, dims_of, is_staged
+from weft.engine.disagg.rank_transfers import check_transfers, dims_of, is_staged
 from weft.runner import exports
 from weft.types import plan as p
-from weft.types.rooms import Outcome
+from weft.types.transfer import Outcome
 
 PROMPT = [(7 * i + 3 + i * i) % 1000 for i in range(61)]
 END = len(PROMPT)
@@ -52,7 +52,7 @@ def decoded(side: Side, slot: int, steps: int = STEPS) -> list[tuple[list[int], 
     return [logprobs(side.run(decode=[row])) for row in rows]
 
 
-def receive(side: Side, slot: int, tables: list[list[int]], token: int) -> list[p.Op]:
+def receive(side: Side, slot: int, tables: list[list[int]], token: int) -> list[p.SlotUpdate]:
     return side.enter(slot, [*PROMPT, token], END, END, tables)
 
 
@@ -80,7 +80,7 @@ def same(
             np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-9)
 
 
-def open_room(sender: Side, receiver: Side, start: int = 0, cached: int = 0) -> list[list[int]]:
+def open_transfer(sender: Side, receiver: Side, start: int = 0, cached: int = 0) -> list[list[int]]:
     """Open the transfer at both sides. Return the blocks reserved by the receiver."""
     tables = receiver.tables_for(END + 32)
     assert receiver.runner.transfer is not None
@@ -117,7 +117,7 @@ def test_decode_goes_on_from_what_another_runner_prefilled(
     first = chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
     spoil(receiver)
-    tables = open_room(sender, receiver)
+    tables = open_transfer(sender, receiver)
     token = chunks(sender, 0, exports=True)
     assert token.tokens.tolist() == first.tokens.tolist()
     sender.run(sender.save(0, END))
@@ -132,7 +132,7 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
     token = chunks(sender, 0, exports=True)
-    tables = open_room(sender, receiver)  # opened late: the exports have waited
+    tables = open_transfer(sender, receiver)  # opened late: the exports have waited
     land(sender, receiver)
     receiver.run(receive(receiver, 1, tables, int(token.tokens[0])))
     same(decoded(receiver, 1), reference, exact=True)
@@ -148,7 +148,7 @@ def test_layers_are_told_when_both_micro_batches_have_passed_them(
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
     spoil(receiver)
-    tables = open_room(sender, receiver)
+    tables = open_transfer(sender, receiver)
     token = chunks(sender, 0, exports=True, micro_batches=2)
     sender.run(sender.save(0, END))
     land(sender, receiver)
@@ -204,7 +204,7 @@ def test_a_chunk_of_one_token_is_exported_where_decode_steps_are_replayed(
         side.run(ops, prefill=[(0, 0, END - 1, 0, 0)], decode=[(3, END + 4, 1, 1, 0)])
         ops = [side.export(0, END - 1, END)] if exported else []
         token = side.run(ops, prefill=[(0, END - 1, 1, 1, 0)])
-    tables = open_room(sender, receiver)
+    tables = open_transfer(sender, receiver)
     assert sender.runner.graphs is None or sender.runner.graphs.replayed == replayed
     reference = decoded(whole, 0)
     sender.run(sender.save(0, END))
@@ -227,7 +227,7 @@ def test_a_drafters_entries_go_along(
     chunks(whole, 0, exports=False, drafts=next_k)
     reference = whole.run(decode=[(0, END, 1, 1, DRAFTS)])
     spoil(receiver)
-    tables = open_room(sender, receiver)
+    tables = open_transfer(sender, receiver)
     token = chunks(sender, 0, exports=True, drafts=next_k)
     land(sender, receiver)
     receiver.run(receive(receiver, 2, tables, int(token.tokens[0])))
@@ -254,7 +254,7 @@ def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side
     assert sender.runner.endpoint.transport == "tcp"
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)
-    tables = open_room(sender, receiver)
+    tables = open_transfer(sender, receiver)
     token = chunks(sender, 0, exports=True)
     land(sender, receiver)
     receiver.run(receive(receiver, 2, tables, int(token.tokens[0])))
@@ -267,7 +267,7 @@ def test_what_cannot_move_caches_is_refused_before_weights_are_read(tmp_path: Pa
     with pytest.raises(ConfigError, match="--group-secret"):
         build_runner(config, progress=False)
     with pytest.raises(ConfigError, match="--group-secret"):
-        check_rooms(config)
+        check_transfers(config)
 
 
 def test_caches_on_a_gpu_are_staged_and_others_where_they_are_asked_to(

@@ -63,7 +63,7 @@ def test_idle_steps_between_others_change_nothing(folders: Any, family: str, dty
             made: list[int] = []
             while core.has_work():
                 if idle:
-                    plan = core.scheduler.seal(core.scheduler.idle())
+                    plan = core.scheduler.freeze(core.scheduler.idle())
                     handle = core.runner.forward(plan)
                     core.runner.sample(handle)
                     result = core.runner.read(handle)

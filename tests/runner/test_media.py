@@ -13,8 +13,8 @@ from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import ids
 from weft.overlap.split import split
-from weft.runner.images.media import MediaStore, Spans, pool_shape
-from weft.types.media import MediaItem, rope_positions, spans_of
+from weft.runner.images.image_store import EmbeddingSpans, MediaStore, pool_shape
+from weft.types.media_item import MediaItem, rope_positions, spans_of
 from weft.types.plan import (
     BindMedia,
     Encode,
@@ -25,7 +25,7 @@ from weft.types.plan import (
     StepPlan,
     column,
 )
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
 CPU = torch.device("cpu")
 LIMITS = MediaLimits(
@@ -150,7 +150,7 @@ def test_what_leaves_and_what_ranks_exchange_is_up_to_others() -> None:
         said.append((count, index.tolist(), pool[0, index[0]].tolist()))
         pool[:, index] += 1
 
-    key = RoomKey(1, 2, 3)
+    key = TransferKey(1, 2, 3)
     memory = torch.zeros(pool_shape(LIMITS))
     held = MediaStore(CountingTower(), LIMITS, CPU, memory=memory, send=said.append, gather=gather)
     send = SendMedia(key=key, blocks=ids([9, 4]), count=3)
@@ -195,7 +195,7 @@ def items(*places: tuple[int, int, int]) -> list[MediaItem]:
     "places", [[], [(0, 2, 3)], [(4, 1, 5), (9, 3, 3)], [(1, 2, 2), (6, 4, 1), (12, 1, 1)]]
 )
 def test_positions_count_by_images_as_in_the_reference(places: list[tuple[int, int, int]]) -> None:
-    spans = Spans(4, 3, CPU)
+    spans = EmbeddingSpans(4, 3, CPU)
     spans.alloc(1, spans_of(items((0, 3, 3)), 2).ravel())
     mine = spans_of(items(*places), 2)
     spans.alloc(2, column(mine.ravel()))
@@ -208,7 +208,7 @@ def test_positions_count_by_images_as_in_the_reference(places: list[tuple[int, i
 
 
 def test_a_slot_forgets_the_images_of_the_sequence_before() -> None:
-    spans = Spans(2, 3, CPU)
+    spans = EmbeddingSpans(2, 3, CPU)
     spans.alloc(0, spans_of(items((0, 2, 2), (5, 2, 2)), 2).ravel())
     spans.alloc(0, column([]))
     made = spans.rope_positions(torch.zeros(12, dtype=torch.int64), torch.arange(12))

@@ -13,7 +13,7 @@ from weft.config.spec import CacheSpec, StatePart
 from weft.runner import slot_state as module
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.slot_state import States
-from weft.types.plan import AppendBlocks, FreeSlot, LoadState, Op, SaveState, column
+from weft.types.plan import AppendBlocks, FreeSlot, LoadState, SaveState, SlotUpdate, column
 
 CPU = torch.device("cpu")
 SLOTS, BLOCKS, COPIES = 6, 5, 3
@@ -56,7 +56,7 @@ class Bench:
                 part[layer, slot, copy] = value + layer
         self.slots[slot, kind, copy] = value
 
-    def mirror(self, op: Op) -> None:
+    def mirror(self, op: SlotUpdate) -> None:
         if isinstance(op, SaveState):
             self.blocks[op.kind, op.block] = self.slots[op.slot, op.kind, int(self.live[op.slot]) - op.back]
         elif isinstance(op, LoadState):
@@ -95,7 +95,7 @@ def test_steps_of_many_ops(seed: int, passing: int, monkeypatch: pytest.MonkeyPa
                     bench.write(slot, kind, copy, float(rng.randrange(1 << 16)))
         slots = rng.sample(range(SLOTS), SLOTS)
         savers, loaders = slots[: rng.randint(0, 3)], slots[3:]
-        ops: list[Op] = [FreeSlot(slot=0, gen=step)]
+        ops: list[SlotUpdate] = [FreeSlot(slot=0, gen=step)]
         for kind in (1, 2):
             blocks = rng.sample(range(1, BLOCKS + 1), len(savers))
             ops += [
@@ -147,7 +147,7 @@ def test_dtypes_follow_the_parts() -> None:
         [LoadState(slot=0, kind=0, block=1)],
     ],
 )
-def test_an_op_that_cannot_be_right_stops_the_group(ops: list[Op]) -> None:
+def test_an_op_that_cannot_be_right_stops_the_group(ops: list[SlotUpdate]) -> None:
     with pytest.raises(EngineDead):
         Bench().states.apply(ops)
 

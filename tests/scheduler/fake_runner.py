@@ -21,7 +21,7 @@ from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig, MediaLimits, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
 from weft.types.grammar import Grammar
-from weft.types.media import MediaItem, spans_of
+from weft.types.media_item import MediaItem, spans_of
 from weft.types.messages import Pooling, Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,

@@ -23,11 +23,11 @@ from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.grammar.base import Matcher, fill_one_by_one
-from weft.kv.snapshots import StateKind
+from weft.kv.snapshots import StateGroup
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
 from weft.types.grammar import Text
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
@@ -54,29 +54,29 @@ def audit(scheduler: Scheduler) -> None:
     for kind in state.caches.kinds:
         pool = kind.pool  # type: ignore[attr-defined]
         held: dict[int, int] = {}
-        if isinstance(kind, StateKind):
+        if isinstance(kind, StateGroup):
             savings = [saving for savings in kind._saving.values() for saving in savings]
             tables = [list(kind._loaded.values()), [saving.block for saving in savings]]
             tables.append(list(kind._fetched.values()))
             assert {key: slot for slot, key in kind._newest.items()} == kind._owner
         else:
             tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
-        on_hold = [[block] * count for block, count in pool._holds.items()]
+        is_pinned = [[block] * count for block, count in pool._pins.items()]
         # Count the references of each block: tables, releases that wait for a step, and pins.
-        for blocks in [*tables, *pool._pending.values(), *on_hold]:
+        for blocks in [*tables, *pool._pending.values(), *is_pinned]:
             for block in blocks:
                 held[block] = held.get(block, 0) + 1
         assert 0 not in held
-        places = [*pool._free, *pool._cached, *pool._kept, *held]
+        places = [*pool._free, *pool._cached, *pool._retained, *held]
         assert sorted(places) == list(range(1, pool.num_blocks + 1))
         assert all(pool._references[block] == held.get(block, 0) for block in places)
         assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
-        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._kept])
-        assert all(pool._key[block] in pool._keeps for block in pool._kept)
+        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._retained])
+        assert all(pool._key[block] in pool._keeps for block in pool._retained)
         assert not any(pool._key[block] in pool._keeps for block in pool._cached)
     slots = state.slots
     taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
-    taken += [state.rooms._records[key].slot for key in state.rooms.parting]
+    taken += [state.transfers._records[key].slot for key in state.transfers.parting]
     pending = [slot for due in slots._pending.values() for slot in due]
     assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
     states = [type(s.state).__name__ for s in state.live.values()]
@@ -266,7 +266,7 @@ class Rig:
         snapshot."""
         state = self.scheduler._state
         for kind in state.caches.kinds:
-            for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
+            for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateGroup) else []:
                 sequence = state.in_slot[saving.slot]
                 length = (sequence.chain.hashes.index(saving.key) + 1) * self.kv.block_size
                 found = self.runner.memory[kind.number][saving.block, 0]

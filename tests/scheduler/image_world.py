@@ -1,7 +1,7 @@
 """A scheduler that receives images from encode groups: fake runner, simulated API server, simulated
 transfers.
 
-The world follows the contract of ``ReceivingRooms``. The memory of a transfer with reserved blocks may be
+The world follows the contract of ``TransferReceiver``. The memory of a transfer with reserved blocks may be
 written at any time, until the transfer is received or is freed after a failure. A transfer may fail at any
 time. Written blocks go to the fake runner, which compares the content with the images of the reading
 sequences.
@@ -21,15 +21,19 @@ from tests.scheduler.fake_runner import alone
 from tests.scheduler.harness import Follower, Rig, Told
 from weft.common.errors import Overloaded, Unavailable
 from weft.config.resolved import KVConfig, MediaLimits
-from weft.types import rooms as r
-from weft.types.media import MediaItem, without_pixels
+from weft.types import transfer as r
+from weft.types.media_item import MediaItem, without_pixels
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
-from weft.types.rooms import Admitted, GroupDims, KindDims, Peer, RoomKey, RoomTicket
+from weft.types.transfer import Admitted, CacheGroupDims, GroupDims, Peer, TransferKey, TransferParameters
 
 SECONDS = 8.0
 DIMS = GroupDims(
     ranks=1,
-    kinds=(KindDims(kind="embedding", layers=(0,), block_size=1, window=0, ratio=1, kv_heads=0, tensors=()),),
+    kinds=(
+        CacheGroupDims(
+            kind="embedding", layers=(0,), block_size=1, window=0, ratio=1, kv_heads=0, tensors=()
+        ),
+    ),
 )
 MINE = Unavailable("planted").info()
 
@@ -52,10 +56,10 @@ def limits(**changes: object) -> MediaLimits:
 
 
 @dataclass
-class Room:
+class Transfer:
     """One transfer of an image, from the view of the receiving engine."""
 
-    key: RoomKey
+    key: TransferKey
     item: MediaItem
     """The image, with pixels."""
     seconds: float
@@ -72,7 +76,7 @@ class Stream:
 
     request: Submit
     """The request, with the pixels of all images."""
-    room_choices: bool
+    transfer_choices: bool
     """True if the sequence has a transfer for each image."""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -91,12 +95,12 @@ class World(Rig):
         super().__init__(kv, depth, **section)
         self.rng = random.Random(seed)
         self.harm = harm
-        self.rooms: dict[RoomKey, Room] = {}
+        self.transfers: dict[TransferKey, Transfer] = {}
         self.streams: list[Stream] = []
         self.of: dict[int, Stream] = {}
         self.by_hand = False
         """True if the test moves the transfers, instead of timers."""
-        self.asked: list[r.RoomRequest] = []
+        self.asked: list[r.TransferRequest] = []
         """All transfer requests of the scheduler, in order."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -105,19 +109,19 @@ class World(Rig):
 
     # ---- the front
 
-    def ask(self, request: Submit, *, rooms: bool = True, here: bool = False) -> Stream:
+    def ask(self, request: Submit, *, transfers: bool = True, here: bool = False) -> Stream:
         """Submit a sequence and return its stream. Request number 0 gets a fresh number.
 
-        With ``rooms`` each image has a transfer. Without ``rooms`` the sequence relies on the transfers of a
-        parallel sample. With ``here`` this group encodes the images.
+        With ``transfers`` each image has a transfer. Without ``transfers`` the sequence relies on the
+        transfers of a parallel sample. With ``here`` this group encodes the images.
         """
         request = msgspec.structs.replace(request, request=request.request or 1000 + len(self.streams))
-        stream = Stream(request, rooms)
+        stream = Stream(request, transfers)
         self.streams.append(stream)
-        self._send(stream, rooms, here)
+        self._send(stream, transfers, here)
         return stream
 
-    def _send(self, stream: Stream, rooms: bool, here: bool = False) -> None:
+    def _send(self, stream: Stream, transfers: bool, here: bool = False) -> None:
         number = len(self.of)
         request = msgspec.structs.replace(
             stream.request, sequence=number, emitted_ids=ids_to_bytes(stream.tokens), attempt=stream.attempts
@@ -129,23 +133,23 @@ class World(Rig):
         local = self.kv.media is not None and self.kv.media.tower and self.rng.random() < 0.3 * self.harm
         local = local or here
         bare = request.media if local else without_pixels(request.media)
-        if rooms and not local:
+        if transfers and not local:
             bare = tuple(
-                msgspec.structs.replace(item, room=self._ticket(number, place))
+                msgspec.structs.replace(item, transfer=self._parameters(number, place))
                 for place, item in enumerate(bare)
             )
         try:
             events = self.scheduler.add(msgspec.structs.replace(request, media=bare), self.now)
         except Overloaded:
-            self.later(0.5, lambda: self._send(stream, rooms))
+            self.later(0.5, lambda: self._send(stream, transfers))
             return
         for place, item in enumerate(bare):
-            if item.room is not None:
-                room = Room(item.room.key, request.media[place], item.room.seconds)
-                self.rooms[room.key] = room
+            if item.transfer is not None:
+                transfer = Transfer(item.transfer.key, request.media[place], item.transfer.seconds)
+                self.transfers[transfer.key] = transfer
                 forgotten = self.rng.random() < 0.02 * self.harm  # no encoder starts this image
                 if not (self.by_hand or forgotten):
-                    self.later(self.delay(), lambda room=room: self.offer(room))  # type: ignore[misc]
+                    self.later(self.delay(), lambda transfer=transfer: self.offer(transfer))  # type: ignore[misc]
         self.hear(events)
         if request.grammar is not None and not events:
             self.later(self.delay(), lambda: self._constrain(number))
@@ -156,8 +160,8 @@ class World(Rig):
         self.followers[number] = Follower()
         self.hear(self.scheduler.constrain(number, self.followers[number], request.params.stop_ids))
 
-    def _ticket(self, number: int, place: int) -> RoomTicket:
-        return RoomTicket(RoomKey(number * 16 + place, 0, 1), False, Peer("e", 1), SECONDS)
+    def _parameters(self, number: int, place: int) -> TransferParameters:
+        return TransferParameters(TransferKey(number * 16 + place, 0, 1), False, Peer("e", 1), SECONDS)
 
     def abort(self, stream: Stream) -> None:
         if stream.finish is None:
@@ -207,9 +211,9 @@ class World(Rig):
         self.now += 0.01
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
-        for room in list(self.rooms.values()):
-            if room.due is not None and room.due <= self.now and room.state in ("new", "bound"):
-                self.fail(room)
+        for transfer in list(self.transfers.values()):
+            if transfer.due is not None and transfer.due <= self.now and transfer.state in ("new", "bound"):
+                self.fail(transfer)
         self.hear(self.scheduler.expire(self.now))
         self.talk()
         while len(self.in_flight) < self.depth and self.scheduler.has_work() and self.plan() is not None:
@@ -228,14 +232,14 @@ class World(Rig):
 
     def idle(self) -> bool:
         return not (
-            self._events or self.rooms or self.in_flight or any(s.finish is None for s in self.streams)
+            self._events or self.transfers or self.in_flight or any(s.finish is None for s in self.streams)
         )
 
     def lose(self) -> None:
         """Lose the ranks and form the group again. All open transfers fail."""
-        for room in list(self.rooms.values()):
-            if room.state in ("new", "bound"):
-                self.fail(room)
+        for transfer in list(self.transfers.values()):
+            if transfer.state in ("new", "bound"):
+                self.fail(transfer)
         self.scheduler.lose()
         self.in_flight.clear()
         self.hear(self.scheduler.requeue_all())
@@ -244,90 +248,99 @@ class World(Rig):
 
     # ---- rooms
 
-    def tell(self, event: r.RoomEvent) -> None:
+    def tell(self, event: r.TransferEvent) -> None:
         self.seen.add(type(event).__name__)
         assert self.scheduler.embeddings is not None
-        self.hear(self.scheduler.embeddings.room(event, self.now))
+        self.hear(self.scheduler.embeddings.transfer(event, self.now))
         self.talk()
 
     def talk(self) -> None:
         assert self.scheduler.embeddings is not None
-        while asked := self.scheduler.embeddings.room_requests():
+        while asked := self.scheduler.embeddings.transfer_requests():
             for request in asked:
                 self.asked.append(request)
                 self.seen.add(type(request).__name__)
                 self._carry_out(request)
 
-    def _carry_out(self, request: r.RoomRequest) -> None:
-        room = self.rooms.get(request.key)
+    def _carry_out(self, request: r.TransferRequest) -> None:
+        transfer = self.transfers.get(request.key)
         match request:
-            case r.ReserveRoom(key, start, (blocks,)):
-                if room is None or room.state != "new":
+            case r.ReserveTransfer(key, start, (blocks,)):
+                if transfer is None or transfer.state != "new":
                     # The transfer has failed in the meantime: report the blocks as free.
-                    self.tell(r.RoomFreed(key))
+                    self.tell(r.TransferFreed(key))
                     return
-                assert room.asked
-                room.state, room.start = "bound", start
-                room.blocks = np.frombuffer(blocks.ids, "<i4").tolist()
-                assert start in (0, room.item.count)
-                assert bool(room.blocks) == (start == 0)
+                assert transfer.asked
+                transfer.state, transfer.start = "bound", start
+                transfer.blocks = np.frombuffer(blocks.ids, "<i4").tolist()
+                assert start in (0, transfer.item.count)
+                assert bool(transfer.blocks) == (start == 0)
                 if not self.by_hand:
-                    self.later(self.delay(), lambda: self.move(room))
-            case r.CancelRoom() | r.RefuseRoom() if room is not None and room.state in ("new", "bound"):
-                self.fail(room)
+                    self.later(self.delay(), lambda: self.move(transfer))
+            case r.CancelTransfer() | r.RefuseTransfer() if transfer is not None and transfer.state in (
+                "new",
+                "bound",
+            ):
+                self.fail(transfer)
             case _:
-                assert room is None or room.state == "failing", request
+                assert transfer is None or transfer.state == "failing", request
 
-    def offer(self, room: Room) -> None:
-        """Report that the encoder has queued the image of ``room``."""
-        if room.state != "new" or room.asked:
+    def offer(self, transfer: Transfer) -> None:
+        """Report that the encoder has queued the image of ``transfer``."""
+        if transfer.state != "new" or transfer.asked:
             return
-        room.asked = True
-        if room.due is None:
-            room.due = self.now + room.seconds
-        self.tell(r.RoomWanted(room.key, Admitted(key=room.key, num_prompt=room.item.count, dims=DIMS)))
+        transfer.asked = True
+        if transfer.due is None:
+            transfer.due = self.now + transfer.seconds
+        self.tell(
+            r.TransferWanted(
+                transfer.key, Admitted(key=transfer.key, num_prompt=transfer.item.count, dims=DIMS)
+            )
+        )
 
-    def move(self, room: Room) -> None:
+    def move(self, transfer: Transfer) -> None:
         """Write the image, and then complete the transfer, fail the transfer, or try again later."""
-        if room.state != "bound":
+        if transfer.state != "bound":
             return
-        self.write(room)
+        self.write(transfer)
         if self.rng.random() < 0.1 * self.harm:
-            self.fail(room)
+            self.fail(transfer)
         elif self.rng.random() < 0.5:
-            self.land(room)
+            self.land(transfer)
         else:
-            self.later(self.delay(), lambda: self.move(room))
+            self.later(self.delay(), lambda: self.move(transfer))
 
-    def write(self, room: Room, right: bool = True) -> None:
-        """Write the image to the blocks of ``room``; with ``right=False`` write wrong bytes."""
+    def write(self, transfer: Transfer, right: bool = True) -> None:
+        """Write the image to the blocks of ``transfer``; with ``right=False`` write wrong bytes."""
         busy = set().union(*self.runner.touched.values())
-        assert busy.isdisjoint(room.blocks), "a room writes where a plan in flight reads"
-        for number, block in enumerate(room.blocks):
-            assert not any(block in other.blocks for other in self.rooms.values() if other is not room)
-            self.runner.images[block] = (room.item.pixels if right else b"half of it", number)
+        assert busy.isdisjoint(transfer.blocks), "a room writes where a plan in flight reads"
+        for number, block in enumerate(transfer.blocks):
+            assert not any(
+                block in other.blocks for other in self.transfers.values() if other is not transfer
+            )
+            self.runner.images[block] = (transfer.item.pixels if right else b"half of it", number)
             if self.kv.media is not None and self.kv.media.shards:
                 self.runner.shares.add(block)
             self.written += 1
 
-    def land(self, room: Room) -> None:
-        self.write(room)
-        del self.rooms[room.key]
-        self.tell(r.RoomLanded(room.key))
+    def land(self, transfer: Transfer) -> None:
+        self.write(transfer)
+        del self.transfers[transfer.key]
+        self.tell(r.TransferReceived(transfer.key))
 
-    def fail(self, room: Room) -> None:
-        bound, room.state = room.state == "bound", "failing"
-        self.tell(r.RoomFailed(room.key, MINE))
+    def fail(self, transfer: Transfer) -> None:
+        bound, transfer.state = transfer.state == "bound", "failing"
+        self.tell(r.TransferFailed(transfer.key, MINE))
         if bound:
-            self.write(room, right=False)
+            self.write(transfer, right=False)
         if not self.by_hand:
-            self.later(self.delay() if bound else 0.0, lambda: self.free(room))
+            self.later(self.delay() if bound else 0.0, lambda: self.free(transfer))
 
-    def free(self, room: Room) -> None:
+    def free(self, transfer: Transfer) -> None:
         """Complete the failure: no process touches the memory of the transfer any more."""
-        self.write(room, right=False)
-        self.rooms.pop(room.key, None)
-        self.tell(r.RoomFreed(room.key))
+        self.write(transfer, right=False)
+        self.transfers.pop(transfer.key, None)
+        self.tell(r.TransferFreed(transfer.key))
 
     # ---- what must be
 
@@ -336,22 +349,26 @@ class World(Rig):
         self.audit()
         state = self.scheduler._state
         cache, images = state.media.cache, state.images
-        writing = {id(room.held): room.held for room in images._rooms.values() if room.held is not None}
+        writing = {
+            id(transfer.held): transfer.held
+            for transfer in images._transfers.values()
+            if transfer.held is not None
+        }
         # Blocks on the device: cached embeddings, and embeddings that transfers still write.
         near = {id(held): held for held in cache if not held.on_host} | writing
         taken = [block for held in near.values() for block in held.blocks]
         assert len(set(taken)) == len(taken) == cache.blocks - cache.available
-        for room in self.rooms.values():
-            if room.state in ("bound", "failing") and room.blocks:
-                mine = images._rooms[room.key].held
+        for transfer in self.transfers.values():
+            if transfer.state in ("bound", "failing") and transfer.blocks:
+                mine = images._transfers[transfer.key].held
                 assert mine is not None
-                assert mine.blocks == room.blocks
+                assert mine.blocks == transfer.blocks
                 assert mine.pins > 0
         assert all(held.pins == (held.key in images._coming) for held in cache)
         assert all(held.ready == (held.key not in images._coming) for held in cache)
         assert len(state.running) <= self.section.max_num_seqs
-        awaiting = {s.id for s in state.live.values() if s.awaits_images}
-        assert awaiting == set(images._images) | {s.id for s in images.landed}
+        blocked = {s.id for s in state.live.values() if s.blocked_images}
+        assert blocked == set(images._images) | {s.id for s in images.received}
 
     def check_end(self) -> None:
         """Check the tokens of each stream against a run alone, and check that no state is left."""

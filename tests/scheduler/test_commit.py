@@ -26,7 +26,7 @@ def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, int]:
     builder = PlanBuilder(state.last_commit + 1, 16, state.columns)
     builder.grow(state.caches.reserve(run.slot, int(state.columns.num_scheduled[run.slot]) + count))
     builder.add_decode(DecodeRows(np.array([run.slot]), np.array([count]), np.array([0])))
-    plan = builder.close().seal([])
+    plan = builder.close().freeze([])
     state.launched(plan)
     return plan, run.slot
 

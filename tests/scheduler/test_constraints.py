@@ -250,7 +250,7 @@ def fail_row(rig: Rig, sequence: int, at: int) -> None:
     rig.runner.launch = failing  # type: ignore[method-assign]
 
 
-def test_a_sequence_awaits_its_grammar_and_nothing_else_waits_for_it() -> None:
+def test_a_sequence_blocked_its_grammar_and_nothing_else_waits_for_it() -> None:
     rig = Rig(kv_config(), 2)
     rig.told[1] = Told(submit(1, [1, 2], grammar=GRAMMAR, max_tokens=3))
     rig.hear(rig.scheduler.add(rig.told[1].request, 0.0, until=9.0))
@@ -258,7 +258,7 @@ def test_a_sequence_awaits_its_grammar_and_nothing_else_waits_for_it() -> None:
     rig.drain()
     assert rig.told[2].finish == "length"
     assert not rig.told[1].tokens
-    assert rig.scheduler.awaiting
+    assert rig.scheduler.blocked
     rig.hear(rig.scheduler.constrain(1, Follower(), ()))
     rig.drain()
     assert rig.told[1].finish == "length"

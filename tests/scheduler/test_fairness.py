@@ -66,7 +66,7 @@ def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["mixed", "exclusive"])
 @pytest.mark.parametrize("spare", [1, 2])
-def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
+def test_a_late_small_request_runs_at_once_beside_a_thousand_parallel_samples(
     depth: int, policy: str, spare: int
 ) -> None:
     """``spare``: slots for each running sequence; an engine has one for each step in flight."""
@@ -390,7 +390,7 @@ def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: No
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_siblings_do_not_take_turns(short_turns: None, depth: int) -> None:
+def test_parallel_samples_do_not_take_turns(short_turns: None, depth: int) -> None:
     """Only sequences of one client request wait. A later start of one sample gains nothing for the client."""
     rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
     flood(rig, 12, max_tokens=4 * TURN)

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig, Told
 from weft.common.errors import EngineDead
-from weft.kv.kinds import FullKind
-from weft.scheduler.scheduler import AWAIT_S, MAX_EMPTY_PLANS
-from weft.scheduler.sequence import Awaiting, AwaitingLeader, Waiting
+from weft.kv.cache_groups import FullGroup
+from weft.scheduler.scheduler import BLOCKED_S, MAX_EMPTY_PLANS
+from weft.scheduler.sequence import Blocked, BlockedOnFirstSample, Waiting
 from weft.types.messages import Submit
 from weft.types.plan import Agreement, AppendBlocks, Rebalance, column
 
@@ -43,23 +43,23 @@ def test_fields_set_on_a_builder_are_in_its_plan() -> None:
     assert (builder.rows, builder.tokens) == (1, 1)
     assert rig.scheduler.in_flight == 0
     builder.micro_batches, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
-    plan = rig.scheduler.seal(builder)
+    plan = rig.scheduler.freeze(builder)
     assert (plan.micro_batches, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
     assert plan.decode is builder.decode
     assert list(rig.scheduler._state.in_flight) == [plan]
     assert rig.scheduler._state.in_flight[0] is plan
 
 
-def test_a_builder_is_sealed_once_and_before_the_next() -> None:
+def test_a_builder_is_frozen_once_and_before_the_next() -> None:
     rig = started()
     builder = rig.scheduler.build(0.0)
     assert builder is not None
     for another in (rig.scheduler.build, lambda _: rig.scheduler.idle()):
-        with pytest.raises(EngineDead, match="never sealed"):
+        with pytest.raises(EngineDead, match="never frozen"):
             another(0.0)
-    rig.scheduler.seal(builder)
+    rig.scheduler.freeze(builder)
     with pytest.raises(EngineDead, match="not the one"):
-        rig.scheduler.seal(builder)
+        rig.scheduler.freeze(builder)
 
 
 def test_only_the_plan_that_ran_commits() -> None:
@@ -128,7 +128,7 @@ def test_an_op_goes_with_its_sequence() -> None:
 
 def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
     rig = Rig(kv_config(), 1)
-    rig.scheduler.add(listened(rig, 0), 0.0, awaits=True)
+    rig.scheduler.add(listened(rig, 0), 0.0, blocked=True)
     assert rig.scheduler.stats().waiting == 1
     for _ in range(2 * MAX_EMPTY_PLANS):
         assert not rig.scheduler.has_work()
@@ -145,7 +145,7 @@ def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
 def test_others_pass_by_and_its_turn_is_kept() -> None:
     rig = Rig(kv_config(), 1, max_num_seqs=1)
     for number in range(3):
-        rig.scheduler.add(listened(rig, number), 0.0, awaits=number == 0)
+        rig.scheduler.add(listened(rig, number), 0.0, blocked=number == 0)
     rig.step()
     assert [s.id for s in rig.scheduler._state.running] == [1]
     rig.scheduler.arrived(0)
@@ -155,15 +155,15 @@ def test_others_pass_by_and_its_turn_is_kept() -> None:
     rig.check_idle()
 
 
-def test_an_awaiting_sequence_can_end_and_its_siblings_go_on() -> None:
+def test_an_blocked_sequence_can_end_and_its_parallel_samples_go_on() -> None:
     rig = Rig(kv_config(), 1)
     for choice in range(3):
-        rig.scheduler.add(listened(rig, choice, request=5, choice=choice), 0.0, awaits=choice < 2)
+        rig.scheduler.add(listened(rig, choice, request=5, choice=choice), 0.0, blocked=choice < 2)
     states = [type(s.state) for s in rig.scheduler._state.live.values()]
-    assert states == [Awaiting, AwaitingLeader, AwaitingLeader]
+    assert states == [Blocked, BlockedOnFirstSample, BlockedOnFirstSample]
     assert not rig.scheduler.has_work()
     rig.finish(0)
-    assert type(rig.scheduler._state.live[1].state) is Awaiting
+    assert type(rig.scheduler._state.live[1].state) is Blocked
     rig.scheduler.arrived(1)
     assert type(rig.scheduler._state.live[1].state) is Waiting
     rig.drain()
@@ -179,12 +179,12 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
     rig.step()
     scheduler = rig.scheduler
     kind = scheduler._state.caches.kinds[0]
-    assert isinstance(kind, FullKind)
+    assert isinstance(kind, FullGroup)
     slot = scheduler._state.live[0].state.slot  # type: ignore[union-attr]
     held = list(kind._tables[slot].blocks)
     assert len(held) == 3
     for block in held:
-        scheduler.hold(0, block, until=FAR)
+        scheduler.pin(0, block, until=FAR)
     rig.plan()
     scheduler.requeue_all()
     rig.in_flight.clear()
@@ -202,7 +202,7 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
         assert rig.plan() is None
         assert not scheduler.has_work()
     for block in held:
-        scheduler.unhold(0, block)
+        scheduler.unpin(0, block)
         assert scheduler.has_work()
     rig.drain()
     rig.check_told()
@@ -218,10 +218,10 @@ def starved(until: float) -> tuple[Rig, list[int]]:
     rig.submit(submit(0, list(range(1, 12)), max_tokens=9))
     rig.step()
     kind = rig.scheduler._state.caches.kinds[0]
-    assert isinstance(kind, FullKind)
+    assert isinstance(kind, FullGroup)
     held = list(kind._tables[rig.scheduler._state.live[0].state.slot].blocks)  # type: ignore[union-attr]
     for block in held:
-        rig.scheduler.hold(0, block, until=until)
+        rig.scheduler.pin(0, block, until=until)
     rig.finish(0)
     rig.submit(submit(1, [9] * 19, max_tokens=4))
     return rig, held
@@ -241,30 +241,30 @@ def plan_for_ever(rig: Rig, now: float, ops: bool = False) -> None:
             rig.scheduler.commit(plan, rig.runner.launch(plan), now)
 
 
-def test_a_hold_excuses_a_lack_of_progress_until_its_deadline() -> None:
+def test_a_pin_excuses_a_lack_of_progress_until_its_deadline() -> None:
     rig, held = starved(until=10.0)
     plan_for_ever(rig, 9.0)
     assert not rig.scheduler.has_work()
     for block in held:
-        rig.scheduler.unhold(0, block)
+        rig.scheduler.unpin(0, block)
     rig.drain()
     rig.check_told()
     rig.check_idle()
 
 
-def test_a_leaked_hold_does_not_hide_a_lack_of_progress() -> None:
+def test_a_leaked_pin_does_not_hide_a_lack_of_progress() -> None:
     rig, _ = starved(until=10.0)
     plan_for_ever(rig, 9.0)
     with pytest.raises(EngineDead, match="no progress"):
         plan_for_ever(rig, 10.0)
 
 
-def test_a_hold_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence waits for a slot that is never freed. The pinned block does not excuse the stall."""
     rig = started()
     kind = rig.scheduler._state.caches.kinds[0]
-    assert isinstance(kind, FullKind)
-    rig.scheduler.hold(0, kind._tables[0].blocks[0], until=10.0)
+    assert isinstance(kind, FullGroup)
+    rig.scheduler.pin(0, kind._tables[0].blocks[0], until=10.0)
     rig.finish(0)
     rig.submit(submit(1, [4, 5]))
     monkeypatch.setattr(rig.scheduler._state.slots, "available", lambda: 0)
@@ -272,9 +272,9 @@ def test_a_hold_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest
         plan_for_ever(rig, 9.0)
 
 
-def test_siblings_of_one_whose_wait_ended_are_looked_at_beside_a_hold() -> None:
+def test_parallel_samples_of_one_whose_wait_ended_are_looked_at_beside_a_pin() -> None:
     rig, _ = starved(until=100.0)
-    rig.scheduler.add(listened(rig, 10, request=5), 0.0, awaits=True, until=8.0)
+    rig.scheduler.add(listened(rig, 10, request=5), 0.0, blocked=True, until=8.0)
     rig.scheduler.add(listened(rig, 11, request=5, choice=1), 0.0)
     plan_for_ever(rig, 7.0)
     assert not rig.scheduler.has_work()
@@ -290,10 +290,10 @@ def test_plans_of_ops_alone_are_no_progress() -> None:
 
 def test_what_is_awaited_has_a_deadline() -> None:
     rig = Rig(kv_config(), 1)
-    rig.scheduler.add(listened(rig, 0), 5.0, awaits=True, until=8.0)
-    rig.scheduler.add(listened(rig, 1), 5.0, awaits=True)
-    rig.scheduler.add(listened(rig, 2), 5.0, awaits=True, until=6.0)
-    assert rig.scheduler.awaiting
+    rig.scheduler.add(listened(rig, 0), 5.0, blocked=True, until=8.0)
+    rig.scheduler.add(listened(rig, 1), 5.0, blocked=True)
+    rig.scheduler.add(listened(rig, 2), 5.0, blocked=True, until=6.0)
+    assert rig.scheduler.blocked
     rig.scheduler.arrived(2)
     assert rig.scheduler.expire(7.9) == []
     (event,) = rig.scheduler.expire(8.0)
@@ -301,10 +301,10 @@ def test_what_is_awaited_has_a_deadline() -> None:
     assert event.error is not None
     assert event.error.code == "deadline_exceeded"
     assert list(rig.scheduler._state.live) == [1, 2]
-    assert [one.sequence for one in rig.scheduler.expire(5.0 + AWAIT_S)] == [1]
+    assert [one.sequence for one in rig.scheduler.expire(5.0 + BLOCKED_S)] == [1]
     rig.told.pop(0)
     rig.told.pop(1)
     rig.drain()
     rig.check_told()
     rig.check_idle()
-    assert not rig.scheduler.awaiting
+    assert not rig.scheduler.blocked

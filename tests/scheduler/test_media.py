@@ -17,8 +17,8 @@ from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import EmbeddingCache
 from weft.kv.hashing import media_keys
 from weft.scheduler import state as state_module
-from weft.scheduler.images.media import MediaBook
-from weft.types.media import MediaItem
+from weft.scheduler.images.media_book import MediaBook
+from weft.types.media_item import MediaItem
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, Encode, MoveMedia, StepPlan
 
@@ -247,7 +247,7 @@ def test_two_rows_of_a_plan_share_an_image_and_it_stays() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_choices_read_what_their_leader_encoded(depth: int) -> None:
+def test_choices_read_what_their_first_sample_encoded(depth: int) -> None:
     rig = Rig(kv_config(caching=False, media=limits()), depth)
     for choice in range(3):
         rig.submit(ask(choice, [3], 4, [5], 2, [7], request=1, choice=choice))

@@ -14,20 +14,20 @@ import pytest
 from tests.scheduler.harness import random_run
 from weft.common.errors import WeftError
 from weft.kv import hashing
-from weft.kv.kinds import FullKind, WindowKind
+from weft.kv.cache_groups import FullGroup, WindowGroup
 from weft.kv.pool import BlockPool
 from weft.kv.slots import SlotTable
-from weft.kv.snapshots import StateKind
+from weft.kv.snapshots import StateGroup
 from weft.scheduler import commit
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.slot_columns import SlotColumns
 from weft.scheduler.state import SchedulerState
-from weft.types.plan import Op, StepPlan
+from weft.types.plan import SlotUpdate, StepPlan
 
 SEEDS = range(40)
 SEEN_BY = {
     "save_what_is_not_known": 10,
-    "publish_a_snapshot_at_once": 10,
+    "insert_a_snapshot_at_once": 10,
     "forget_that_a_snapshot_names_its_slot": 10,
     "recompute_nothing": 3,
     "save_too_late": 24,
@@ -35,9 +35,9 @@ SEEN_BY = {
     "load_nothing": 5,
 }
 """Bug -> the seed that detected the bug before. This seed is tried first."""
-_release, _free_slot, _first_read = BlockPool.release, SlotTable.release, WindowKind._first_read
-_full_hit, _slide = FullKind.hit, WindowKind.slide
-_save, _acquire = StateKind.save, StateKind.acquire
+_release, _free_slot, _first_read = BlockPool.release, SlotTable.release, WindowGroup._first_read
+_full_hit, _slide = FullGroup.hit, WindowGroup.slide
+_save, _acquire = StateGroup.save, StateGroup.acquire
 
 
 def free_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def free_slots_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def slide_too_far(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WindowKind, "_first_read", lambda self, position: _first_read(self, position + 2))
+    patch.setattr(WindowGroup, "_first_read", lambda self, position: _first_read(self, position + 2))
 
 
 def hash_without_parent(patch: pytest.MonkeyPatch) -> None:
@@ -58,17 +58,17 @@ def hash_without_parent(patch: pytest.MonkeyPatch) -> None:
 
 
 def recompute_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FullKind, "hit", lambda self, hashes, limit: _full_hit(self, hashes, limit + 1))
+    patch.setattr(FullGroup, "hit", lambda self, hashes, limit: _full_hit(self, hashes, limit + 1))
 
 
-def publish_before_commit(patch: pytest.MonkeyPatch) -> None:
-    def publish(self: FullKind, slot: int, committed: int, hashes: list[bytes]) -> None:
+def insert_before_commit(patch: pytest.MonkeyPatch) -> None:
+    def insert(self: FullGroup, slot: int, committed: int, hashes: list[bytes]) -> None:
         table = self._tables[slot]
         for entry in range(min(len(hashes) // self._ratio, len(table.blocks))):
             if table.blocks[entry]:
-                self.pool.publish(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
+                self.pool.insert(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
 
-    patch.setattr(FullKind, "publish", publish)
+    patch.setattr(FullGroup, "insert", insert)
     whole = SchedulerState.hashes
     patch.setattr(
         SchedulerState, "hashes", lambda self, sequence, upto: whole(self, sequence, len(sequence.tokens))
@@ -96,7 +96,7 @@ def commit_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 def grow_without_asking(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FullKind, "short", lambda self, slots, upto: [0] * len(slots))
+    patch.setattr(FullGroup, "short", lambda self, slots, upto: [0] * len(slots))
 
 
 def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
 def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
     snapshots = SchedulerState.snapshots
 
-    def saving(self: SchedulerState, step: int) -> list[Op]:
+    def saving(self: SchedulerState, step: int) -> list[SlotUpdate]:
         in_flight, self.in_flight = self.in_flight, deque()
         ops = snapshots(self, step)
         self.in_flight = in_flight
@@ -118,7 +118,7 @@ def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
 def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: save the newest state for every request, as if each boundary were the end of a row."""
     patch.setattr(
-        StateKind,
+        StateGroup,
         "save",
         lambda self, slot, key, back, keep, step: _save(self, slot, key, 0, keep, step),
     )
@@ -135,42 +135,44 @@ def save_too_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerState, "launched", forgetting)
 
 
-def publish_a_snapshot_at_once(patch: pytest.MonkeyPatch) -> None:
-    def saving(self: StateKind, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
+def insert_a_snapshot_at_once(patch: pytest.MonkeyPatch) -> None:
+    def saving(
+        self: StateGroup, slot: int, key: bytes, back: int, keep: bool, step: int
+    ) -> SlotUpdate | None:
         op = _save(self, slot, key, back, keep, step)
         if op is not None:
-            self.pool.publish(op.block, key)  # type: ignore[union-attr]
+            self.pool.insert(op.block, key)  # type: ignore[union-attr]
         return op
 
-    patch.setattr(StateKind, "save", saving)
+    patch.setattr(StateGroup, "save", saving)
 
 
 def name_a_snapshot_wrongly(patch: pytest.MonkeyPatch) -> None:
-    hit = StateKind.hit
+    hit = StateGroup.hit
 
-    def later(self: StateKind, hashes: list[bytes], limit: int) -> int:
+    def later(self: StateGroup, hashes: list[bytes], limit: int) -> int:
         return hit(self, [b"", *hashes], limit)
 
-    patch.setattr(StateKind, "hit", later)
+    patch.setattr(StateGroup, "hit", later)
     patch.setattr(
-        StateKind,
+        StateGroup,
         "acquire",
         lambda self, slot, hashes, num_hit, upto: _acquire(self, slot, [b"", *hashes], num_hit, upto),
     )
 
 
 def load_nothing(patch: pytest.MonkeyPatch) -> None:
-    def silent(self: StateKind, slot: int, hashes: list[bytes], num_hit: int, upto: int) -> list[Op]:
+    def silent(self: StateGroup, slot: int, hashes: list[bytes], num_hit: int, upto: int) -> list[SlotUpdate]:
         _acquire(self, slot, hashes, num_hit, upto)
         return []
 
-    patch.setattr(StateKind, "acquire", silent)
+    patch.setattr(StateGroup, "acquire", silent)
 
 
 def forget_that_a_snapshot_names_its_slot(patch: pytest.MonkeyPatch) -> None:
     snapshot = SchedulerState._snapshot
 
-    def saving(self: SchedulerState, slot: int, back: int, step: int) -> list[Op]:
+    def saving(self: SchedulerState, slot: int, back: int, step: int) -> list[SlotUpdate]:
         last = int(self.columns.last_step[slot])
         ops = snapshot(self, slot, back, step)
         self.columns.last_step[slot] = last
@@ -183,14 +185,14 @@ DEPTH_2 = [
     free_blocks_at_once,
     free_slots_at_once,
     save_what_is_not_known,
-    publish_a_snapshot_at_once,
+    insert_a_snapshot_at_once,
     forget_that_a_snapshot_names_its_slot,
 ]
 ANY_DEPTH = [
     slide_too_far,
     hash_without_parent,
     recompute_nothing,
-    publish_before_commit,
+    insert_before_commit,
     forget_to_free,
     share_what_is_written,
     run_past_the_limit,

@@ -95,7 +95,7 @@ def test_one_sequence_alone_passes_a_minimal_pool() -> None:
 
 
 @pytest.mark.requirement("F11")
-def test_pool_that_cannot_hold_one_sequence_is_refused() -> None:
+def test_pool_that_cannot_pin_one_sequence_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Rig(kv_config(blocks=11, max_model_len=48))
     assert "--kv-cache-memory" in caught.value.message

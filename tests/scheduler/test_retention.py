@@ -144,7 +144,7 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     keys = [bytes([n]) for n in range(4)]
     blocks = [pool.take() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
-        pool.publish(block, key)
+        pool.insert(block, key)
     pool.keep(keys[0])
     pool.keep(keys[1])
     pool.keep(keys[1])
@@ -155,8 +155,8 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     pool.unkeep(keys[2])
     pool.unkeep(keys[1])
     assert [pool.take() for _ in range(4)] == [blocks[2], blocks[3], blocks[0], blocks[1]]
-    pool.publish(blocks[1], keys[1])  # the content is still retained
-    pool.publish(blocks[3], keys[3])
+    pool.insert(blocks[1], keys[1])  # the content is still retained
+    pool.insert(blocks[3], keys[3])
     pool.release(blocks[1], -1)
     pool.release(blocks[3], -1)
     assert [pool.take(), pool.take()] == [blocks[3], blocks[1]]

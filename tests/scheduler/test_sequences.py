@@ -11,8 +11,8 @@ from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, InvalidRequest
 from weft.scheduler.sequence import (
     TRANSITIONS,
-    Awaiting,
-    AwaitingLeader,
+    Blocked,
+    BlockedOnFirstSample,
     Ended,
     FetchedTables,
     Fetching,
@@ -149,7 +149,7 @@ def test_row_error_ends_that_row_only() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_siblings_share_the_prompt(caching: bool, late: bool) -> None:
+def test_parallel_samples_share_the_prompt(caching: bool, late: bool) -> None:
     rig = Rig(kv_config(caching=caching), 2)
     prompt = list(range(30))
     rig.submit(submit(0, prompt, max_tokens=8))
@@ -170,7 +170,7 @@ def test_siblings_share_the_prompt(caching: bool, late: bool) -> None:
     assert rig.scheduler.stats().prefix_hits == 56
 
 
-def test_siblings_wait_for_the_prompt_and_block_nobody() -> None:
+def test_parallel_samples_wait_for_the_prompt_and_block_nobody() -> None:
     rig = Rig(kv_config(), 1, long_prefill_token_threshold=6)
     rig.submit(submit(0, [1] * 20, max_tokens=3))
     rig.submit(submit(1, [1] * 20, request=0, choice=1, max_tokens=3))
@@ -193,7 +193,7 @@ def test_without_caching_nothing_else_is_shared() -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_when_the_leader_goes_a_sibling_leads(caching: bool) -> None:
+def test_when_the_first_sample_goes_a_parallel_sample_leads(caching: bool) -> None:
     rig = Rig(kv_config(caching=caching), 2, long_prefill_token_threshold=6)
     for choice in range(3):
         rig.submit(submit(choice, [1] * 20, request=0, choice=choice))
@@ -273,8 +273,8 @@ def test_prompt_logprobs_are_delivered_once_across_preemption() -> None:
 
 def test_states_change_by_the_table_alone() -> None:
     states = [
-        AwaitingLeader(),
-        Awaiting(),
+        BlockedOnFirstSample(),
+        Blocked(),
         Fetching(FetchedTables(-2, 8)),
         Waiting(),
         Running(slot=0, gen=1, known=1),

@@ -15,10 +15,10 @@ from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running
 from weft.scheduler.slot_columns import MAX_STOPS, SlotColumns
 from weft.types.messages import TokenEvent
-from weft.types.plan import AppendBlocks, AppendEach, Op, StepPlan, column
+from weft.types.plan import AppendBlocks, AppendEach, SlotUpdate, StepPlan, column
 
 
-def appended(ops: tuple[Op, ...]) -> dict[tuple[int, int], int]:
+def appended(ops: tuple[SlotUpdate, ...]) -> dict[tuple[int, int], int]:
     """Return the number of appended blocks of a plan by (slot, KV cache group)."""
     counts: dict[tuple[int, int], int] = {}
     for op in ops:
@@ -98,12 +98,12 @@ def test_a_dropped_row_takes_its_growth_with_it() -> None:
     assert (builder.rows, builder.budget) == (2, 8)
     builder.drop(sequence, sequence.state)
     assert (builder.rows, builder.budget) == (1, 9)
-    plan = builder.close().seal([])
+    plan = builder.close().freeze([])
     assert plan.decode.slot.tolist() == [1]
     assert appended(plan.ops) == {(1, 0): 1}
 
 
-def test_more_stops_than_a_column_holds() -> None:
+def test_more_stops_than_a_column_pins() -> None:
     whole, _ = alone(submit(0, [7, 8], max_tokens=30), 48)
     others = [token for token in range(50) if token not in whole]
     stops = tuple(sorted([*others[: MAX_STOPS + 2], whole[9]]))

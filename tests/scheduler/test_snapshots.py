@@ -133,7 +133,7 @@ def test_long_prompts_leave_snapshots_on_the_way() -> None:
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_siblings_go_on_from_their_leaders_state(depth: int, caching: bool) -> None:
+def test_parallel_samples_go_on_from_their_leaders_state(depth: int, caching: bool) -> None:
     it = rig(depth, caching=caching)
     for choice in range(3):
         it.submit(submit(choice, PROMPT, request=9, choice=choice))

@@ -12,11 +12,11 @@ from weft.cli.sim.sim_plan import advice, divisions, table
 from weft.config.budget import with_budget
 from weft.config.sections.all import SchedulerSection
 from weft.control.fleet import encoders
-from weft.sim.deployment import Deployment, Groups, Outcome
+from weft.sim.deployment import Deployment, Groups, SimulatedOutcome
 from weft.sim.engine import kv_config, simulate
 from weft.sim.images import ImageCosts
 from weft.sim.presets import load
-from weft.sim.transfers import Wire
+from weft.sim.simulated_transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson
 
 COST = load("spool-text-cpu")
@@ -30,7 +30,7 @@ def load_of(count: int = 60, rate: float = 6.0) -> list[Arrival]:
 
 def run(
     groups: Groups, arrivals: list[Arrival], wire: Wire = FAST, tokens: int = 0
-) -> tuple[Outcome, Deployment]:
+) -> tuple[SimulatedOutcome, Deployment]:
     kv = kv_config(SECTION, 2048, tokens=tokens)
     deployment = Deployment(groups, kv, SECTION, COST, arrivals, wire)
     return deployment.run((1.0, 0.02)), deployment
@@ -67,7 +67,7 @@ def test_who_decodes_computes_no_prompts_and_long_prompts_disturb_nobody() -> No
     stats = deployment.groups["decode0"].stats()
     assert stats.mixed_steps == 0
     assert stats.transfers is not None
-    assert stats.transfers.evictions == 0
+    assert stats.transfers.returns == 0
     assert apart.exposed.count == len(arrivals)
     assert apart.itl.p99 < 0.5 * unified.itl.p99
 
@@ -97,7 +97,7 @@ IMAGES = ImageCosts(tokens=256, patch_seconds=2e-4, row_bytes=6144)
 
 def see(
     groups: Groups, rate: float = 3.0, images: ImageCosts = IMAGES, wire: Wire = FAST, each: int = 2
-) -> tuple[Outcome, Deployment]:
+) -> tuple[SimulatedOutcome, Deployment]:
     """Short prompts with ``each`` images of 0.2 s."""
     arrivals = poisson(40, rate, Lengths(50, 150), Lengths(16, 32), random.Random(3))
     arrivals = [dataclasses.replace(one, images=each) for one in arrivals]

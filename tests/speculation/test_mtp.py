@@ -219,7 +219,7 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
         assert drafts == reference.drafts(known, len(drafts))
 
 
-def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, Path]) -> None:
+def test_parallel_samples_draft_behind_a_prompt_whose_states_waited(folders: dict[str, Path]) -> None:
     """Without prefix caching, parallel samples share the blocks of the first sample, which may have ended."""
     reference = Reference(folders["skilled"])
     speculation = fixed(2)
@@ -233,12 +233,12 @@ def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, P
         policy.most = 2 * (number >= 3)
         return []
 
-    siblings = [
+    parallel_samples = [
         submit(1 + i, PROMPTS[3], TokenParams(temperature=0.9, max_tokens=most), request=1, choice=i)
         for i, most in enumerate((2, 30))
     ]
     try:
-        answers = run(engine, [siblings], wake)
+        answers = run(engine, [parallel_samples], wake)
     finally:
         engine.close()
     assert answers[2].num_cached >= 24
@@ -277,13 +277,13 @@ def test_hidden_states_wait_and_are_not_many(
     monkeypatch.setattr(mtp, "PASS_TOKENS", 80)
     engine, runner, drafter = idle_drafter(folders["skilled"])
     runs: list[int] = []
-    ahead = runner._model.ahead
+    lookahead = runner._model.lookahead
 
     def counting(step: Any, *rest: Any) -> Any:
         runs.append(len(step.ids))
-        return ahead(step, *rest)
+        return lookahead(step, *rest)
 
-    runner._model.ahead = counting  # type: ignore[method-assign]
+    runner._model.lookahead = counting  # type: ignore[method-assign]
     try:
         drafter._defers = defers
         run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=33), request=1)]])
@@ -297,7 +297,7 @@ def test_hidden_states_wait_and_are_not_many(
             run(engine, [[submit(4 + i, ids, once, request=4 + i) for i, ids in enumerate(both)]])
             assert runs == [43, 64, 18, 64, 92]  # never two chunks larger than a pass
     finally:
-        del runner._model.ahead
+        del runner._model.lookahead
         engine.close()
     if not defers:  # the prompt of 11, then whenever a block of 8 is full
         assert runs == [11, 5, 8, 8, 8, 3, 5, *[8] * 9]

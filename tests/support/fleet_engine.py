@@ -1,7 +1,7 @@
 """Several groups in this process and thread, behind a real fleet, as one engine: what ``LLM`` may run on.
 
-    LLM ─► FleetEngine ─► Fleet ─Send─► HeadProtocol ─► EngineCore (prefill0)
-            ▲               │       ╰──► HeadProtocol ─► EngineCore (decode0)
+    LLM ─► FleetEngine ─► Fleet ─Send─► EngineProtocol ─► EngineCore (prefill0)
+            ▲               │       ╰──► EngineProtocol ─► EngineCore (decode0)
             ╰───Deliver─────┴── Received ◄── events ◄──────╯
 
 Only sockets and processes are missing. Caches move by the real rooms and transports.
@@ -21,26 +21,26 @@ from weft import LLM
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
 from weft.config.topology import face
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
+from weft.control.fleet.engine_protocol import EngineProtocol, Outgoing
 from weft.control.fleet.fleet import Fleet
-from weft.control.fleet.head_protocol import HeadProtocol, Outgoing
 from weft.control.fleet.instance_table import Patience
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import summed
 from weft.types import messages as m
-from weft.types.rooms import Peer
+from weft.types.transfer import Peer
 
 FRONT = b"front"
 SECONDS = deadline(120.0)
 
 
-class _Head:
+class _Engine:
     """Hold one group and the link to the group."""
 
     def __init__(self, config: EngineConfig, link: int) -> None:
         self.link = link
         self.core = EngineCore(config, progress=False)
-        self.protocol = HeadProtocol(self.core, self.core.incarnation)
+        self.protocol = EngineProtocol(self.core, self.core.incarnation)
         self.free = self.core.stats().free_blocks
 
 
@@ -54,8 +54,8 @@ class FleetEngine:
             role = one.transfer.role
             self._groups[f"{role}{sum(other.startswith(role) for other in self._groups)}"] = one
         self.fleet = Fleet(dict.fromkeys(self._groups, ""), Patience(), front="front")
-        self.heads: dict[str, _Head] = {}
-        self.lost: list[m.HeadStats] = []
+        self.engines: dict[str, _Engine] = {}
+        self.lost: list[m.EngineStats] = []
         """Final statistics of lost groups."""
         self._links = 0
         self._events: list[m.TokenEvent] = []
@@ -66,11 +66,11 @@ class FleetEngine:
 
     # -- the interface of EngineCore
 
-    awaiting = False
+    blocked = False
 
     @property
     def deterministic(self) -> bool:
-        return all(head.core.deterministic for head in self.heads.values())
+        return all(engine.core.deterministic for engine in self.engines.values())
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         self._on(e.Opened((submit,)))
@@ -95,75 +95,75 @@ class FleetEngine:
         made, self._events = self._events, []
         return made
 
-    def stats(self) -> m.HeadStats:
-        return summed([*self.lost, *(head.core.stats() for head in self.heads.values())])
+    def stats(self) -> m.EngineStats:
+        return summed([*self.lost, *(engine.core.stats() for engine in self.engines.values())])
 
     def welcome(self, incarnation: int) -> m.Welcome:
-        serve = [head.core for name, head in self.heads.items() if not name.startswith("encode")]
+        serve = [engine.core for name, engine in self.engines.items() if not name.startswith("encode")]
         welcomes = [core.welcome(incarnation) for core in serve]
         return min(welcomes, key=lambda one: one.max_model_len)
 
     def close(self) -> None:
-        for head in self.heads.values():
-            head.core.close()
+        for engine in self.engines.values():
+            engine.core.close()
 
     # -- for tests
 
     def cores(self, role: str) -> list[EngineCore]:
-        return [head.core for name, head in self.heads.items() if name.startswith(role)]
+        return [engine.core for name, engine in self.engines.items() if name.startswith(role)]
 
     def turn(self) -> bool:
         """Run one turn of all engines. Return True if any engine had work."""
         worked = False
-        for name, head in list(self.heads.items()):
-            core = head.core
+        for name, engine in list(self.engines.items()):
+            core = engine.core
             core.check()
-            self._say(name, head.protocol.events(core.hear()))
-            if self.heads[name] is head and core.has_work():
+            self._say(name, engine.protocol.events(core.hear()))
+            if self.engines[name] is engine and core.has_work():
                 worked = True
-                self._say(name, head.protocol.events(core.step(), core.scheduler.steps))
+                self._say(name, engine.protocol.events(core.step(), core.scheduler.steps))
         return worked
 
     def settle(self) -> None:
         """Until nothing is left to do, not even a transfer; then all blocks were given back."""
         until = time.monotonic() + SECONDS
         while not self._idle:
-            assert time.monotonic() < until, [head.core.stats() for head in self.heads.values()]
+            assert time.monotonic() < until, [engine.core.stats() for engine in self.engines.values()]
             if not self.turn():
                 time.sleep(0.001)
-        for name, head in self.heads.items():
-            stats = head.core.stats()
+        for name, engine in self.engines.items():
+            stats = engine.core.stats()
             if name.startswith("encode"):  # embeddings stay, as in a cache, and none is promised to anybody
                 assert stats.kv_usage == 0.0
             else:
-                assert stats.free_blocks == head.free
+                assert stats.free_blocks == engine.free
 
     def lose(self, name: str) -> None:
         """Kill a group and start its replacement. Other groups see the end of a process."""
-        head = self.heads[name]
-        self.lost.append(head.core.stats())
-        ended = Peer(head.core.welcome(0).rooms, head.core.incarnation)
-        head.core.close()
-        for other in self.heads.values():
-            if other is not head and other.core.rooms is not None:
-                other.core.rooms._peers._ended.append(ended)
-        self._on(e.Lost(name, head.link, EngineDead("planted")))
-        assert self.heads[name] is not head
+        engine = self.engines[name]
+        self.lost.append(engine.core.stats())
+        ended = Peer(engine.core.welcome(0).transfer_address, engine.core.incarnation)
+        engine.core.close()
+        for other in self.engines.values():
+            if other is not engine and other.core.transfers is not None:
+                other.core.transfers._peers._ended.append(ended)
+        self._on(e.Lost(name, engine.link, EngineDead("planted")))
+        assert self.engines[name] is not engine
 
     @property
     def _at_work(self) -> list[EngineCore]:
-        return [head.core for head in self.heads.values() if head.core.has_work()]
+        return [engine.core for engine in self.engines.values() if engine.core.has_work()]
 
     @property
     def _idle(self) -> bool:
         if self.fleet.entries:
             return False
-        for head in self.heads.values():
-            stats = head.core.stats()
-            if head.core.has_work() or stats.running or stats.waiting:
+        for engine in self.engines.values():
+            stats = engine.core.stats()
+            if engine.core.has_work() or stats.running or stats.waiting:
                 return False
             for moved in (stats.transfers, stats.embedding_transfers):
-                if moved is not None and (moved.rooms or moved.blocks_on_hold or moved.awaiting):
+                if moved is not None and (moved.open or moved.pinned_blocks or moved.blocked):
                     return False
         return True
 
@@ -171,13 +171,13 @@ class FleetEngine:
 
     def _begin(self, name: str) -> None:
         self._links += 1
-        self.heads[name] = _Head(self._groups[name], self._links)
+        self.engines[name] = _Engine(self._groups[name], self._links)
         self._on(e.Expected(name, self._links))
         self._on(e.Linked(name, self._links))
 
     def _say(self, name: str, outgoing: Outgoing) -> None:
         for _, message in outgoing:
-            self._on(e.Received(name, self.heads[name].link, message))
+            self._on(e.Received(name, self.engines[name].link, message))
 
     def _on(self, event: e.Event) -> None:
         self._pending.append(event)
@@ -193,8 +193,8 @@ class FleetEngine:
             case e.Deliver(events):
                 self._events += events
             case e.Send(name, link, message):
-                if (head := self.heads[name]).link == link:
-                    self._say(name, head.protocol.on(FRONT, message))
+                if (engine := self.engines[name]).link == link:
+                    self._say(name, engine.protocol.on(FRONT, message))
             case e.Replace(name, _):
                 self._begin(name)
             case _:

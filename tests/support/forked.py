@@ -43,25 +43,25 @@ ROOTS = ("weft", "tests", "bench", "training")
 """Packages whose modules are commands of this repository."""
 MAIN = "from weft.cli.main import main; main()"
 """The program of tests that start the command line with ``-c``."""
-SCRIPTS = tuple(str(ROOT / name) for name in ("tests/front/fake_server.py", "tests/front/fake_head.py"))
+SCRIPTS = tuple(str(ROOT / name) for name in ("tests/front/fake_server.py", "tests/front/fake_engine.py"))
 PRELOADED = (
     "torch.distributed",
-    "weft.control.processes.owner",
-    "weft.control.processes.server",
+    "weft.control.processes.engine_owner",
+    "weft.control.processes.cluster_server",
     "weft.config.resolve",
     "weft.engine.server.engine_server",
     "weft.engine.rank",
     "weft.engine.start",
-    "weft.front.server",
+    "weft.front.front_server",
     "weft.cli.processes.front_main",
-    "weft.cli.processes.head_main",
+    "weft.cli.processes.engine_main",
     "weft.cli.main",
     "weft.cli.options",
     "weft.cli.processes.rank_main",
     "weft.cli.serve.serve",
     "weft.cli.serve.server",
     "weft.cli.serve.up",
-    "weft.media.worker",
+    "weft.media.media_worker",
     "weft.overlap",
 )
 AT_IMPORT = (

@@ -11,8 +11,8 @@ from weft.bench import process
 
 
 def role_of(words: list[str]) -> str | None:
-    """Return the role as ``weft.bench.process.role_of`` does. A scripted test engine is a ``head`` too."""
-    fake = any(word.endswith("fake_head.py") for word in words[:2])
+    """Return the role as ``weft.bench.process.role_of`` does. A scripted test engine is a ``engine`` too."""
+    fake = any(word.endswith("fake_engine.py") for word in words[:2])
     return "head" if fake else process.role_of(words)
 
 
@@ -38,7 +38,7 @@ def children(parent: int) -> dict[int, str]:
 
 
 def with_role(parent: int, role: str) -> list[int]:
-    """Return the children of a process with role ``head``, ``front`` or ``rank``, lowest id first."""
+    """Return the children of a process with role ``engine``, ``front`` or ``rank``, lowest id first."""
     return [pid for pid, its in children(parent).items() if its.split()[0] == role]
 
 

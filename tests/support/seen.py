@@ -21,7 +21,7 @@ from tests.support.vision_models import (
     types_of,
 )
 from weft.config.families import load_spec
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 
 @dataclass(frozen=True)

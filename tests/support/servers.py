@@ -91,7 +91,7 @@ class Running:
             time.sleep(min(0.2, max(0.02, waited / 10)))
         return time.monotonic() - start
 
-    def head(self) -> int:
+    def engine(self) -> int:
         """Return the process id of the engine."""
         return with_role(self.process.pid, "head")[-1]  # the youngest: a dead one may still be listed
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from weft.layers.held import Weight
+from weft.layers.pending_codes import Weight
 from weft.layers.shard import cut
 from weft.models.base import Model
 from weft.models.files import WeightFile

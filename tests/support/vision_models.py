@@ -21,7 +21,7 @@ from weft.config.spec import ModelSpec
 from weft.models.base import Model
 from weft.models.vision import Embedding, Tower
 from weft.models.vision.base import colour_table, patches
-from weft.types.media import SPAN, MediaItem, rope_positions, spans_of
+from weft.types.media_item import SPAN, MediaItem, rope_positions, spans_of
 
 Tensor = torch.Tensor
 

@@ -23,24 +23,24 @@ from testing.cluster.explore import CHUNK, Exploration, explore, run_schedules
 from testing.cluster.faults import KINDS
 from testing.cluster.transfers.wires import SimTransport
 from weft.common.errors import EndedElsewhere
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
+from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.control.fleet.fleet import Fleet
-from weft.control.fleet.head_protocol import HeadProtocol
 from weft.control.fleet.instance_table import InstanceTable
 from weft.control.fleet.instances import Instance, InstanceState
 from weft.control.fleet.ledger import LedgerEntry
-from weft.disagg.protocol.room_table import Room, Rooms
-from weft.disagg.protocol.sender import SendingRooms
-from weft.disagg.protocol.spans import Part, SpanPlan
-from weft.engine.disagg.rooms import HeadRooms
+from weft.disagg.protocol.sender import TransferSender
+from weft.disagg.protocol.spans import SpanPart, SpanPlan
+from weft.disagg.protocol.transfer_table import Transfer, TransferTable
+from weft.engine.disagg.engine_transfers import EngineTransfers
 from weft.group.membership import Membership
 from weft.group.roster import Roster
 from weft.group.steps import Steps
 from weft.kv.pool import BlockPool
 from weft.types import messages as m
-from weft.types import rooms as r
-from weft.types.rooms import Peer, RoomKey
+from weft.types import transfer as r
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey
 
 SCHEDULES = 360
 """In the default tests."""
@@ -62,9 +62,9 @@ FOUND_BY = {
     "a_retry_meets_its_earlier_attempt": 14,
     "a_new_connection_is_taken_for_the_old_one": 24,
     "no_hello_over_a_new_connection": 24,
-    "a_head_keeps_what_a_lost_connection_asked": 94,
+    "an_engine_process_keeps_what_a_lost_connection_asked": 94,
     "an_end_at_the_other_end_is_an_eviction": 78,
-    "a_head_that_drains_is_gone": 34,
+    "an_engine_process_that_drains_is_gone": 34,
     "a_role_is_given_up_at_once": 293,
     "who_is_revived_is_not_heard": 73,
     "free_before_a_writer_ended": 33,
@@ -315,9 +315,9 @@ def _is_hello(action: e.Action) -> bool:
     return isinstance(action, e.Send) and isinstance(action.message, m.Hello)
 
 
-def a_head_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None:
+def an_engine_process_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a Hello of the same API server over another connection ends nothing."""
-    patch.setattr(HeadProtocol, "_named", lambda self, connection, name: False)
+    patch.setattr(EngineProtocol, "_named", lambda self, connection, name: False)
 
 
 def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_give_back", change)
 
 
-def a_head_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
+def an_engine_process_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: the waiting time of requests starts at the beginning of a planned restart."""
     serving = InstanceTable._serving
     patch.setattr(InstanceTable, "_serving", lambda self, draining=False: serving(self))
@@ -357,36 +357,36 @@ def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
 
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a transfer's memory is freed before all ranks have reported their stop."""
-    settle = Rooms._settle
+    settle = TransferTable._settle
 
-    def at_once(self: Rooms, room: Room, now: float) -> object:
-        room.running.clear()
-        return settle(self, room, now)
+    def at_once(self: TransferTable, transfer: Transfer, now: float) -> object:
+        transfer.running.clear()
+        return settle(self, transfer, now)
 
-    patch.setattr(Rooms, "_settle", at_once)
+    patch.setattr(TransferTable, "_settle", at_once)
 
 
 def the_peer_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: the Fence of a failed transfer is not sent."""
-    send = HeadRooms._send
+    send = EngineTransfers._send
 
-    def all_but_fences(self: HeadRooms, peer: Peer, message: r.RoomMessage) -> None:
+    def all_but_fences(self: EngineTransfers, peer: Peer, message: r.TransferMessage) -> None:
         if not isinstance(message, r.Fence):
             send(self, peer, message)
 
-    patch.setattr(HeadRooms, "_send", all_but_fences)
+    patch.setattr(EngineTransfers, "_send", all_but_fences)
 
 
 def reuse_before_the_fence(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a sender does not wait for readers of its memory."""
-    patch.setattr(SendingRooms, "_needs_peer", lambda self, room: False)
+    patch.setattr(TransferSender, "_needs_peer", lambda self, transfer: False)
 
 
 def a_span_off_by_one_block(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: the last run of a sequence is read one block too early."""
     entries = SpanPlan.entries
 
-    def shifted(self: SpanPlan, kind: int, numbers: list[int], begin: int, end: int) -> list[Part]:
+    def shifted(self: SpanPlan, kind: int, numbers: list[int], begin: int, end: int) -> list[SpanPart]:
         block = self._tensors[0][kind][0].block_stride
         parts = entries(self, kind, numbers, begin, end)
         for part in parts:
@@ -401,7 +401,7 @@ def a_digest_of_the_wrong_attempt(patch: pytest.MonkeyPatch) -> None:
     """A sender makes digests as if every attempt were the first one."""
     digest = SimTransport.digest
 
-    def of_the_first(self: SimTransport, key: RoomKey, peer: str, parts: list[Part]) -> object:
+    def of_the_first(self: SimTransport, key: TransferKey, peer: str, parts: list[SpanPart]) -> object:
         return digest(self, key._replace(attempt=0), peer, parts)
 
     patch.setattr(SimTransport, "digest", of_the_first)
@@ -445,9 +445,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
         (a_new_connection_is_taken_for_the_old_one, "not at an end|is at"),
         (no_hello_over_a_new_connection, "not at an end|nothing had happened to it"),
-        (a_head_keeps_what_a_lost_connection_asked, "another API server uses"),
+        (an_engine_process_keeps_what_a_lost_connection_asked, "another API server uses"),
         (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
-        (a_head_that_drains_is_gone, "after .* seconds"),
+        (an_engine_process_that_drains_is_gone, "after .* seconds"),
         (a_role_is_given_up_at_once, "after .* seconds"),
         (who_is_revived_is_not_heard, "revived"),
         (free_before_a_writer_ended, "a write of .* lands in blocks"),

@@ -11,9 +11,9 @@ from testing.cluster.cluster import Cluster, simulate_cluster
 from testing.cluster.transfers import image_world
 from tests.testing.test_cluster import found_within, log_of
 from weft.kv.embeddings import Embedded, EmbeddingCache
-from weft.scheduler.encode.scheduler import EncodeScheduler
-from weft.scheduler.images.image_rooms import ImageRooms, SequenceImages
-from weft.scheduler.images.media import MediaBook
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
+from weft.scheduler.images.image_transfers import ImageTransfers, SequenceImages
+from weft.scheduler.images.media_book import MediaBook
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import TokenEvent
 from weft.types.plan import StepPlan, StepResult
@@ -30,7 +30,7 @@ FOUND_BY = {
 
 
 def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = [seed for seed in range(20) if not Cluster(seed).rooms.images.there]
+    seeds = [seed for seed in range(20) if not Cluster(seed).transfers.images.there]
     before = [log_of(seed) for seed in seeds]
     monkeypatch.setattr(image_world, "ALONE", 0.0)
     monkeypatch.setattr(image_world, "BESIDE_PAIRS", 0.0)
@@ -39,7 +39,7 @@ def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("seed", [32331, 41556, 51677])
-def test_a_room_that_ends_with_a_sequence_that_is_given_back_lets_others_try_again(seed: int) -> None:
+def test_a_transfer_that_ends_with_a_sequence_that_is_given_back_lets_others_try_again(seed: int) -> None:
     """Planning returns a sequence while others wait for blocks of its transfers.
 
     The others continue after the transfers end and the requests are repeated.
@@ -57,8 +57,8 @@ def an_embedding_is_let_go_when_it_may_leave(patch: pytest.MonkeyPatch) -> None:
     def lets_go(self: EncodeScheduler, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         sent = self._in_flight[0][1]
         events = commit(self, plan, result, now)
-        for room in sent:
-            held, room.held = room.held, None
+        for transfer in sent:
+            held, transfer.held = transfer.held, None
             if held is not None:
                 self.cache.unpin(held)
         return events
@@ -69,23 +69,23 @@ def an_embedding_is_let_go_when_it_may_leave(patch: pytest.MonkeyPatch) -> None:
 def blocks_are_given_back_with_the_sequence(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: writable blocks of a transfer are free when the sequence ends, before the transfer
     ends."""
-    ended = ImageRooms.ended
+    ended = ImageTransfers.ended
 
-    def frees(self: ImageRooms, sequence: Sequence, finish: str, error: Any = None) -> None:
+    def frees(self: ImageTransfers, sequence: Sequence, finish: str, error: Any = None) -> None:
         images = self._images.get(sequence.id)
-        rooms = [] if images is None else list(images.rooms.values())
+        transfers = [] if images is None else list(images.transfers.values())
         ended(self, sequence, finish, error)
-        for room in rooms:
-            self.freed(room)
+        for transfer in transfers:
+            self.freed(transfer)
 
-    patch.setattr(ImageRooms, "ended", frees)
+    patch.setattr(ImageTransfers, "ended", frees)
 
 
 def each_image_gets_blocks_when_there_are_some(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: images of a sequence get blocks one by one, so that two sequences may block each other."""
-    reserve = ImageRooms._reserve
+    reserve = ImageTransfers._reserve
 
-    def one_by_one(self: ImageRooms, images: SequenceImages) -> bool:
+    def one_by_one(self: ImageTransfers, images: SequenceImages) -> bool:
         whole = dict(images.counts)
         try:
             for key, count in whole.items():
@@ -96,7 +96,7 @@ def each_image_gets_blocks_when_there_are_some(patch: pytest.MonkeyPatch) -> Non
             images.counts = whole
         return True
 
-    patch.setattr(ImageRooms, "_reserve", one_by_one)
+    patch.setattr(ImageTransfers, "_reserve", one_by_one)
 
 
 def a_step_takes_what_is_promised(patch: pytest.MonkeyPatch) -> None:
@@ -114,15 +114,15 @@ def a_step_takes_what_is_promised(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_coming_is_there(patch: pytest.MonkeyPatch) -> None:
     """Plant a bug: a prompt continues after the first of its images was received."""
-    done = ImageRooms.done
+    done = ImageTransfers.done
 
-    def first(self: ImageRooms, room: Any) -> None:
-        done(self, room)
-        images = room.images
-        if images.rooms and self._images.get(images.sequence.id) is images:
-            self.landed.append(images.sequence)
+    def first(self: ImageTransfers, transfer: Any) -> None:
+        done(self, transfer)
+        images = transfer.images
+        if images.transfers and self._images.get(images.sequence.id) is images:
+            self.received.append(images.sequence)
 
-    patch.setattr(ImageRooms, "done", first)
+    patch.setattr(ImageTransfers, "done", first)
     patch.setattr(MediaBook, "lost", lambda self, sequence, start: False)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
-from weft.text.messages import CallMade, Message, TextPart, check_messages, too_deep
+from weft.text.chat_messages import CallMade, ChatMessage, TextPart, check_messages, too_deep
 from weft.text.model import TextModel
 from weft.text.parsing.parser import Tool
 from weft.text.tokenizer import Tokenizer
@@ -169,7 +169,7 @@ def test_of_a_key_that_comes_twice_the_last_counts() -> None:
     assert call.shown_text() == call.arguments
 
 
-def test_thoughts_go_under_the_name_that_a_template_reads(tokenizer: Tokenizer) -> None:
+def test_reasoning_go_under_the_name_that_a_template_reads(tokenizer: Tokenizer) -> None:
     for field in ("reasoning_content", "reasoning"):
         answer = assistant(content="x", **{field: "hm"})
         assert "<think>\nhm\n</think>x" in ChatFormat(tokenizer, HERMES).encode([user(), answer, user()]).text
@@ -262,7 +262,7 @@ def test_parts_keep_their_kinds() -> None:
     assert message.content == (TextPart("a"), TextPart("b"))
     assert message.text() == "a\nb"
     (made,) = check_messages([assistant(tool_calls=[CALL])])
-    assert made == Message(
+    assert made == ChatMessage(
         role="assistant", calls=(CallMade(id="call_1", name="f", arguments='{"a": "x", "b": [1]}'),)
     )
 
@@ -286,12 +286,12 @@ def test_deep_arguments_are_no_object() -> None:
     ("kwargs", "inside"),
     [(None, False), ({"enable_thinking": False}, False), ({"enable_thinking": True}, False)],
 )
-def test_a_model_that_opens_its_thought_itself(tmp_path: Path, kwargs: Any, inside: bool) -> None:
+def test_a_model_that_opens_its_reasoning_itself(tmp_path: Path, kwargs: Any, inside: bool) -> None:
     write_tokenizer(tmp_path, added=("<think>", "</think>"), template=HERMES)
     assert TextModel.load(tmp_path).chat.encode([user()], kwargs=kwargs).in_reasoning is inside
 
 
-def test_a_prompt_that_ends_inside_a_thought(tmp_path: Path) -> None:
+def test_a_prompt_that_ends_inside_a_reasoning(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, added=("<think>", "</think>"), template=CODER)
     chat = TextModel.load(tmp_path).chat
     assert chat.encode([user()]).in_reasoning
@@ -304,7 +304,7 @@ def test_a_prompt_that_ends_inside_a_thought(tmp_path: Path) -> None:
     assert not TextModel.load(tmp_path, None, "auto", "none").chat.encode([user()]).in_reasoning
 
 
-def test_a_thought_that_nothing_opens_is_implied(tmp_path: Path) -> None:
+def test_a_reasoning_that_nothing_opens_is_implied(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     chat = TextModel.load(tmp_path, None, "none", "deepseek_r1").chat
     assert chat.encode([user()]).in_reasoning

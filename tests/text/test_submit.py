@@ -9,8 +9,8 @@ import pytest
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, minted_seed, submits_of
 from weft.text.tokenizer import Tokenizer
-from weft.types.media import MediaItem
-from weft.types.messages import Submit, decode_to_head, encode, ids_from_bytes
+from weft.types.media_item import MediaItem
+from weft.types.messages import Submit, decode_to_engine, encode, ids_from_bytes
 from weft.types.sampling import SamplingParams, TokenParams
 
 LIMITS = ModelLimits(vocab_size=340, max_model_len=32, end_ids=(0, 2, 9999))
@@ -35,7 +35,7 @@ def test_choices_share_request_seed_and_prompt(tokenizer: Tokenizer) -> None:
     assert [submit.params.prompt_logprobs for submit in made] == [2, -1, -1]
     assert ids_from_bytes(made[0].prompt_ids).tolist() == [5, 6, 7]
     for submit in made:
-        assert decode_to_head(encode(submit)) == submit
+        assert decode_to_engine(encode(submit)) == submit
 
 
 @pytest.mark.requirement("F33")

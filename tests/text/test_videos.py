@@ -18,8 +18,8 @@ from tests.support.text_folders import IMAGE_TEMPLATE
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts, VideoFacts
 from weft.text.chat import ChatFormat, expanded, image_rules
+from weft.text.chat_messages import Shows, check_messages
 from weft.text.images import VideoPart, group_times
-from weft.text.messages import Shows, check_messages
 from weft.text.tokenizer import Tokenizer
 
 FOLDER = Path(weft.__file__).parent / "checkpoints" / "spool-vision"

@@ -8,21 +8,28 @@ from typing import Any
 import pytest
 
 from weft.common.errors import EngineDead
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.links.placements import Placements
-from weft.engine.disagg.room_notes import BOUND, FIRST_BYTE, LAST_BYTE, OFFERED, RoomNotes, RoomTally
+from weft.engine.disagg.transfer_notes import (
+    BOUND,
+    FIRST_BYTE,
+    LAST_BYTE,
+    OFFERED,
+    TransferNotes,
+    TransferTally,
+)
 from weft.engine.request_spans import RequestSpans
 from weft.front.monitoring.request_trace import RequestTrace
-from weft.tracing.merge import ReadSpan, read_folder
-from weft.tracing.spans import SpanContext, parse_traceparent
+from weft.tracing.merge_traces import ReadSpan, read_folder
+from weft.tracing.trace_spans import SpanContext, parse_traceparent
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
-from weft.types.media import MediaItem
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 PARENT = SpanContext.root()
-KEY = RoomKey(room=7, attempt=0, incarnation=1)
+KEY = TransferKey(transfer=7, attempt=0, incarnation=1)
 
 
 class Rig:
@@ -46,10 +53,10 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def submit(sequence: int = 7, sends: bool | None = None, **more: Any) -> m.Submit:
-    room = None
+    transfer = None
     if sends is not None:
         peer = Peer(name="ipc:///other", incarnation=2)
-        room = RoomTicket(key=KEY, peer=peer, sends=sends, seconds=60.0)
+        transfer = TransferParameters(key=KEY, peer=peer, sends=sends, seconds=60.0)
     return m.Submit(
         **{
             "sequence": sequence,
@@ -58,7 +65,7 @@ def submit(sequence: int = 7, sends: bool | None = None, **more: Any) -> m.Submi
             "prompt_ids": m.ids_to_bytes([1, 2, 3]),
             "params": TokenParams(temperature=0.0, max_tokens=4),
             "trace": PARENT.traceparent(),
-            "room": room,
+            "transfer": transfer,
             **more,
         }
     )
@@ -93,29 +100,29 @@ def test_a_group_that_does_all(rig: Rig) -> None:
     assert {(s.trace, s.parent) for s in (queue, prefill, decode)} == {(PARENT.trace, PARENT.span)}
 
 
-def test_a_sender_and_its_room(rig: Rig) -> None:
+def test_a_sender_and_its_transfer(rig: Rig) -> None:
     spans = RequestSpans(rig.writer, rig.time)
     spans.submitted(submit(sends=True), rig.now)
     spans.admitted([7], 101.0)
     rig.now = 103.0
     told(spans, 5, finish="moved")
-    tally = RoomTally(sends=True)
-    tally.ended = spans.room_ended
-    notes = RoomNotes(Peer(name="ipc:///other", incarnation=2), nbytes=99)
+    tally = TransferTally(sends=True)
+    tally.ended = spans.transfer_ended
+    notes = TransferNotes(Peer(name="ipc:///other", incarnation=2), nbytes=99)
     for when, name in enumerate((OFFERED, BOUND, FIRST_BYTE, LAST_BYTE, LAST_BYTE)):
         notes.mark(name, 101.0 + when)
-    tally.landed(KEY, notes, 105.5)
-    spans.room_ended(KEY, notes, 106.0, None)  # already reported
+    tally.received(KEY, notes, 105.5)
+    spans.transfer_ended(KEY, notes, 106.0, None)  # already reported
     assert tally.stats.took.total == pytest.approx(2.0)
     assert stages(rig) == [("queue", 1.0), ("send", 5.5), ("prefill", 2.0)]
 
 
-def test_a_receiver_whose_room_fails(rig: Rig) -> None:
+def test_a_receiver_whose_transfer_fails(rig: Rig) -> None:
     spans = RequestSpans(rig.writer, rig.time)
     spans.submitted(submit(sends=False), rig.now)
-    tally = RoomTally(sends=False)
-    tally.ended = spans.room_ended
-    tally.failed(KEY, RoomNotes(Peer(name="x", incarnation=2)), EngineDead("gone").info(), 102.0, "here")
+    tally = TransferTally(sends=False)
+    tally.ended = spans.transfer_ended
+    tally.failed(KEY, TransferNotes(Peer(name="x", incarnation=2)), EngineDead("gone").info(), 102.0, "here")
     rig.now = 102.0
     told(spans, finish="evicted")
     assert {(s.name, s.error, s.attributes.get("weft.finish")) for s in rig.spans()} == {
@@ -132,29 +139,31 @@ def pictures(count: int, sends: bool) -> tuple[MediaItem, ...]:
             start=number,
             count=1,
             grid=(1, 2, 2),
-            room=RoomTicket(key=RoomKey(number, 0, 1), peer=peer, sends=sends, seconds=60.0),
+            transfer=TransferParameters(key=TransferKey(number, 0, 1), peer=peer, sends=sends, seconds=60.0),
         )
         for number in range(count)
     )
 
 
-def landed(spans: RequestSpans, number: int, now: float) -> None:
-    spans.room_ended(RoomKey(number, 0, 1), RoomNotes(Peer(name="x", incarnation=2), nbytes=9), now, None)
+def received(spans: RequestSpans, number: int, now: float) -> None:
+    spans.transfer_ended(
+        TransferKey(number, 0, 1), TransferNotes(Peer(name="x", incarnation=2), nbytes=9), now, None
+    )
 
 
 def test_a_sequence_whose_images_come_from_elsewhere(rig: Rig) -> None:
     spans = RequestSpans(rig.writer, rig.time)
     spans.submitted(submit(media=pictures(2, sends=False)), rig.now)
-    landed(spans, 1, 101.0)
-    landed(spans, 0, 103.0)
-    landed(spans, 0, 103.5)  # again
+    received(spans, 1, 101.0)
+    received(spans, 0, 103.0)
+    received(spans, 0, 103.5)  # again
     spans.admitted([7], 104.0)
     rig.now = 105.0
     told(spans, 5, finish="length")
     spans.submitted(submit(8, media=pictures(1, sends=False)), rig.now)
     rig.now = 106.0
     told(spans, finish="evicted", sequence=8)
-    landed(spans, 0, 107.0)  # too late
+    received(spans, 0, 107.0)  # too late
     found = rig.spans()
     assert sorted((span.name, round(span.seconds, 3)) for span in found) == [
         ("await images", 1.0),
@@ -172,7 +181,7 @@ def test_a_group_that_encodes(rig: Rig) -> None:
     spans = RequestSpans(rig.writer, rig.time)
     spans.submitted(submit(prompt_ids=b"", media=pictures(1, sends=True)), rig.now)
     spans.admitted([7], 101.0)
-    landed(spans, 0, 103.0)
+    received(spans, 0, 103.0)
     rig.now = 103.0
     told(spans, finish="moved")
     assert stages(rig) == [("queue", 1.0), ("send image", 3.0), ("encode", 2.0)]

@@ -13,9 +13,9 @@ import pytest
 
 from weft.common.errors import ConfigError
 from weft.tracing import writer as writing
-from weft.tracing.merge import chrome_trace, read_folder, read_steps
+from weft.tracing.merge_traces import chrome_trace, read_folder, read_steps
 from weft.tracing.slowest import rows, table
-from weft.tracing.spans import MAX_EVENTS, Span, SpanContext, child_of, parse_traceparent
+from weft.tracing.trace_spans import MAX_EVENTS, Span, SpanContext, child_of, parse_traceparent
 from weft.tracing.writer import SUFFIX, SpanWriter
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         SpanWriter(str(tmp_path / "file"), "head")
 
 
-def pair_of_heads(folder: Path) -> None:
+def pair_of_engines(folder: Path) -> None:
     """Write a request that was prefilled at one engine and decoded at another, and a short request beside
     it."""
     folder.mkdir(exist_ok=True)
@@ -145,7 +145,7 @@ def pair_of_heads(folder: Path) -> None:
 
 @pytest.mark.requirement("E23")
 def test_files_of_a_run_become_one_trace(tmp_path: Path) -> None:
-    pair_of_heads(tmp_path)
+    pair_of_engines(tmp_path)
     with next(tmp_path.glob("decode0*")).open("a") as file:
         file.write('{"resourceSpans": [{"resou')
     spans, bad = read_folder(tmp_path)
@@ -178,7 +178,7 @@ def test_files_of_a_run_become_one_trace(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("E23")
 def test_the_table_says_where_time_went(tmp_path: Path) -> None:
-    pair_of_heads(tmp_path)
+    pair_of_engines(tmp_path)
     slow, fast = rows(read_folder(tmp_path)[0])
     expected = {"read": 0.1, "queue": 0.3, "prefill": 1.0, "transfer": 0.1, "slot": 0.1, "decode": 2.0}
     assert dict(slow.stages) == pytest.approx(expected, abs=1e-6)

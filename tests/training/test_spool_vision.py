@@ -94,9 +94,9 @@ def test_drafts_see_nothing_ahead(
 ) -> None:
     ids, _, images = Rows(tokenizer, IMAGE_TOKENS).encode(asked)
     hidden, positions, _ = model.read(ids, images)
-    whole = model.ahead(ids, hidden, positions)
+    whole = model.lookahead(ids, hidden, positions)
     assert whole.shape == (len(ids), ids.shape[1] - 1, hidden.shape[-1])
-    part = model.ahead(ids[:, :-3], hidden[:, :-3], positions[:, :, :-3])
+    part = model.lookahead(ids[:, :-3], hidden[:, :-3], positions[:, :, :-3])
     torch.testing.assert_close(part, whole[:, :-3], atol=1e-5, rtol=1e-4)
 
 

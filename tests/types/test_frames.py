@@ -30,14 +30,14 @@ from weft.types.plan import (
     TokenMasks,
     column,
 )
-from weft.types.rooms import Endpoint, RoomKey
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Endpoint, TransferKey
 
 ints = st.integers(-(1 << 31), (1 << 31) - 1)
 small = st.integers(0, 1 << 20)
 columns = st.lists(ints, max_size=5).map(column)
 ids = st.binary(max_size=9)
-keys = st.builds(RoomKey, small, small, small)
+keys = st.builds(TransferKey, small, small, small)
 params = st.builds(
     TokenParams,
     temperature=st.floats(0, 100),
@@ -126,33 +126,33 @@ def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
 
 ERROR = EngineDead("no").info()
 ENDPOINT = Endpoint("shm", "/x", 1)
-KEY = RoomKey(1, 2, 3)
+KEY = TransferKey(1, 2, 3)
 TO_RANK: list[f.ToRank] = [
     f.RankWelcome(heartbeats="ipc://x", incarnation="1f"),
-    f.Refused(error=ERROR),
+    f.RankRefused(error=ERROR),
     f.Pools(blocks=(5, 7)),
     f.Form(epoch=1, store="file:///x"),
     f.StepFrame(step=1, epoch=2, plan=StepPlan(step=1), digest=3),
     f.LateMasks(step=1, epoch=2, masks=TokenMasks(entries=column([0, 2]), words=column([-1, 5]))),
     f.Abort(epoch=1),
-    f.Shutdown(),
+    f.RankShutdown(),
     f.RankHeartbeat(rank=0, epoch=1, step=2, incarnation="1f", aborted=0),
 ]
-TO_HEAD: list[f.ToHead] = [
+TO_HEAD: list[f.ToEngine] = [
     f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, epoch=-1, settings={"a": "1"}),
     f.Loaded(rank=1, blocks=(5, 7)),
     f.Ready(rank=1),
     f.Ready(rank=1, endpoint=ENDPOINT, embeddings=ENDPOINT),
-    f.RoomReport(rank=1, key=KEY, outcome=f.TransferOutcome.failed, error=ERROR, cache="embeddings"),
-    f.RoomStopped(rank=1, key=KEY, cache="embeddings"),
+    f.TransferReport(rank=1, key=KEY, outcome=f.TransferOutcome.failed, error=ERROR, cache="embeddings"),
+    f.TransferStopped(rank=1, key=KEY, cache="embeddings"),
     f.Formed(rank=1, epoch=0),
-    f.Outcome(rank=1, epoch=0, step=4, checksum=5),
-    f.Failed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
+    f.StepOutcome(rank=1, epoch=0, step=4, checksum=5),
+    f.RankFailed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
     f.RankHeartbeat(rank=1, epoch=1, step=2, incarnation="1f"),
 ]
 BOTH: list[tuple[Any, Callable[[bytes], Any]]] = [
     *((frame, f.decode_to_rank) for frame in TO_RANK),
-    *((frame, f.decode_to_head) for frame in TO_HEAD),
+    *((frame, f.decode_to_engine) for frame in TO_HEAD),
 ]
 
 
@@ -179,7 +179,7 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
     optional = {"type", "comm", "aborted", "peer", "given_up", "version", "endpoint", "embeddings", "cache"}
     for name in fields:
-        if name not in optional | ({"error"} if isinstance(frame, f.RoomReport) else set()):
+        if name not in optional | ({"error"} if isinstance(frame, f.TransferReport) else set()):
             with pytest.raises(f.FrameError):
                 decode(msgspec.msgpack.encode({key: fields[key] for key in fields if key != name}))
 
@@ -224,12 +224,12 @@ def test_sizes_are_capped_by_type() -> None:
 def test_unequal_versions_are_named_both() -> None:
     hello = {"type": "RankHello", "version": f.VERSION + 1, "release": "9", "rank": 2, "new_field": True}
     with pytest.raises(f.VersionMismatch, match=rf"version {f.VERSION + 1} .* version {f.VERSION}"):
-        f.decode_to_head(msgspec.msgpack.encode(hello))
+        f.decode_to_engine(msgspec.msgpack.encode(hello))
     known = f.RankHello(version=f.VERSION - 1, release="0.0.9", rank=2, pid=1, epoch=3, settings={})
     with pytest.raises(
         f.VersionMismatch, match=rf"rank 2 \(weft 0.0.9\) .*version {f.VERSION - 1} .* {f.VERSION}"
     ):
-        f.decode_to_head(f.encode(known))
+        f.decode_to_engine(f.encode(known))
     step = f.StepFrame(version=f.VERSION + 1, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
     with pytest.raises(f.VersionMismatch, match=f"the head speaks version {f.VERSION + 1}"):
         f.decode_to_rank(f.encode(step))

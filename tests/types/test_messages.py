@@ -13,7 +13,7 @@ from weft.common.shared_bytes import SharedName
 from weft.engine.server.listener import Listener
 from weft.types import messages
 from weft.types import messages as m
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import decode_parts, encode_parts
 from weft.types.sampling import TokenParams
 

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from weft.api.engine_thread import EngineThread, Sink
 from weft.api.llm import load_text, request_maker
-from weft.api.outputs import RequestOutput
 from weft.api.request import Request, client_error
+from weft.api.request_outputs import RequestOutput
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
 from weft.config.resolve import resolve
 from weft.engine.server.replicas import start_engine
 from weft.types.grammar import Grammar
-from weft.types.messages import HeadStats, TokenEvent
+from weft.types.messages import EngineStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -108,10 +108,10 @@ class AsyncLLM:
         self._thread.finish([submit.sequence for submit in request.submits])
         return True
 
-    async def stats(self) -> HeadStats:
+    async def stats(self) -> EngineStats:
         """Return the engine's counters, as of the next round of the engine. Raise EngineDead, also after
         ``shutdown`` or without progress of the engine."""
-        answers: asyncio.Queue[HeadStats] = asyncio.Queue()
+        answers: asyncio.Queue[EngineStats] = asyncio.Queue()
         if not self._thread.stats(_on_loop(answers.put_nowait)):
             raise _dead(self._thread.death)
         return await self._wait(answers)

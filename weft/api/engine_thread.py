@@ -15,14 +15,14 @@ from weft.common.errors import EngineDead, ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
-from weft.types.messages import HeadStats, Submit, TokenEvent
+from weft.types.messages import EngineStats, Submit, TokenEvent
 
 log = get_logger(__name__)
 
 Sink: TypeAlias = Callable[[TokenEvent], None]
 _Command: TypeAlias = Callable[[], None]
 
-AWAITING_POLL_S = 0.02
+BLOCKED_POLL_S = 0.02
 """Maximum seconds of one wait for a command while sequences are blocked. Bounds the delay of new input."""
 
 
@@ -79,7 +79,7 @@ class EngineThread:
         has taken the command."""
         self._post(lambda: self._finish(sequences))
 
-    def stats(self, sink: Callable[[HeadStats], None]) -> bool:
+    def stats(self, sink: Callable[[EngineStats], None]) -> bool:
         """Request the engine's counters; the thread passes them to ``sink`` later. Return False, without a
         call of ``sink``, if the engine is dead."""
         return self._post(lambda: sink(self._core.stats()))
@@ -128,7 +128,7 @@ class EngineThread:
         Return False on a stop.
         """
         wait = not self._core.has_work()
-        patience = AWAITING_POLL_S if self._core.awaiting else None
+        patience = BLOCKED_POLL_S if self._core.blocked else None
         while True:
             try:
                 command = self._commands.get(block=wait, timeout=patience)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.api.outputs import EmbeddingOutput, RequestOutput
 from weft.api.request import Request, RequestMaker, client_error, spread_grammars, spread_params
+from weft.api.request_outputs import EmbeddingOutput, RequestOutput
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
@@ -26,7 +26,7 @@ from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
-from weft.types.messages import HeadStats, TokenEvent
+from weft.types.messages import EngineStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
 log = get_logger(__name__)
@@ -101,7 +101,7 @@ class LLM:
             raise EngineDead("this LLM was shut down")
         return self._core.deterministic
 
-    def stats(self) -> HeadStats:
+    def stats(self) -> EngineStats:
         """Return the engine's counters and gauges: steps, cache hits, preemptions, drafts.
 
         Raise EngineDead after ``shutdown``.
@@ -329,7 +329,7 @@ class _Run:
                 self._take(event)
             if not self._live or self._core.has_work():
                 continue
-            if not self._core.awaiting:
+            if not self._core.blocked:
                 raise EngineDead("the engine lost a sequence")
             # Every sequence is blocked on external input. Each block has a deadline, so the loop ends.
             self._core.sleep(OVERDUE_POLL_S)

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
+from weft.api.request_outputs import EmbeddingOutput, RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
 from weft.config.resolved import MediaLimits
 from weft.media.local import LocalPictures, placed
-from weft.scheduler.images.media import check_media
+from weft.scheduler.images.media_book import check_media
 from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.detokenizer import Stops
@@ -21,7 +21,7 @@ from weft.text.model import TextModel
 from weft.text.pooled import normalized
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
 from weft.types.grammar import Grammar
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.sampling import SamplingParams, TokenParams
 
@@ -227,7 +227,7 @@ class RequestMaker:
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
             if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
-                raise InvalidRequest("media must be a list of weft.types.media.MediaItem", param="media")
+                raise InvalidRequest("media must be a list of weft.types.media_item.MediaItem", param="media")
             if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
                 return None, list(ids), tuple(media)
         raise InvalidRequest(f"a prompt must be {_FORMS}", param="prompt")

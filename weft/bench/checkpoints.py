@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench import gpt_oss
-from weft.bench.tokenizer import SPECIAL, VISION, write_tokenizer
+from weft.bench.bench_tokenizer import SPECIAL, VISION, write_tokenizer
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 

@@ -51,7 +51,7 @@ def role_of(words: Sequence[str]) -> str | None:
     module = words[2]
     if module.endswith("rank_main"):
         return f"rank {words[5]}"
-    return {"weft.cli.processes.head_main": "head", "weft.cli.processes.front_main": "front"}.get(module)
+    return {"weft.cli.processes.engine_main": "head", "weft.cli.processes.front_main": "front"}.get(module)
 
 
 def free_port() -> int:

@@ -36,7 +36,7 @@ class ProcessMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MemorySample:
     """Bytes of a tree at one time; ``pss`` is None if not read."""
 
     rss: int
@@ -51,7 +51,7 @@ class Peak:
     pss: int = 0
     at: int = 0
 
-    def with_sample(self, found: Sample) -> Peak:
+    def with_sample(self, found: MemorySample) -> Peak:
         peak = replace(self, rss=max(self.rss, found.rss))
         if found.pss is None:
             return peak
@@ -85,7 +85,7 @@ def tree(root: int) -> list[ProcessMemory]:
     return order
 
 
-def sample(processes: Iterable[ProcessMemory], peak: Peak) -> Sample:
+def sample(processes: Iterable[ProcessMemory], peak: Peak) -> MemorySample:
     """Return the sums over the processes.
 
     PSS costs the kernel a walk of page tables, so PSS is read only after RSS has grown.
@@ -93,10 +93,10 @@ def sample(processes: Iterable[ProcessMemory], peak: Peak) -> Sample:
     pids = [one.pid for one in processes]
     rss = sum(map(_rss, pids))
     if rss <= peak.at * _GROWTH:
-        return Sample(rss, None)
+        return MemorySample(rss, None)
     parts = [_kilobytes(pid, "smaps_rollup", _PSS) for pid in pids]
     known = [part for part in parts if part is not None]
-    return Sample(rss, sum(known) if known and len(known) == len(parts) else None)
+    return MemorySample(rss, sum(known) if known and len(known) == len(parts) else None)
 
 
 def _rss(pid: int) -> int:

@@ -70,7 +70,7 @@ class _Delta(msgspec.Struct):
     tool_calls: Any = None
 
 
-class _Choice(msgspec.Struct):
+class _RecordedChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     token_ids: list[int] | None = None
@@ -92,7 +92,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_RecordedChoice] = []
     usage: _Usage | None = None
     error: Any = None
 

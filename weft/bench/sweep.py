@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.bench.load import Limits
 from weft.bench.schedule import LengthRange
-from weft.bench.serving import RunSettings, measure
+from weft.bench.serving_bench import RunSettings, measure
 from weft.common.errors import ConfigError, WeftError
 
 Measure = Callable[[RunSettings], dict[str, Any]]

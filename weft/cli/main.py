@@ -18,7 +18,7 @@ from weft.config.flags import suggest
 _COMMANDS = {
     "serve": "weft.cli.serve.serve:serve",
     "up": "weft.cli.serve.up:up",
-    "chat": "weft.cli.chat.chat:chat",
+    "chat": "weft.cli.chat.chat_command:chat",
     "generate": "weft.cli.generate:generate",
     "eval": "weft.cli.evaluate.evaluate:evaluate",
     "verify": "weft.cli.verify.verify:verify",

@@ -9,7 +9,7 @@ import click
 
 from weft.common.errors import ConfigError
 from weft.common.folder import open_private
-from weft.tracing.merge import chrome_trace, read_folder, read_steps
+from weft.tracing.merge_traces import chrome_trace, read_folder, read_steps
 from weft.tracing.slowest import rows, table
 
 

@@ -20,7 +20,7 @@ import math
 from typing import NamedTuple, TypeAlias
 
 from weft.config.spec import DTYPE_BYTES, CacheSpec
-from weft.types.media import BLOCK_ROWS
+from weft.types.media_item import BLOCK_ROWS
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {**DTYPE_BYTES, FP8: 1}

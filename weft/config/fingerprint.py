@@ -19,7 +19,7 @@ from weft.common.errors import ConfigError
 from weft.config.cache_layout import pool_tensors
 from weft.config.resolved import EngineConfig
 from weft.config.spec import CacheSpec, VisionSpec
-from weft.types import rooms
+from weft.types import transfer
 
 _SAMPLE = 64
 """Bytes per sample."""
@@ -37,7 +37,7 @@ def fingerprint(config: EngineConfig) -> str:
     Raise ConfigError if the weights cannot be read.
     """
     facts = {
-        "messages": rooms.VERSION,
+        "messages": transfer.VERSION,
         # The text caches do not depend on a loaded tower.
         "spec": msgspec.to_builtins(msgspec.structs.replace(config.spec, vision=None)),
         "dtype": config.dtype,
@@ -59,7 +59,7 @@ def tower_fingerprint(config: EngineConfig) -> str:
     vision, media = config.spec.vision, config.kv.media
     if vision is None or media is None or not (media.takes or config.transfer.role == "encode"):
         return ""
-    facts = {"messages": rooms.VERSION, "vision": msgspec.to_builtins(vision), "dtype": config.dtype}
+    facts = {"messages": transfer.VERSION, "vision": msgspec.to_builtins(vision), "dtype": config.dtype}
     made = hashlib.blake2b(digest_size=16)
     made.update(json.dumps(facts, sort_keys=True, default=str).encode())
     named = config.model.load_format not in ("dummy", "pickle")

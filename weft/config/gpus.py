@@ -74,6 +74,6 @@ def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpu_of(config.parallel, config.gpus, rank)}
 
 
-def head_rank(config: EngineConfig) -> int:
+def engine_rank(config: EngineConfig) -> int:
     """Return the rank of the replica's engine process."""
     return config.replica * config.parallel.tensor_parallel_size

@@ -19,7 +19,7 @@ _OWN = (
     "tokenizer_path",
     "served_names",
     "accepted_names",
-    "domain",
+    "socket_folder",
     "model.model",
     "model.tokenizer",
     "model.revision",

@@ -71,12 +71,12 @@ def host_of(parallel: ParallelSection, rank: int) -> int:
     return rank // parallel.ranks_here
 
 
-def head_of(parallel: ParallelSection, rank: int) -> int:
+def engine_of(parallel: ParallelSection, rank: int) -> int:
     """Return the head's rank in the replica of ``rank``."""
     return rank - parallel.layout.place(rank)
 
 
-def heads_on(parallel: ParallelSection, node: int) -> list[int]:
+def engines_on(parallel: ParallelSection, node: int) -> list[int]:
     """Return the replicas with a head on host ``node``."""
     layout = parallel.layout
     return [layout.replica(rank) for rank in ranks_on(parallel, node) if not layout.place(rank)]
@@ -87,7 +87,7 @@ def workers_on(parallel: ParallelSection, node: int) -> list[int]:
 
     A head starts the workers of its host.
     """
-    return [r for r in ranks_on(parallel, node) if host_of(parallel, head_of(parallel, r)) != node]
+    return [r for r in ranks_on(parallel, node) if host_of(parallel, engine_of(parallel, r)) != node]
 
 
 def replica_spans(parallel: ParallelSection, replica: int) -> bool:
@@ -97,7 +97,7 @@ def replica_spans(parallel: ParallelSection, replica: int) -> bool:
     return host_of(parallel, first) != host_of(parallel, last)
 
 
-def domain_spans(parallel: ParallelSection, replica: int) -> bool:
+def expert_group_spans(parallel: ParallelSection, replica: int) -> bool:
     """Return True if ``replica`` exchanges tensors between hosts."""
     several = parallel.nnodes > 1 and parallel.only_host is None
     return several if parallel.enable_expert_parallel else replica_spans(parallel, replica)

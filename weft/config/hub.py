@@ -11,7 +11,7 @@ from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.spelling import misspelt
 from weft.config.families.load import refuse_unserved
-from weft.gguf.folder import check_tokenizer, checkpoint_folder, find_gguf
+from weft.gguf.checkpoint_folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 

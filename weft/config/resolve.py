@@ -18,7 +18,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.budget import check_budget, with_budget
-from weft.config.experts import check_experts
+from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
@@ -41,11 +41,11 @@ from weft.config.sections.all import (
 from weft.config.sections.front_section import check_front
 from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
-from weft.config.sizing.caches import make_caches
+from weft.config.sizing.cache_sizes import make_caches
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
-from weft.gguf.folder import gguf_files
+from weft.gguf.checkpoint_folder import gguf_files
 
 log = get_logger(__name__)
 
@@ -194,7 +194,8 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
 
 
 def check_runs_model(front: FrontSection) -> None:
-    """Raise ConfigError if --scripted is set: a scripted server has no engine (``weft.config.scripted``)."""
+    """Raise ConfigError if --scripted is set: a scripted server has no engine
+    (``weft.config.scripted_config``)."""
     if front.scripted is not None:
         raise ConfigError(
             "--scripted works only with `weft serve`, because a scripted server runs no model: remove "

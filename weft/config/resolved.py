@@ -19,7 +19,7 @@ from weft.config.sections.all import (
 )
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
-from weft.types.media import BLOCK_ROWS
+from weft.types.media_item import BLOCK_ROWS
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Faults planted by tests; there is no flag."""
     accepted_names: tuple[str, ...] = ()
     """Further model names for requests, besides ``served_names``; never listed."""
-    domain: str = ""
+    socket_folder: str = ""
     """Folder of sockets on one host, for ranks and for the rendezvous of an expert-parallel group."""
     incarnation: int = 0
     """Start number of the engine process if the API server is on another host; see weft/types/board.py."""

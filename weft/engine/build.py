@@ -14,11 +14,11 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.config.gpus import head_rank, sharers
+from weft.config.gpus import engine_rank, sharers
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
 from weft.config.sizing.memory import activation_bytes, pools_for
-from weft.engine.disagg.rank_rooms import check_rooms, open_embeddings, open_rooms
+from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
@@ -27,7 +27,7 @@ from weft.parallel.mesh import Mesh, make_mesh
 from weft.runner.graphs.graphs import Capture, CudaCapture, GraphOptions, obstacle
 from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
-from weft.runner.trace import StepTrace
+from weft.runner.step_trace import StepTrace
 
 log = get_logger(__name__)
 
@@ -98,7 +98,7 @@ class LoadedModel:
         meets = mesh is not None and mesh.connects
         device = device_of(config)
         kv = kv or self.kv
-        rank = head_rank(config) if mesh is None else mesh.rank
+        rank = engine_rank(config) if mesh is None else mesh.rank
         runner = Runner(
             self.model,
             self.backends,
@@ -114,7 +114,7 @@ class LoadedModel:
             speculation=config.speculation,
             launcher=mesh.launcher if mesh is not None and meets else None,
             processed=config.runner.logprobs_mode == "processed_logprobs",
-            rooms=open_rooms(config, kv, rank),
+            transfers=open_transfers(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
         # A warm-up step of connected ranks would need collectives before the group has formed.
@@ -143,7 +143,7 @@ def load(
     --kv-cache-memory fixes their size.
     """
     device = device_of(config)
-    check_rooms(config)
+    check_transfers(config)
     if device.type == "cuda":
         release_unused()
     dtype = DTYPES[config.dtype]
@@ -153,7 +153,7 @@ def load(
     backends = choose(
         config.runner.attention_backend, local, dtype, device, config.kv.block_size, invariant=invariant
     )
-    rank = head_rank(config) if mesh is None else mesh.rank
+    rank = engine_rank(config) if mesh is None else mesh.rank
     path = config.runner.trace
     trace = StepTrace(trace_of(path, rank, config.group)) if path else None
     model = load_model(
@@ -225,7 +225,7 @@ def graph_options(
             most_each=config.kv.copies,
             keeps_hidden=config.speculation.speculative_method == "mtp",
         )
-    meets = model.mesh.layout.domain > 1
+    meets = model.mesh.layout.expert_ranks > 1
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),
@@ -253,27 +253,27 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     cache = config.cache
     scheduler = config.scheduler
     spec = local_spec(config.loaded, config.parallel.layout)
-    room = free - int(total * (1 - cache.gpu_memory_utilization))
-    if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
-        room -= LATER
+    transfer = free - int(total * (1 - cache.gpu_memory_utilization))
+    if config.parallel.layout.expert_ranks > 1 and config.parallel.collectives != "gloo":
+        transfer -= LATER
     ranks = sharers(config.parallel, config.gpus, config.host)
     # `free` depends on the load progress of other ranks on the GPU; a fixed part per rank does not.
     if ranks > 1:
-        room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
+        transfer = min(transfer, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv
     images = 0 if kv.media is None else kv.media.pool_bytes
     packed = config.model.quantization != "none" or config.loaded.quantized is not None
     weights = DEQUANTIZED * DTYPES[config.dtype].itemsize if packed else 0
-    room = max(room - activation_bytes(spec, config.dtype, scheduler) - images - weights, 0)
+    transfer = max(transfer - activation_bytes(spec, config.dtype, scheduler) - images - weights, 0)
     pools = pools_for(
         spec,
         kv.block_size,
         config.dtype,
-        room,
+        transfer,
         kv.max_model_len,
         scheduler,
         copies=kv.copies,
         snapshots=kv.enable_prefix_caching,
-        rooms=config.transfer.role != "unified",
+        transfers=config.transfer.role != "unified",
     )
     return msgspec.structs.replace(kv, pools=pools)

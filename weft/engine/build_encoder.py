@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.common.log import get_logger
-from weft.config.gpus import head_rank
+from weft.config.gpus import engine_rank
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import ALONE_S, DTYPES, LoadedModel, device_of, load, trace_of
-from weft.engine.disagg.rank_rooms import check_rooms, open_embeddings
+from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner
-from weft.runner.trace import StepTrace
+from weft.runner.step_trace import StepTrace
 
 log = get_logger(__name__)
 
@@ -41,7 +41,7 @@ class LoadedTower:
             device=device_of(config),
             together=not config.runner.deterministic,
             varying=self.model.varying,
-            rooms=open_embeddings(config, self.rank),
+            transfers=open_embeddings(config, self.rank),
             trace=self.trace,
             step_timeout=ALONE_S,
         )
@@ -54,10 +54,10 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
     ``weft.engine.build.load``.
     """
     device = device_of(config)
-    check_rooms(config)
-    rank = head_rank(config) if mesh is None else mesh.rank
+    check_transfers(config)
+    rank = engine_rank(config) if mesh is None else mesh.rank
     ranks = config.parallel.tensor_parallel_size
-    if ranks > 1 and rank == head_rank(config):
+    if ranks > 1 and rank == engine_rank(config):
         log.warning(
             "each of %d ranks encodes every image; to divide the images between the ranks, replace "
             "--tensor-parallel-size by --data-parallel-size %d",

@@ -21,21 +21,21 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
-from weft.engine.balance import Balance
-from weft.engine.domain import Domain
+from weft.engine.event_sources import sources_of
+from weft.engine.expert_balance import Balance
+from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.loop import EngineLoop, InFlight
-from weft.engine.room_start import make_embeddings, make_rooms
-from weft.engine.sources import sources_of
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
-from weft.overlap.policy import OverlapPolicy, mode_of
-from weft.runner.doorbell import Doorbell
+from weft.engine.transfer_start import make_embeddings, make_rooms
+from weft.overlap.overlap_policy import OverlapPolicy, mode_of
 from weft.runner.step_handle import StepHandle
+from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.tracing.writer import SpanWriter
-from weft.types.messages import OLDEST, VERSION, HeadStats, Welcome
+from weft.types.messages import OLDEST, VERSION, EngineStats, Welcome
 from weft.types.plan import StepPlan, TokenMasks
 
 log = get_logger(__name__)
@@ -54,13 +54,13 @@ class EngineCore(EngineLoop[StepHandle]):
         progress: bool = True,
         clock: Clock | None = None,
         runner: GroupExecutor | None = None,
-        domain: Domain | None = None,
+        expert_group: ExpertGroup | None = None,
         spans: SpanWriter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
         """Load the model, unless a ``runner`` is given, and start the scheduler and the sources.
 
-        ``progress``: show a progress bar on stderr. ``domain``: the expert-parallel group (default: the
+        ``progress``: show a progress bar on stderr. ``expert_group``: the expert-parallel group (default: the
         runner's). ``spans``: writer for traced sequences, closed by ``close``. ``grammars``: default: the
         model tokenizer's.
 
@@ -77,7 +77,7 @@ class EngineCore(EngineLoop[StepHandle]):
             spans,
         )
         self.config = config
-        self.domain = domain or runner.domain
+        self.expert_group = expert_group or runner.expert_group
         rows = config.transfer.role != "encode"
         self.overlap = OverlapPolicy(mode_of(config.parallel if rows else None, config.device))
         """Decides which steps run in micro-batches."""
@@ -86,15 +86,15 @@ class EngineCore(EngineLoop[StepHandle]):
         self.incarnation = secrets.randbits(64)
         """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
         # `make_rooms` needs the ranks, so the runner is loaded before.
-        self.rooms = make_rooms(config, runner, self.incarnation, self._clock)
+        self.transfers = make_rooms(config, runner, self.incarnation, self._clock)
         self.embeddings = make_embeddings(config, runner, self.incarnation, self._clock)
-        self._stages.follow(rooms.tally for rooms in self.all_rooms)
+        self._stages.follow(transfers.tally for transfers in self.all_transfers)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
-        rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
+        rings = config.transfer.role == "prefill" and config.device == "cpu" and self.expert_group is None
         # A prefill group on a CPU handles transfers during a step.
-        self._bell = runner.bell or (Doorbell() if rings else None)
+        self._bell = runner.bell or (WakeupDescriptor() if rings else None)
         # Complete before a server starts: a server reads `sockets` once.
-        self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
+        self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell)
         self._encode_seconds = 0.0
 
     @property
@@ -130,8 +130,8 @@ class EngineCore(EngineLoop[StepHandle]):
         """Sockets and descriptors to poll while there is no work. Replicas of the expert-parallel group and
         the sources wake the engine through these sockets.
         """
-        domain = () if self.domain is None else self.domain.sockets
-        return [*domain, *(socket for source in self.sources for socket in source.sockets)]
+        expert_group = () if self.expert_group is None else self.expert_group.sockets
+        return [*expert_group, *(socket for source in self.sources for socket in source.sockets)]
 
     def sleep(self, seconds: float) -> None:
         """Block until a socket of ``sockets`` is readable, at most for ``seconds``.
@@ -150,7 +150,7 @@ class EngineCore(EngineLoop[StepHandle]):
         """Return True if ``step`` has work. A replica of an expert-parallel group also steps for the other
         replicas.
         """
-        return super().has_work() or (self.domain is not None and self.domain.awake)
+        return super().has_work() or (self.expert_group is not None and self.expert_group.awake)
 
     def _agree(self, builder: PlanBuilder | None) -> PlanBuilder | None:
         if builder is not None:
@@ -158,8 +158,8 @@ class EngineCore(EngineLoop[StepHandle]):
             self.overlap.ask(builder)
         # All replicas of an expert-parallel group must launch the same step. `settle` may replace an absent
         # builder by an idle step, or hold the local builder back.
-        if self.domain is not None:
-            builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
+        if self.expert_group is not None:
+            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle)
         return builder
 
     def _launch(self, plan: StepPlan, began: float) -> None:
@@ -182,7 +182,7 @@ class EngineCore(EngineLoop[StepHandle]):
         self.scheduler.observe(handle.plan, seconds, unlike)
         self.overlap.observe(handle.plan, handle.times)
 
-    def stats(self) -> HeadStats:
+    def stats(self) -> EngineStats:
         """Return counters and gauges of the scheduler, the transfers, the grammars and overlap."""
         return msgspec.structs.replace(
             super().stats(),
@@ -210,7 +210,7 @@ class EngineCore(EngineLoop[StepHandle]):
             block_size=kv.block_size,
             role=self.config.transfer.role,
             fingerprint=self._fingerprint,
-            rooms="" if self.rooms is None else self.rooms.address,
+            transfer_address="" if self.transfers is None else self.transfers.address,
             embeddings="" if self.embeddings is None else self.embeddings.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
@@ -228,8 +228,8 @@ class EngineCore(EngineLoop[StepHandle]):
             log.info("%s", report)
         self.grammars.close()
         # Transfers end before the ranks: a transfer uses the memory of the ranks.
-        for rooms in self.all_rooms:
-            rooms.close()
+        for transfers in self.all_transfers:
+            transfers.close()
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft().handle)
@@ -238,6 +238,6 @@ class EngineCore(EngineLoop[StepHandle]):
         self.runner.close(leave=failed)
         if self._bell is not None:
             self._bell.close()
-        if self.domain is not None:
-            self.domain.close()
+        if self.expert_group is not None:
+            self.expert_group.close()
         self._stages.close()

@@ -20,8 +20,8 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.step_scheduler import StepScheduler
 from weft.grammar.base import CompiledGrammar, GrammarCompiler
-from weft.grammar.guard.guarded import Backend, GuardedCompiler
-from weft.grammar.guard.service import GrammarService
+from weft.grammar.guard.compile_jobs import GrammarService
+from weft.grammar.guard.guarded import BackendArguments, GuardedCompiler
 from weft.grammar.registry import make_compiler
 from weft.text.model import TextModel
 from weft.types.grammar import Grammar
@@ -30,7 +30,7 @@ from weft.types.messages import Submit, TokenEvent
 log = get_logger(__name__)
 
 
-class Compile(Protocol):
+class GrammarCompile(Protocol):
     """A compile, running or complete."""
 
     def done(self) -> bool:
@@ -42,14 +42,14 @@ class Compile(Protocol):
         """
 
 
-class Compiler(Protocol):
+class CompileService(Protocol):
     """Compiles grammars for the model of the engine, in threads."""
 
     @property
     def end_ids(self) -> Iterable[int]:
         """Token ids allowed by a mask where a grammar may end."""
 
-    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int) -> Compile:
+    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int) -> GrammarCompile:
         """Start a compile for ``client`` and return at once. Unless the compile has ended already, ``ring``
         is called at the end, from any thread.
         """
@@ -61,11 +61,11 @@ class Compiler(Protocol):
 class GrammarSource:
     """The ``AwaitedSource`` of grammars. Used from the stepping thread."""
 
-    def __init__(self, make: Callable[[], Compiler]) -> None:
+    def __init__(self, make: Callable[[], CompileService]) -> None:
         """``make``: creates the compiler, called for the first grammar."""
         self._make = make
-        self._compiler: Compiler | None = None
-        self._pending: dict[int, Compile] = {}
+        self._compiler: CompileService | None = None
+        self._pending: dict[int, GrammarCompile] = {}
         """Sequence -> running compile."""
         self._bell = -1
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class GrammarSource:
 
 
 class ModelGrammars:
-    """The ``Compiler`` of one model, with the tokenizer and the backend of ``--grammar-backend``.
+    """The ``CompileService`` of one model, with the tokenizer and the backend of ``--grammar-backend``.
 
     The compiling thread creates the backend at the first grammar. Reading a tokenizer's tokens takes a
     second, which servers without grammars do not pay.
@@ -176,7 +176,7 @@ class ModelGrammars:
         self._compiler = GuardedCompiler(self._backend, seconds, _made)
         self._service = GrammarService(self._compiler, timeout=seconds, apart=True)
 
-    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> Compile:
+    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> GrammarCompile:
         made = self._service.submit(grammar, client)
         if not made.done():
             made.when_ended(ring)
@@ -186,12 +186,12 @@ class ModelGrammars:
         self._service.close()
         self._compiler.close()
 
-    def _backend(self) -> Backend:
+    def _backend(self) -> BackendArguments:
         spec, folder = self._config.spec, str(self._config.tokenizer_path)
         self.end_ids = tuple(sorted({*TextModel.load(folder).end_ids, *spec.eos_ids}))
         name = self._config.grammar.grammar_backend
-        return Backend(name=name, tokenizer=folder, vocab_size=spec.vocab_size, end_ids=self.end_ids)
+        return BackendArguments(name=name, tokenizer=folder, vocab_size=spec.vocab_size, end_ids=self.end_ids)
 
 
-def _made(backend: Backend) -> GrammarCompiler:
+def _made(backend: BackendArguments) -> GrammarCompiler:
     return make_compiler(backend.name, backend.tokenizer, backend.vocab_size, backend.end_ids)

@@ -26,13 +26,13 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, known_error
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
-from weft.engine.disagg.group_rooms import GroupRooms
-from weft.engine.domain import Domain
-from weft.engine.group_links import Links, Share
+from weft.engine.disagg.group_transfers import GroupTransfers
+from weft.engine.expert_group import ExpertGroup
+from weft.engine.group_links import GroupLinks, Share
 from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.ranks import Ranks
 from weft.engine.ranks.step_pixels import StepPixels
-from weft.engine.ranks.watch import HeadWatch
+from weft.engine.ranks.watch import EngineWatch
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE
 from weft.group.membership import Membership
@@ -42,13 +42,13 @@ from weft.kv.digest import SlotDigest
 from weft.parallel.control import PeerGone
 from weft.parallel.group_comm import CommLost
 from weft.parallel.store import join_store
-from weft.runner.doorbell import Doorbell
 from weft.runner.graphs.graphs import DecodeGraphs
 from weft.runner.step_handle import StepHandle
+from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
 
@@ -67,7 +67,7 @@ class GroupExecutor:
         self,
         membership: Membership,
         load: Callable[[], Share],
-        links: Links,
+        links: GroupLinks,
         *,
         rank_timeout: float = 10.0,
         clock: Clock | None = None,
@@ -92,7 +92,7 @@ class GroupExecutor:
         self._carrier = carrier or ThreadPoolExecutor(1, thread_name_prefix="weft-group")
         self._carried: Future[None] | None = None
         """Last action of the carrier; None before the first."""
-        self._outbox: deque[t.Send | t.Renew] = deque()
+        self._outbox: deque[t.SendFrame | t.Renew] = deque()
         """Frames and leases for the stepping thread to send."""
         self._inbox: deque[tuple[bytes, bytes]] = deque()
         """Received frames, not handled yet. A frame stays here until handled, because an interrupt may
@@ -102,17 +102,17 @@ class GroupExecutor:
         """Decided actions, not executed yet. An action stays here, because an interrupt may come."""
         self._store: Any = None
         """Communicator store of the current epoch, referenced until the next epoch."""
-        self.rooms: GroupRooms | None = None
+        self.transfers: GroupTransfers | None = None
         """KV transfers of the ranks; None in a group without KV transfers."""
-        self.embeddings: GroupRooms | None = None
+        self.embeddings: GroupTransfers | None = None
         """Embedding transfers of the ranks; None in a group without embedding transfers."""
         self._results: dict[int, StepResult] = {}
         """Results of steps completed on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
         links.resources.callback(links.mesh.close)
-        self._watch: HeadWatch | None = None
+        self._watch: EngineWatch | None = None
         if links.heartbeats is not None:
-            self._watch = HeadWatch(links.heartbeats, rank_timeout, self._heard, self._looked)
+            self._watch = EngineWatch(links.heartbeats, rank_timeout, self._heard, self._looked)
             self._watch.start()
         try:
             self._start(load)
@@ -123,7 +123,8 @@ class GroupExecutor:
     def _start(self, load: Callable[[], Share]) -> None:
         """Load the local share and form the first epoch.
 
-        Sets ``_runner``, ``bell``, ``rooms`` and ``embeddings``. Blocks. Raises the errors of ``__init__``.
+        Sets ``_runner``, ``bell``, ``transfers`` and ``embeddings``. Blocks. Raises the errors of
+        ``__init__``.
         """
         members = self.membership
         self._feed(t.Own("started"))
@@ -136,17 +137,17 @@ class GroupExecutor:
         # The smallest pool of all ranks counts: every rank must have the same block numbers.
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
-        self.bell: Doorbell | None = getattr(self._runner, "bell", None)
+        self.bell: WakeupDescriptor | None = getattr(self._runner, "bell", None)
         """Wake-up socket, signalled at the end of each step on the local rank; None where ``read`` blocks
         instead.
         """
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
-        self.rooms = self._make_rooms("kv")
+        self.transfers = self._make_rooms("kv")
         self.embeddings = self._make_rooms("embeddings")
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
-    def _make_rooms(self, cache: f.Cache) -> GroupRooms | None:
+    def _make_rooms(self, cache: f.Cache) -> GroupTransfers | None:
         """Return the transfers of all ranks for ``cache``, or None if the local runner has none."""
         transfer, reports, own = moves(self._runner, cache)
         if transfer is None or reports is None:
@@ -162,7 +163,7 @@ class GroupExecutor:
             others = [members[rank] for rank in numbers]
             return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
-        return GroupRooms(transfer, reports, endpoints, numbers, send, self._links.channel.sockets, cache)
+        return GroupTransfers(transfer, reports, endpoints, numbers, send, self._links.channel.sockets, cache)
 
     # ---- the interface of a Runner
 
@@ -193,9 +194,9 @@ class GroupExecutor:
         return self._runner.done(handle) and steps.settled(before)
 
     @property
-    def domain(self) -> Domain | None:
+    def expert_group(self) -> ExpertGroup | None:
         """Expert-parallel group of the replica; None without a group."""
-        return self._links.domain
+        return self._links.expert_group
 
     @property
     def processes(self) -> Ranks | None:
@@ -401,7 +402,7 @@ class GroupExecutor:
             # Peek, and pop after the event is fed: an interrupt must not lose the frame.
             peer, data = self._inbox[0]
             try:
-                event: t.Event = t.Received(peer, self._pixels.heard(f.decode_to_head(data)))
+                event: t.Event = t.FrameReceived(peer, self._pixels.heard(f.decode_to_engine(data)))
             except f.FrameError as error:
                 event = t.Garbled(peer, error)
             self._feed(event)
@@ -416,7 +417,7 @@ class GroupExecutor:
         """Send all queued frames and write all queued leases."""
         while self._outbox:
             action = self._outbox.popleft()
-            if isinstance(action, t.Send):
+            if isinstance(action, t.SendFrame):
                 self._send(action.peer, f.encode(action.frame), action.rank)
             elif self._links.leases is not None:
                 self._links.leases.write(action.lease)
@@ -448,19 +449,19 @@ class GroupExecutor:
                 action = self._actions.popleft()
                 if isinstance(action, t.Abort):
                     self._abort()
-                elif isinstance(action, t.Send | t.Renew):
+                elif isinstance(action, t.SendFrame | t.Renew):
                     self._outbox.append(action)
-                elif isinstance(action, t.Told):
-                    rooms = self.rooms if action.frame.cache == "kv" else self.embeddings
-                    if rooms is not None:
-                        rooms.heard(action.frame)
+                elif isinstance(action, t.TellEngine):
+                    transfers = self.transfers if action.frame.cache == "kv" else self.embeddings
+                    if transfers is not None:
+                        transfers.heard(action.frame)
                 else:
                     self._carried = self._carrier.submit(self._carry, action)
 
     def _abort(self) -> None:
         self._links.mesh.abort()
-        if self._links.domain is not None:
-            self._links.domain.abort()
+        if self._links.expert_group is not None:
+            self._links.expert_group.abort()
 
     def _failed(self, epoch: int, error: Exception) -> None:
         self._feed(t.OwnFailure(epoch, known_error(error).message, isinstance(error, CommLost)))
@@ -469,7 +470,7 @@ class GroupExecutor:
 
     def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         """Feed a rank's heartbeat to ``membership`` and return the answer."""
-        self._feed(t.Received(b"", heartbeat))
+        self._feed(t.FrameReceived(b"", heartbeat))
         return self.membership.heartbeat(heartbeat.peer)
 
     def _looked(self) -> None:
@@ -496,9 +497,9 @@ class GroupExecutor:
             elif processes is not None:
                 if action.anew:
                     processes.kill(action.rank)
-                    for rooms in (self.rooms, self.embeddings):
-                        if rooms is not None:
-                            rooms.ended(action.rank)
+                    for transfers in (self.transfers, self.embeddings):
+                        if transfers is not None:
+                            transfers.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
         except Exception as error:
             known = known_error(error)
@@ -509,14 +510,14 @@ class GroupExecutor:
 
         Feed ``Connected``, or the failure of the epoch. Blocks.
         """
-        epoch, store, domain = action.epoch, action.store, self._links.domain
+        epoch, store, expert_group = action.epoch, action.store, self._links.expert_group
         patience = COLLECTIVE * self._timeout
         try:
             self._runner.reset()
             self._store = join_store(store, patience) if store else None
             self._links.mesh.connect(self._store, epoch, patience)
-            if domain is not None:
-                domain.connect(join_store(store, patience), epoch, patience, action.wakeups)
+            if expert_group is not None:
+                expert_group.connect(join_store(store, patience), epoch, patience, action.wakeups)
         except Exception as error:
             self._failed(epoch, error)
         else:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.config.resolved import KVConfig
-from weft.engine.domain import Domain
+from weft.engine.expert_group import ExpertGroup
 from weft.engine.ranks.executor import RankRunner
 from weft.engine.ranks.ranks import Ranks
-from weft.parallel.control import HeadChannel, NoRanks
+from weft.parallel.control import EngineChannel, NoRanks
 from weft.parallel.leases import Leases
 from weft.parallel.mesh import Mesh
 
@@ -26,15 +26,15 @@ class Share(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Links:
+class GroupLinks:
     """Connections of a group to ranks and to other replicas. The defaults describe a single rank."""
 
-    channel: HeadChannel = field(default_factory=NoRanks)
-    heartbeats: HeadChannel | None = None
+    channel: EngineChannel = field(default_factory=NoRanks)
+    heartbeats: EngineChannel | None = None
     processes: Ranks | None = None
     """Worker processes on the local host; None without workers."""
     mesh: Mesh = field(default_factory=Mesh)
     leases: Leases | None = None
-    domain: Domain | None = None
+    expert_group: ExpertGroup | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     """Resources to close with the group."""

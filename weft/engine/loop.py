@@ -4,7 +4,7 @@
     commit    read, commit, learn
     _mask     of a constrained step: masks and sample, once all earlier steps have committed
 
-Each step in flight has one plan. The plan is immutable from ``seal`` to ``commit``. With two steps in flight,
+Each step in flight has one plan. The plan is immutable from ``freeze`` to ``commit``. With two steps in flight,
 step N + 1 is planned and launched before the tokens of step N are read:
 
     launch N+1 ──────────────┐
@@ -36,15 +36,15 @@ from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.tracing.writer import SpanWriter
-from weft.types.messages import HeadStats, Submit, TokenEvent
+from weft.types.messages import EngineStats, Submit, TokenEvent
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 if TYPE_CHECKING:
-    from weft.engine.disagg.rooms import HeadRooms
+    from weft.engine.disagg.engine_transfers import EngineTransfers
+    from weft.engine.event_sources import AwaitedSource
     from weft.engine.grammars import GrammarSource
-    from weft.engine.sources import AwaitedSource
     from weft.engine.step_scheduler import StepScheduler
-    from weft.runner.doorbell import Doorbell
+    from weft.runner.wakeup_descriptor import WakeupDescriptor
 
 log = get_logger(__name__)
 
@@ -117,9 +117,9 @@ class EngineLoop(Generic[H]):
         """``depth``: maximum number of steps in flight. ``spans``: writer for traced sequences."""
         self.scheduler = scheduler
         self.runner = runner
-        self.rooms: HeadRooms | None = None
+        self.transfers: EngineTransfers | None = None
         """KV transfers with other groups. None unless the role is ``prefill`` or ``decode``."""
-        self.embeddings: HeadRooms | None = None
+        self.embeddings: EngineTransfers | None = None
         """Transfers of image embeddings with other groups. None in a group without embedding transfers."""
         self.grammars: GrammarSource | None = None
         """Compiles grammars. A sequence stays blocked until the end of the compile."""
@@ -128,7 +128,7 @@ class EngineLoop(Generic[H]):
         self._clock = clock
         self._depth = depth
         self._stages = StageTimes(spans, clock.now)
-        self._bell: Doorbell | None = None
+        self._bell: WakeupDescriptor | None = None
         """Wake-up socket for step ends. None: ``step`` blocks until the end of the step instead."""
         self._in_flight: deque[InFlight[H]] = deque()
         """Steps in flight, oldest first."""
@@ -162,12 +162,12 @@ class EngineLoop(Generic[H]):
 
     def _open(self, submit: Submit) -> None:
         """Open the transfers of an accepted sequence."""
-        if self.rooms is not None and submit.room is not None:
-            self.rooms.open(submit.room)
+        if self.transfers is not None and submit.transfer is not None:
+            self.transfers.open(submit.transfer)
         if self.embeddings is not None:
             for item in submit.media:
-                if item.room is not None:
-                    self.embeddings.open(item.room)
+                if item.transfer is not None:
+                    self.embeddings.open(item.transfer)
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """End a sequence in any state and return its events. Idempotent; unknown ids are ignored.
@@ -200,19 +200,19 @@ class EngineLoop(Generic[H]):
         return self._told(events) + self._asked()
 
     @property
-    def awaiting(self) -> bool:
+    def blocked(self) -> bool:
         """True if there is no work until external input arrives or a time limit passes."""
-        return not self.has_work() and self.scheduler.awaiting
+        return not self.has_work() and self.scheduler.blocked
 
     @property
     def transferring(self) -> bool:
         """True while a transfer to or from another group may still complete."""
-        return any(rooms.moving for rooms in self.all_rooms)
+        return any(transfers.moving for transfers in self.all_transfers)
 
     @property
-    def all_rooms(self) -> list[HeadRooms]:
+    def all_transfers(self) -> list[EngineTransfers]:
         """The transfers with other groups: of KV and of image embeddings."""
-        return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
+        return [transfers for transfers in (self.transfers, self.embeddings) if transfers is not None]
 
     @property
     def steps(self) -> int:
@@ -223,14 +223,14 @@ class EngineLoop(Generic[H]):
         """Return the result of ``Scheduler.follow_prefixes``."""
         return self.scheduler.follow_prefixes()
 
-    def stats(self) -> HeadStats:
+    def stats(self) -> EngineStats:
         """Return counters and gauges of the scheduler, the transfers and the loop."""
         stats = self.scheduler.stats()
         moved, images = stats.transfers, stats.embedding_transfers
         return msgspec.structs.replace(
             stats,
             mask_seconds=self._mask_seconds,
-            transfers=moved if self.rooms is None else self.rooms.stats(moved),
+            transfers=moved if self.transfers is None else self.transfers.stats(moved),
             embedding_transfers=images if self.embeddings is None else self.embeddings.stats(images),
             queue_times=self._stages.queue,
             prefill_times=self._stages.prefill,
@@ -269,8 +269,8 @@ class EngineLoop(Generic[H]):
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # set first: an interrupt may come before the next line
         self.scheduler.lose()
-        for rooms in self.all_rooms:
-            rooms.lose()
+        for transfers in self.all_transfers:
+            transfers.lose()
         self.runner.recover(lost)
 
     def _recover(self, lost_at: float) -> list[TokenEvent]:
@@ -289,8 +289,8 @@ class EngineLoop(Generic[H]):
             again,
             len(given_up),
         )
-        for rooms in self.all_rooms:
-            rooms.regain()
+        for transfers in self.all_transfers:
+            transfers.regain()
         return self._told(given_up) + self._asked()
 
     # ---- one step
@@ -361,7 +361,7 @@ class EngineLoop(Generic[H]):
         builder = self._agree(self.scheduler.build(now))
         if builder is None:
             return None
-        plan = self.scheduler.seal(builder)
+        plan = self.scheduler.freeze(builder)
         self._stages.admitted(self.scheduler.admitted(plan), now)
         return plan
 

@@ -26,7 +26,7 @@ from weft.engine.ranks.worker import Worker
 from weft.engine.start import mesh_host, take_threads
 from weft.group.sizes import blocks_of, sized
 from weft.group.waits import LOAD_S
-from weft.parallel.control import HeadLink, RankChannel
+from weft.parallel.control import EngineLink, RankChannel
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
 
@@ -40,7 +40,7 @@ _TURN = 0.5
 """Seconds of one wait for a frame."""
 
 
-def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
+def run_rank(config: EngineConfig, rank: int, link: EngineLink, rejoin: Callable[[int], EngineLink]) -> None:
     """Work for the engine process of ``link``, and for later engines, until shutdown.
 
     ``rejoin(epoch)`` says hello to the next engine process and returns the link. ``epoch`` is the last epoch
@@ -104,7 +104,7 @@ def _load(
         return faults.around(loaded.runner(kv))
     except Exception as error:
         known = known_error(error)
-        channel.send(f.encode(f.Failed(rank=rank, epoch=-1, step=-1, error=known.info())))
+        channel.send(f.encode(f.RankFailed(rank=rank, epoch=-1, step=-1, error=known.info())))
         channel.close()
         raise
 
@@ -131,9 +131,9 @@ def ask(
         frame = f.decode_to_rank(data)
         if isinstance(frame, f.Pools):
             return sized(kv, frame.blocks)
-        if isinstance(frame, f.Shutdown):
+        if isinstance(frame, f.RankShutdown):
             return None
-        if isinstance(frame, f.Refused):
+        if isinstance(frame, f.RankRefused):
             raise EngineDead(f"this rank was rejected: {frame.error.message}")
     raise EngineDead(f"the engine sent no KV cache sizes within {timeout:g} s")
 
@@ -141,20 +141,20 @@ def ask(
 class _Liveness:
     """Exchanges heartbeats with the current engine process, also before there is a worker."""
 
-    def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
-        """``head``: incarnation of the first engine process."""
+    def __init__(self, rank: int, engine: str, rank_timeout: float) -> None:
+        """``engine``: incarnation of the first engine process."""
         self._rank = rank
-        self._head = head
+        self._engine = engine
         self._timeout = rank_timeout
         self._peer = b""
-        """Name of the control connection to the present head."""
+        """Name of the control connection to the present engine."""
         self._stuck_since: float | None = None
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
         self.orphan = False
         """True after the loss of the engine process."""
 
-    def watch(self, link: HeadLink) -> None:
+    def watch(self, link: EngineLink) -> None:
         """Start to send heartbeats to the engine process of ``link``, and reset ``orphan``.
 
         Without a heartbeat channel, only reset.
@@ -180,7 +180,7 @@ class _Liveness:
     # ---- from the watch's thread
 
     def heartbeat(self) -> f.RankHeartbeat:
-        own = f.RankHeartbeat(rank=self._rank, epoch=-1, step=-1, incarnation=self._head)
+        own = f.RankHeartbeat(rank=self._rank, epoch=-1, step=-1, incarnation=self._engine)
         return msgspec.structs.replace(
             own if self._worker is None else self._worker.heartbeat(), peer=self._peer
         )

@@ -2,12 +2,12 @@
 transfers.
 
     does all     queue ──admitted──> prefill ──first token──> decode ──> end
-    prefills     queue ──admitted──> prefill ──first token──> end          room: send
-    decodes      await ──cache is here──> queue ──admitted──> decode ──> end   room: receive
-    encodes      queue ──its first image is in a step──> encode ──> end        rooms: send image
+    prefills     queue ──admitted──> prefill ──first token──> end          transfer: send
+    decodes      await ──cache is here──> queue ──admitted──> decode ──> end   transfer: receive
+    encodes      queue ──its first image is in a step──> encode ──> end        transfers: send image
 
-A sequence with images from encode groups starts with ``await images`` until all images are received (rooms:
-receive image).
+A sequence with images from encode groups starts with ``await images`` until all images are received
+(transfers: receive image).
 
 Used only with --trace-requests. Without tracing an engine process pays one ``is None`` test per call.
 """
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from weft.common.errors import ErrorInfo
-from weft.engine.disagg.room_notes import RoomNotes, RoomTally
-from weft.tracing.spans import Span, SpanContext, child_of, parse_traceparent
+from weft.engine.disagg.transfer_notes import TransferNotes, TransferTally
+from weft.tracing.trace_spans import Span, SpanContext, child_of, parse_traceparent
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import Submit, TokenEvent
-from weft.types.rooms import RoomKey, RoomTicket
+from weft.types.transfer import TransferKey, TransferParameters
 
-MOST_ROOMS = 16384
+MOST_TRANSFERS = 16384
 """Maximum open transfer spans. Beyond the limit the oldest span is dropped."""
 
 
@@ -38,7 +38,7 @@ class _Traced:
     attempt: int
     tokens: int = 0
     encodes: bool = False
-    images: set[RoomKey] = field(default_factory=set)
+    images: set[TransferKey] = field(default_factory=set)
     """Transfers of images not received yet."""
 
 
@@ -50,14 +50,14 @@ class RequestSpans:
         self._writer = writer
         self._now = now
         self._live: dict[int, _Traced] = {}
-        self._rooms: dict[RoomKey, Span] = {}
-        self._images: dict[RoomKey, int] = {}
+        self._transfers: dict[TransferKey, Span] = {}
+        self._images: dict[TransferKey, int] = {}
         """Transfer of an image not received yet -> live sequence."""
 
-    def follow(self, tallies: Iterable[RoomTally]) -> None:
+    def follow(self, tallies: Iterable[TransferTally]) -> None:
         """Subscribe to the ends of the transfers of ``tallies``."""
         for tally in tallies:
-            tally.ended = self.room_ended
+            tally.ended = self.transfer_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
         """Open the spans of a sequence, starting at ``arrived``: one for its first stage and one per
@@ -67,32 +67,34 @@ class RequestSpans:
         if parent is None:
             return
         # The first stage depends on the input for which the sequence is blocked.
-        fetches = submit.room is not None and not submit.room.sends
-        tickets = [item.room for item in submit.media if item.room is not None]
-        images = {ticket.key for ticket in tickets if not ticket.sends}
+        fetches = submit.transfer is not None and not submit.transfer.sends
+        parameter_lists = [item.transfer for item in submit.media if item.transfer is not None]
+        images = {parameters.key for parameters in parameter_lists if not parameters.sends}
         name = "await" if fetches else "await images" if images else "queue"
         span = self._span(parent, name, arrived, submit.sequence, submit.attempt)
         span.attributes["weft.prompt_tokens"] = len(submit.prompt_ids) // 4
         span.attributes["weft.emitted_tokens"] = len(submit.emitted_ids) // 4
         if submit.media:
             span.attributes["weft.images"] = len(submit.media)
-        encodes = any(ticket.sends for ticket in tickets)
+        encodes = any(parameters.sends for parameters in parameter_lists)
         self._live[submit.sequence] = _Traced(parent, span, submit.attempt, encodes=encodes, images=images)
         self._images.update(dict.fromkeys(images, submit.sequence))
-        if submit.room is not None:
-            self._open(submit.room, "receive" if fetches else "send", parent, arrived, submit)
-        for ticket in tickets:
-            self._open(ticket, "send image" if ticket.sends else "receive image", parent, arrived, submit)
+        if submit.transfer is not None:
+            self._open(submit.transfer, "receive" if fetches else "send", parent, arrived, submit)
+        for parameters in parameter_lists:
+            self._open(
+                parameters, "send image" if parameters.sends else "receive image", parent, arrived, submit
+            )
 
     def _open(
-        self, ticket: RoomTicket, name: str, parent: SpanContext, arrived: float, submit: Submit
+        self, parameters: TransferParameters, name: str, parent: SpanContext, arrived: float, submit: Submit
     ) -> None:
-        """Open the span of a transfer. Above ``MOST_ROOMS`` open transfers, drop the oldest span."""
-        if len(self._rooms) >= MOST_ROOMS:
-            del self._rooms[next(iter(self._rooms))]
-        room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
-        room.attributes["weft.peer"] = ticket.peer.name
-        self._rooms[ticket.key] = room
+        """Open the span of a transfer. Above ``MOST_TRANSFERS`` open transfers, drop the oldest span."""
+        if len(self._transfers) >= MOST_TRANSFERS:
+            del self._transfers[next(iter(self._transfers))]
+        transfer = self._span(parent, name, arrived, submit.sequence, submit.attempt)
+        transfer.attributes["weft.peer"] = parameters.peer.name
+        self._transfers[parameters.key] = transfer
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
         """Move the spans of ``sequences``, which have slots at ``now``, from "queue" to "encode", "prefill"
@@ -153,14 +155,16 @@ class RequestSpans:
     def _span(self, parent: SpanContext, name: str, start: float, sequence: int, attempt: int) -> Span:
         return child_of(parent, name, start, sequence=f"{sequence:x}", attempt=attempt)
 
-    def room_ended(self, key: RoomKey, notes: RoomNotes, now: float, error: ErrorInfo | None) -> None:
+    def transfer_ended(
+        self, key: TransferKey, notes: TransferNotes, now: float, error: ErrorInfo | None
+    ) -> None:
         """Write the span of a transfer with its marks and bytes, and forget it.
 
         Idempotent. A cancellation by the client side is not an error.
         """
         if error is None:
-            self._image_landed(key, now)
-        span = self._rooms.pop(key, None)
+            self._image_received(key, now)
+        span = self._transfers.pop(key, None)
         if span is None:
             return
         for name, when in sorted(notes.marks.items(), key=lambda mark: mark[1]):
@@ -169,7 +173,7 @@ class RequestSpans:
         failed = error is not None and error.blame != "client"
         self._writer.write(span, now, error.code if error is not None and failed else None)
 
-    def _image_landed(self, key: RoomKey, now: float) -> None:
+    def _image_received(self, key: TransferKey, now: float) -> None:
         """Record a received image. After the last image the sequence is queued."""
         sequence = self._images.pop(key, None)
         traced = None if sequence is None else self._live.get(sequence)
@@ -182,8 +186,8 @@ class RequestSpans:
     def close(self) -> None:
         """Write all open spans as failed and close the writer, at the end of the engine process."""
         now = self._now()
-        for span in [*(traced.span for traced in self._live.values()), *self._rooms.values()]:
+        for span in [*(traced.span for traced in self._live.values()), *self._transfers.values()]:
             self._writer.write(span, now, "the engine ended")
         self._live.clear()
-        self._rooms.clear()
+        self._transfers.clear()
         self._writer.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from weft.engine.disagg.room_notes import RoomTally
+from weft.engine.disagg.transfer_notes import TransferTally
 from weft.engine.request_spans import RequestSpans
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import READINESS_SALT, SECONDS, Measures, Submit, TokenEvent
@@ -30,7 +30,7 @@ class StageTimes:
         self.queue = Measures()
         self.prefill = Measures()
 
-    def follow(self, tallies: Iterable[RoomTally]) -> None:
+    def follow(self, tallies: Iterable[TransferTally]) -> None:
         """Record the ends of the transfers of ``tallies`` in the spans."""
         if self._spans is not None:
             self._spans.follow(tallies)

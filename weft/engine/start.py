@@ -16,13 +16,13 @@ from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger, settings
 from weft.config.group_settings import shared_settings
-from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
+from weft.config.hosts import expert_group_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
 from weft.engine.build_encoder import load_rank
-from weft.engine.domain import Domain
+from weft.engine.expert_group import ExpertGroup
 from weft.engine.group import GroupExecutor
-from weft.engine.group_links import Links, Share
+from weft.engine.group_links import GroupLinks, Share
 from weft.engine.ranks.executor import RankRunner
 from weft.engine.ranks.fault_injection import Faults
 from weft.engine.ranks.ranks import RankProcesses, rank_address, ranks_of, threads_each
@@ -33,7 +33,7 @@ from weft.group.waits import HELLO_S
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.board import BoardClient, board_place
-from weft.parallel.control import ZmqHead
+from weft.parallel.control import ZmqEngineChannel
 from weft.parallel.leases import BoardLeases, FolderLeases, Leases
 from weft.parallel.store import host_store
 from weft.parallel.wakeup import WakeupSocket
@@ -92,10 +92,10 @@ def start_executor(
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
     take_threads(config)
-    head, *workers = ranks_of(config.replica, layout.tensor)
-    faults = Faults(config.faults, head)
+    engine, *workers = ranks_of(config.replica, layout.tensor)
+    faults = Faults(config.faults, engine)
     # A single rank needs no workers, channels or stores.
-    if layout.domain == 1:
+    if layout.expert_ranks == 1:
         faults.reach("load")
         loaded = load_rank(config, progress=progress)
         return alone(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
@@ -108,9 +108,9 @@ def start_executor(
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
-        mesh = faults.within(rank_mesh(config, head, host))
+        mesh = faults.within(rank_mesh(config, engine, host))
         stores = _stores(config, folder, host, resources)
-        domain, meeting, leases = _domain(config, layout, host, stores)
+        expert_group, meeting, leases = _expert_group(config, layout, host, stores)
 
         def load_share() -> Share:
             faults.reach("load")
@@ -118,7 +118,7 @@ def start_executor(
             return Share(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
 
         membership = Membership(
-            head,
+            engine,
             {rank: rank in ranks_on(config.parallel, config.parallel.node_rank) for rank in workers},
             settings=shared_settings(config),
             rank_timeout=timeout,
@@ -127,13 +127,13 @@ def start_executor(
             stores=stores,
             meeting=meeting,
         )
-        links = Links(
+        links = GroupLinks(
             channel=channel,
             heartbeats=heartbeats,
             processes=processes,
             mesh=mesh,
             leases=leases,
-            domain=domain,
+            expert_group=expert_group,
             resources=resources.pop_all(),
         )
         return GroupExecutor(membership, load_share, links, rank_timeout=timeout)
@@ -141,26 +141,30 @@ def start_executor(
 
 def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecutor:
     """Return a group of one rank. See ``Share``."""
-    return GroupExecutor(Membership(0, {}, settings={}), lambda: Share(kv, runner), Links())
+    return GroupExecutor(Membership(0, {}, settings={}), lambda: Share(kv, runner), GroupLinks())
 
 
 def _folder(config: EngineConfig) -> Path:
     """Create a folder for the engine's sockets and return the path. If the engine process is killed, the
     starter of the engine removes the folder.
     """
-    return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
+    return (
+        Path(tempfile.mkdtemp(prefix="stores-", dir=config.socket_folder))
+        if config.socket_folder
+        else private_folder()
+    )
 
 
 def mesh_host(config: EngineConfig) -> str | None:
     """Return the address on which a rank of the replica listens for collectives, or None if all ranks of the
     expert-parallel group are on one host.
     """
-    if not domain_spans(config.parallel, config.replica):
+    if not expert_group_spans(config.parallel, config.replica):
         return None
     return own_address(*meeting_place(config.parallel))
 
 
-def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
+def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqEngineChannel, ZmqEngineChannel]:
     """Open the control channels of the engine process. Return (channel for frames, channel for heartbeats).
 
     Raises ConfigError or EngineDead when an address cannot be opened or published.
@@ -169,15 +173,15 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     replica = config.replica
     # Inside a server's folder, the next engine process will listen at the same address.
     if not replica_spans(parallel, replica):
-        ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
-        return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
+        ranks = rank_address(config) if config.socket_folder else f"ipc://{folder}/ranks"
+        return ZmqEngineChannel(ranks), ZmqEngineChannel(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
     if not uses_board(parallel):  # the only engine process, so the address is known in advance
-        return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
-    channel = ZmqHead(tcp(host, "*"), keys)
-    heartbeats = ZmqHead(tcp(host, "*"), keys)
+        return ZmqEngineChannel(rank_address(config), keys, PORT_S), ZmqEngineChannel(tcp(host, "*"), keys)
+    channel = ZmqEngineChannel(tcp(host, "*"), keys)
+    heartbeats = ZmqEngineChannel(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
         board.tell(control_key(replica), channel.address.encode(), HELLO_S)
@@ -192,9 +196,9 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """
-    shares = layout_of(config).domain > config.parallel.tensor_parallel_size
+    shares = layout_of(config).expert_ranks > config.parallel.tensor_parallel_size
     if host is None:
-        return f"file://{config.domain if shares else folder}"
+        return f"file://{config.socket_folder if shares else folder}"
     if shares and config.replica:
         return ""
     store, address = host_store(host, STORE_S)
@@ -202,9 +206,9 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
     return address
 
 
-def _domain(
+def _expert_group(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
-) -> tuple[Domain | None, Meeting | None, Leases | None]:
+) -> tuple[ExpertGroup | None, Meeting | None, Leases | None]:
     """Open the wake-up socket and the leases of an expert-parallel group.
 
     Return (group of the replica, meeting, leases). All None without other replicas.
@@ -212,19 +216,19 @@ def _domain(
     Raises ConfigError if the replicas were not started together.
     """
     replica = config.replica
-    if layout.domain == layout.tensor:
+    if layout.expert_ranks == layout.tensor:
         return None, None, None
     if host is not None:
         place, keys = board_place(config.parallel)
         wakeup = WakeupSocket(tcp(host, "*"), replica, keys)
         leases: Leases = BoardLeases(BoardClient(place, keys), replica, layout.data)
-    elif config.domain:
-        wakeup = WakeupSocket(f"ipc://{config.domain}/wake{replica}", replica)
-        leases = FolderLeases(config.domain, replica, layout.data)
+    elif config.socket_folder:
+        wakeup = WakeupSocket(f"ipc://{config.socket_folder}/wake{replica}", replica)
+        leases = FolderLeases(config.socket_folder, replica, layout.data)
     else:
         raise ConfigError(
             "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
             param="--data-parallel-size",
         )
-    domain = Domain(AgreementGroup(replica, layout.data, wakeup, host))
-    return domain, Meeting(replica, stores, wakeup.address), leases
+    expert_group = ExpertGroup(AgreementGroup(replica, layout.data, wakeup, host))
+    return expert_group, Meeting(replica, stores, wakeup.address), leases

@@ -7,27 +7,27 @@ from typing import Protocol
 
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.engine.disagg.rooms import RoomScheduler
+from weft.engine.disagg.engine_transfers import TransferScheduler
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.constraints import TokenMatcher
-from weft.scheduler.encode.scheduler import EncodeScheduler
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.scheduler import Scheduler
-from weft.types.messages import HeadStats, Submit, TokenEvent
+from weft.types.messages import EngineStats, Submit, TokenEvent
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 REMEMBERED_BYTES = 64 << 20
 """Maximum bytes of earlier prompts kept to explain prefix cache misses."""
 
 
-class StepScheduler(RoomScheduler, Protocol):
+class StepScheduler(TransferScheduler, Protocol):
     """The methods of ``weft.scheduler.Scheduler`` for an engine and the engine's sources. See there."""
 
     @property
-    def embeddings(self) -> RoomScheduler | None: ...
+    def embeddings(self) -> TransferScheduler | None: ...
 
     @property
-    def awaiting(self) -> bool: ...
+    def blocked(self) -> bool: ...
 
     @property
     def in_flight(self) -> int: ...
@@ -36,7 +36,7 @@ class StepScheduler(RoomScheduler, Protocol):
     def steps(self) -> int: ...
 
     def add(
-        self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
+        self, submit: Submit, now: float, blocked: bool = False, until: float | None = None
     ) -> list[TokenEvent]: ...
 
     def arrived(self, sequence: int) -> None: ...
@@ -59,7 +59,7 @@ class StepScheduler(RoomScheduler, Protocol):
 
     def idle(self) -> PlanBuilder: ...
 
-    def seal(self, builder: PlanBuilder) -> StepPlan: ...
+    def freeze(self, builder: PlanBuilder) -> StepPlan: ...
 
     def admitted(self, plan: StepPlan) -> list[int]: ...
 
@@ -71,7 +71,7 @@ class StepScheduler(RoomScheduler, Protocol):
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
 
-    def stats(self) -> HeadStats: ...
+    def stats(self) -> EngineStats: ...
 
 
 def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:

@@ -17,7 +17,7 @@ from weft.eval.gsm_mini import Split, is_held_out_pair, pair_key
 from weft.eval.gsm_plots import write_story
 from weft.eval.gsm_story import Impossible, Op, Rng, Step, Story
 from weft.eval.gsm_templates import TemplateGroup, group
-from weft.eval.tools_words import Tool, draw_offer, draw_others
+from weft.eval.tools_words import OfferedTool, draw_offer, draw_others
 
 TEST_SEED = 2026
 SIGNS: dict[Op, str] = {"+": "+", "-": "-", "x": "*", "/": "/"}
@@ -48,7 +48,7 @@ ASK_THREE = _asks("ask-three", "{a}")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AskedCall:
     """One call of a solution, with the tool's result."""
 
     name: str
@@ -64,8 +64,8 @@ class ToolProblem:
     """
 
     question: str
-    tools: tuple[Tool, ...]
-    calls: tuple[Call, ...]
+    tools: tuple[OfferedTool, ...]
+    calls: tuple[AskedCall, ...]
     solution: str
     answer: int
     template_ids: tuple[str, ...]
@@ -166,24 +166,24 @@ def _tale(rng: Rng, held_out: bool, kind: type[Story]) -> _Draft:
     return _Draft(story.question(), tuple(story.steps), tuple(story.template_ids))
 
 
-def call_of(step: Step, tools: tuple[Tool, ...]) -> Call:
+def call_of(step: Step, tools: tuple[OfferedTool, ...]) -> AskedCall:
     """Return the call that works out a step with one of ``tools``. Raises Impossible without such a tool."""
     for tool in tools:
         names = [name for name, _ in tool.arguments]
         if tool.kind == "expression":
-            return Call(tool.name, {names[0]: f"{step.a} {SIGNS[step.op]} {step.b}"}, step.result)
+            return AskedCall(tool.name, {names[0]: f"{step.a} {SIGNS[step.op]} {step.b}"}, step.result)
         if tool.kind == step.op:
-            return Call(tool.name, {names[0]: step.a, names[1]: step.b}, step.result)
+            return AskedCall(tool.name, {names[0]: step.a, names[1]: step.b}, step.result)
     raise Impossible
 
 
-def _solve(draft: _Draft, tools: tuple[Tool, ...], form: str) -> ToolProblem:
+def _solve(draft: _Draft, tools: tuple[OfferedTool, ...], form: str) -> ToolProblem:
     """Return the problem with the calls possible with ``tools``.
 
     If no tool helps, the solution is the worked text. Raises Impossible if the tools fit only partly.
     """
     last = draft.steps[-1].result
-    calls: tuple[Call, ...] = ()
+    calls: tuple[AskedCall, ...] = ()
     solution = f"#### {last}"
     helpless = all(tool.kind == "other" for tool in tools)
     if helpless:
@@ -192,7 +192,7 @@ def _solve(draft: _Draft, tools: tuple[Tool, ...], form: str) -> ToolProblem:
         tool = next((tool for tool in tools if tool.kind == "expression"), None)
         if tool is None:
             raise Impossible
-        calls = (Call(tool.name, {tool.arguments[0][0]: draft.whole}, last),)
+        calls = (AskedCall(tool.name, {tool.arguments[0][0]: draft.whole}, last),)
     else:
         calls = tuple(call_of(step, tools) for step in draft.steps)
     # Only a worked text shows the inner additions of a step.
@@ -201,7 +201,7 @@ def _solve(draft: _Draft, tools: tuple[Tool, ...], form: str) -> ToolProblem:
     return ToolProblem(draft.question, tools, calls, solution, last, draft.template_ids, pairs, form)
 
 
-def _draw(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem:
+def _draw(rng: Rng, held_out: bool, given: tuple[OfferedTool, ...] = ()) -> ToolProblem:
     """Draw a problem of any kind, with the ``given`` tools or with drawn tools.
 
     Raises Impossible if the draws do not fit.
@@ -230,7 +230,7 @@ def tool_problems(split: Split, seed: int) -> Iterator[ToolProblem]:
             yield problem
 
 
-def _attempt(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem | None:
+def _attempt(rng: Rng, held_out: bool, given: tuple[OfferedTool, ...] = ()) -> ToolProblem | None:
     """Return a drawn problem of the right side.
 
     Return None if the draws do not fit, or belong to the other side.
@@ -242,7 +242,7 @@ def _attempt(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProb
     return problem if any(is_held_out_pair(*pair) for pair in problem.pairs) is held_out else None
 
 
-def another(rng: Rng, tools: tuple[Tool, ...]) -> ToolProblem | None:
+def another(rng: Rng, tools: tuple[OfferedTool, ...]) -> ToolProblem | None:
     """Return a training problem for the same tools, or None if none of 20 draws fits."""
     if all(tool.kind == "other" for tool in tools):
         return None

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from weft.eval.gsm_mini import extract_answer
-from weft.eval.tools_mini import SIGNS, Call, ToolProblem
+from weft.eval.tools_mini import SIGNS, AskedCall, ToolProblem
 
 MAX_ROUNDS = 6  # no problem needs more than four calls
 _MAX_EXPRESSION = 200  # characters
@@ -110,7 +110,7 @@ def run_call(problem: ToolProblem, name: str, arguments: Any) -> str:
     return problem.form.replace("N", str(found.numerator))
 
 
-def same_call(problem: ToolProblem, expected: Call, name: str, arguments: Any) -> bool:
+def same_call(problem: ToolProblem, expected: AskedCall, name: str, arguments: Any) -> bool:
     """Return True if a call has the expected tool's name and equal arguments, as numbers or expressions."""
     try:
         return name == expected.name and _asked(problem, name, arguments) == _asked(

@@ -22,7 +22,7 @@ MADE_UP_SHARE = 0.7  # share of the training tools with made-up names
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class OfferedTool:
     """An offered tool: name, computation, and argument names with JSON types, in order."""
 
     name: str
@@ -129,7 +129,7 @@ def _word(rng: Rng) -> str:
     return "".join(parts)[:10] + (str(rng.below(10)) if rng.chance(0.2) else "")
 
 
-def _made_up(rng: Rng, kind: Kind) -> Tool:
+def _made_up(rng: Rng, kind: Kind) -> OfferedTool:
     """Return a training tool with partly made-up names, which a model can only copy. Raises Impossible for
     held-out names.
     """
@@ -148,10 +148,10 @@ def _made_up(rng: Rng, kind: Kind) -> Tool:
     if is_held_out_name(name) or are_held_out_arguments(names) or len(set(names)) < len(names):
         raise Impossible
     of = rng.pick(types)
-    return Tool(name, kind, tuple((name, of) for name in names))
+    return OfferedTool(name, kind, tuple((name, of) for name in names))
 
 
-def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
+def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> OfferedTool:
     """Return a tool of a kind. On the test side the name is held out, and the argument names sometimes are.
 
     Raises Impossible if two drawn argument names are equal.
@@ -167,16 +167,16 @@ def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
         if len(set(names)) < count:
             raise Impossible
         types = ["string" if rng.chance(0.8) else "number" for _ in names]
-        return Tool(name, kind, tuple(zip(names, types, strict=True)))
+        return OfferedTool(name, kind, tuple(zip(names, types, strict=True)))
     choices = [(name,) for name in _EXPRESSION_NAMES] if kind == "expression" else list(_PAIR_NAMES)
     chosen: tuple[str, ...] = choices[0]
     if not plain:
         chosen = rng.pick([names for names in choices if held_out or not are_held_out_arguments(names)])
     of = "string" if kind == "expression" else _NUMBER_TYPES[rng.below(2)]
-    return Tool(name, kind, tuple((name, of) for name in chosen))
+    return OfferedTool(name, kind, tuple((name, of) for name in chosen))
 
 
-def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[Tool, ...]:
+def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[OfferedTool, ...]:
     """Return up to two useless tools, at least ``least``, with distinct names. Raises Impossible for equal
     names.
     """
@@ -187,7 +187,7 @@ def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[Tool, ...]:
     return tools
 
 
-def draw_offer(rng: Rng, needed: tuple[Op, ...], held_out: bool) -> tuple[Tool, ...]:
+def draw_offer(rng: Rng, needed: tuple[Op, ...], held_out: bool) -> tuple[OfferedTool, ...]:
     """Return tools for the operations of a problem, together with useless tools, in random order.
 
     Raises Impossible for equal names or more than five tools.

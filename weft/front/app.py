@@ -20,13 +20,13 @@ from weft.front.admin import add_groups
 from weft.front.http import answers, docs_page, openapi
 from weft.front.http.access import Hosts
 from weft.front.lifecycle import Phase
-from weft.front.messages.routes import add_messages
+from weft.front.messages.messages_routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
 from weft.front.monitoring.metrics import CONTENT_TYPE
-from weft.front.openai.chat import add_chat
+from weft.front.openai.chat_route import add_chat
 from weft.front.openai.completions import add_completions
-from weft.front.openai.embeddings import add_embeddings
+from weft.front.openai.embeddings_route import add_embeddings
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing

@@ -14,7 +14,7 @@ from weft.config.about import EXAMPLE_IMAGE, About, about
 from weft.config.resolved import EngineConfig
 from weft.config.sections.front_section import FrontSection
 from weft.media.decode import can_decode
-from weft.text.files import read_text_files
+from weft.text.tokenizer_files import read_text_files
 
 WORDS = 32
 """Output tokens for a continued text, which may never end by itself."""

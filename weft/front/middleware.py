@@ -19,7 +19,7 @@ from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
 from weft.front.http.access import PROBES, REQUEST_ID, AccessControl, Hosts, RateLimited
 from weft.front.http.answers import error_response, to_json
-from weft.front.messages import errors as messages
+from weft.front.messages import messages_errors as messages
 from weft.front.monitoring.metrics import Metrics
 
 log = get_logger(__name__)

@@ -39,7 +39,7 @@ class _Reader:
             "json_schema": lambda value, at, depth: self._schema(value.get("json_schema"), at),
             "regex": lambda value, at, depth: g.Regex(self._text(value, "pattern", at)),
             "grammar": lambda value, at, depth: g.ContextFree(self._text(value, "grammar", at)),
-            "sequence": lambda value, at, depth: g.Sequence(self._elements(value, at, depth)),
+            "sequence": lambda value, at, depth: g.GrammarSequence(self._elements(value, at, depth)),
             "or": lambda value, at, depth: g.OneOf(self._elements(value, at, depth)),
             "tag": self._tag,
             "triggered_tags": self._triggered_tags,
@@ -104,7 +104,7 @@ class _Reader:
 
     def _tag(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
         begin, content, ends = self._read_tag(value, at, depth)
-        return g.Sequence((g.Text(begin), *self._content(content, ends)))
+        return g.GrammarSequence((g.Text(begin), *self._content(content, ends)))
 
     def _read_tag(self, value: Any, at: str, depth: int) -> tuple[str, g.Grammar, tuple[str, ...]]:
         """Return begin, content and possible ends of a tag. Raises InvalidRequest."""
@@ -163,11 +163,11 @@ class _Reader:
             if len(found) != 1:
                 self.refuse(f"the tag that begins with {begin!r} must begin with exactly one of the triggers")
             rest = g.Text(begin[len(found[0]) :])
-            by_trigger[found[0]].append(g.Sequence((rest, *self._content(content, ends))))
+            by_trigger[found[0]].append(g.GrammarSequence((rest, *self._content(content, ends))))
         if not all(by_trigger.values()):
             self.refuse("every trigger must begin a tag")
         cases = tuple(
-            g.Sequence(
+            g.GrammarSequence(
                 (
                     g.FreeText(ends=(trigger,), without=(*(t for t in triggers if t != trigger), *excludes)),
                     parts[0] if len(parts) == 1 else g.OneOf(tuple(parts)),
@@ -179,14 +179,14 @@ class _Reader:
         text = g.FreeText(without=(*triggers, *excludes))
         if only:
             return once if least else g.OneOf((once, text))
-        return g.Sequence((g.Repeated(part=once, least=least, most=most), text))
+        return g.GrammarSequence((g.Repeated(part=once, least=least, most=most), text))
 
     def _tags_with_separator(self, value: dict[str, Any], at: str, depth: int) -> g.Grammar:
         """Read tags with a separator between two tags, and no other text. Raises InvalidRequest."""
         tags = []
         for number, tag in enumerate(self._list(value, "tags", at)):
             begin, content, ends = self._read_tag(tag, f"{at}.tags[{number}]", depth + 1)
-            tags.append(g.Sequence((g.Text(begin), *self._content(content, ends))))
+            tags.append(g.GrammarSequence((g.Text(begin), *self._content(content, ends))))
         return g.Repeated(
             part=tags[0] if len(tags) == 1 else g.OneOf(tuple(tags)),
             between=self._text(value, "separator", at),

@@ -24,7 +24,7 @@ from weft.common.restarts import RestartBudget
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE, GRACE, SILENT, Liveness
 from weft.group.meeting import Meeting
-from weft.group.roster import Member, Roster
+from weft.group.roster import RankMember, Roster
 from weft.group.steps import Steps
 from weft.group.tries import Tries
 from weft.group.types import GroupLost
@@ -112,7 +112,7 @@ class Membership:
         return not self.members and self._meeting is None
 
     @property
-    def members(self) -> Mapping[int, Member]:
+    def members(self) -> Mapping[int, RankMember]:
         """All ranks except the rank of the engine process."""
         return self._roster.members
 
@@ -170,7 +170,7 @@ class Membership:
         """Apply one event, without moving to the next phase. Actions collect in the roster."""
         # ``Read`` has two cases, for frames and for heartbeats. The narrower pattern must come first.
         match event:
-            case t.Received(peer, frame):
+            case t.FrameReceived(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
                 if self._now - self._read > COLLECTIVE * self._timeout / 2:  # the own process stood still
@@ -217,10 +217,10 @@ class Membership:
                 self._end(error)
             case t.Close(dismiss):
                 if dismiss:
-                    self._roster.tell_all(f.Shutdown())
+                    self._roster.tell_all(f.RankShutdown())
                 self._end(self.failed or EngineDead("the engine is closed"))
 
-    def _frame(self, peer: bytes, frame: f.ToHead) -> None:
+    def _frame(self, peer: bytes, frame: f.ToEngine) -> None:
         """Apply a frame of a rank.
 
         Frames of replaced processes and of other epochs are dropped, except reports about transfers.
@@ -241,18 +241,18 @@ class Membership:
                 self._loaded(rank, blocks)
             case f.Ready():
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
-            case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
+            case f.RankFailed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case f.RoomReport() | f.RoomStopped():  # transfers outlive epochs
-                self._roster.actions.append(t.Told(frame))
+            case f.TransferReport() | f.TransferStopped():  # transfers outlive epochs
+                self._roster.actions.append(t.TellEngine(frame))
             case _ if frame.epoch != self.epoch:
                 pass
             case f.Formed():
                 member.formed = self.phase == "forming"
-            case f.Outcome(rank=rank, step=step, checksum=checksum):
+            case f.StepOutcome(rank=rank, step=step, checksum=checksum):
                 if self.phase == "running":
                     self._compare(self.steps.take(rank, step, checksum, self._now))
-            case f.Failed(rank=rank, error=error, comm=collective):
+            case f.RankFailed(rank=rank, error=error, comm=collective):
                 member.stopped, member.bereft = True, collective
                 if collective:
                     self._judge(error.message)
@@ -464,7 +464,7 @@ class Membership:
         for rank, member in self.members.items():
             assert member.peer is not None, "all have said hello"
             form = f.Form(epoch=connect.epoch, store=connect.store)
-            self._roster.actions.append(t.Send(member.peer, form, rank))
+            self._roster.actions.append(t.SendFrame(member.peer, form, rank))
         self._roster.actions.append(connect)
 
     def _run(self) -> None:

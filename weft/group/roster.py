@@ -11,13 +11,13 @@ from weft.config.group_settings import compare
 from weft.group import types as t
 from weft.group.sizes import least
 from weft.types import frames as f
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Member:
+class RankMember:
     """State of one rank other than the rank of the engine process."""
 
     local: bool
@@ -52,7 +52,7 @@ class Roster:
         self, rank: int, local: Mapping[int, bool], settings: Mapping[str, str], welcome: f.RankWelcome
     ) -> None:
         """Create a roster without any hello. For the parameters see ``Membership``."""
-        self.members = {other: Member(here) for other, here in local.items()}
+        self.members = {other: RankMember(here) for other, here in local.items()}
         self.seen = -1
         """Highest epoch in any hello, possibly of an earlier engine process; -1 for none."""
         self.pools: tuple[int, ...] | None = None
@@ -70,7 +70,7 @@ class Roster:
         actions, self.actions = self.actions, []
         return actions
 
-    def of(self, peer: bytes, rank: int) -> Member | None:
+    def of(self, peer: bytes, rank: int) -> RankMember | None:
         """Return the member ``rank`` if ``peer`` is the member's present process; otherwise None."""
         member = self.members.get(rank)
         return None if member is None or member.peer != peer else member
@@ -102,7 +102,7 @@ class Roster:
             raise
         if member.starting:  # the previous process repeats hellos until an answer comes
             return False
-        self.actions.append(t.Send(peer, self.welcome))
+        self.actions.append(t.SendFrame(peer, self.welcome))
         if member.peer == peer:
             return False
         self.forget(rank)
@@ -145,7 +145,7 @@ class Roster:
         """
         # The refusal must come first: ``forget`` drops the address of the process.
         self.tell(
-            rank, f.Refused(error=EngineDead("the engine has replaced this process of the rank").info())
+            rank, f.RankRefused(error=EngineDead("the engine has replaced this process of the rank").info())
         )
         served_another = self.members[rank].outlived
         self.forget(rank)
@@ -172,7 +172,7 @@ class Roster:
         """Queue a frame to ``rank``. Does nothing if the rank has not said hello."""
         member = self.members.get(rank)
         if member is not None and member.peer is not None:
-            self.actions.append(t.Send(member.peer, frame))
+            self.actions.append(t.SendFrame(member.peer, frame))
 
     def tell_all(self, frame: f.ToRank) -> None:
         """Queue a frame to every rank with a hello."""
@@ -182,4 +182,4 @@ class Roster:
     def refuse(self, peer: bytes, error: WeftError) -> None:
         """Log and queue a refusal to the process ``peer``."""
         log.error("a rank is rejected: %s", error.message)
-        self.actions.append(t.Send(peer, f.Refused(error=error.info())))
+        self.actions.append(t.SendFrame(peer, f.RankRefused(error=error.info())))

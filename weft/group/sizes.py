@@ -1,6 +1,6 @@
 """Equal pool sizes on all ranks of a group: all ranks report capacities, and all get the minimum.
 
-    rank  ──Loaded: blocks──►  head: least of all  ──Pools──►  rank allocates  ──Ready──►
+    rank  ──Loaded: blocks──►  engine: least of all  ──Pools──►  rank allocates  ──Ready──►
 
 A restarted rank gets the present sizes of the other ranks, whatever the restarted rank's capacity.
 """

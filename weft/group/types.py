@@ -44,11 +44,11 @@ class _Word(msgspec.Struct, frozen=True):
 # ---- events
 
 
-class Received(_Word, frozen=True):
+class FrameReceived(_Word, frozen=True):
     """A frame arrived. ``peer`` is the channel's name of the sending process."""
 
     peer: bytes
-    frame: f.ToHead
+    frame: f.ToEngine
 
 
 class Garbled(_Word, frozen=True):
@@ -132,14 +132,14 @@ class Close(_Word, frozen=True):
 
 
 Event = (
-    Received | Garbled | Read | Gone | Spawned | Own | Connected | OwnOutcome | OwnFailure | LeasesRead
+    FrameReceived | Garbled | Read | Gone | Spawned | Own | Connected | OwnOutcome | OwnFailure | LeasesRead
 ) | (Resume | Unable | Close)
 
 
 # ---- actions
 
 
-class Send(_Word, frozen=True):
+class SendFrame(_Word, frozen=True):
     """Send a frame. With a ``rank``, the shell reports a failure with ``Gone``."""
 
     peer: bytes
@@ -180,10 +180,10 @@ class Renew(_Word, frozen=True):
     lease: Lease
 
 
-class Told(_Word, frozen=True):
+class TellEngine(_Word, frozen=True):
     """Hand a rank's report about a transfer to the engine."""
 
-    frame: f.RoomToHead
+    frame: f.TransferToEngine
 
 
-Action = Send | Spawn | Connect | Abort | Renew | Told
+Action = SendFrame | Spawn | Connect | Abort | Renew | TellEngine

@@ -10,24 +10,24 @@ import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
-from weft.kv.kinds import CacheKind, FullKind, WindowKind, blocks_of
+from weft.kv.cache_groups import CacheGroup, FullGroup, WindowGroup, blocks_of
 from weft.kv.prefix_log import PrefixLog
-from weft.kv.snapshots import Marks, StateKind, marks_for
-from weft.types.plan import Op
-from weft.types.rooms import Blocks
+from weft.kv.snapshots import SnapshotMarks, StateGroup, marks_for
+from weft.types.plan import SlotUpdate
+from weft.types.transfer import Blocks
 
 
-def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
+def make_cache_groups(kv: KVConfig, max_chunk: int) -> tuple[CacheGroup, ...]:
     """Return the KV cache groups of ``kv.pools`` in order. ``max_chunk``: maximum prompt tokens of a row per
     step."""
-    kinds: list[CacheKind] = []
+    kinds: list[CacheGroup] = []
     for number, spec in enumerate(kv.pools):
         if spec.cache.kind == "state":
-            kinds.append(StateKind(number, spec, kv.block_size))
+            kinds.append(StateGroup(number, spec, kv.block_size))
         elif spec.cache.window or spec.cache.kind == "window":
-            kinds.append(WindowKind(number, spec, kv.block_size, max_chunk))
+            kinds.append(WindowGroup(number, spec, kv.block_size, max_chunk))
         else:
-            kinds.append(FullKind(number, spec, kv.block_size))
+            kinds.append(FullGroup(number, spec, kv.block_size))
     return tuple(kinds)
 
 
@@ -38,10 +38,10 @@ class Caches:
     Raises ConfigError if a group could not hold one sequence of ``max_model_len`` tokens.
     """
 
-    def __init__(self, kinds: tuple[CacheKind, ...], max_model_len: int) -> None:
+    def __init__(self, kinds: tuple[CacheGroup, ...], max_model_len: int) -> None:
         self.kinds = kinds
-        self._states = tuple(kind for kind in kinds if isinstance(kind, StateKind))
-        self._tabled = tuple(kind for kind in kinds if not isinstance(kind, StateKind))
+        self._states = tuple(kind for kind in kinds if isinstance(kind, StateGroup))
+        self._tabled = tuple(kind for kind in kinds if not isinstance(kind, StateGroup))
         self._sliding = tuple(kind for kind in kinds if kind.slides)
         self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
         self.unit = math.lcm(*(kind.block_size for kind in kinds))
@@ -66,7 +66,7 @@ class Caches:
         return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
-        """Return the needed blocks of each group, see ``CacheKind.needed``."""
+        """Return the needed blocks of each group, see ``CacheGroup.needed``."""
         return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]
 
     def fits(self, needed: Sequence[int], spare: float = 0.0) -> bool:
@@ -85,12 +85,12 @@ class Caches:
         """Return True if every group has ``needed`` free blocks once the steps in flight have committed."""
         return all(n <= kind.available() + kind.pending() for n, kind in zip(needed, self.kinds, strict=True))
 
-    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[SlotUpdate]:
         """Create the tables of a slot in every group: the blocks of the hit, and new blocks up to ``upto``.
         Return all slot updates."""
         return [op for kind in self.kinds for op in kind.acquire(slot, hashes, num_hit, upto)]
 
-    def reserve(self, slot: int, upto: int) -> list[Op]:
+    def reserve(self, slot: int, upto: int) -> list[SlotUpdate]:
         """Extend the tables of a slot to ``upto`` in every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.reserve(slot, upto)]
 
@@ -101,7 +101,7 @@ class Caches:
         """
         return min((-(-upto // kind.block_size) * kind.block_size for kind in self._tabled), default=1 << 62)
 
-    def grow(self, slots: np.ndarray, upto: np.ndarray) -> tuple[list[Op], np.ndarray] | None:
+    def grow(self, slots: np.ndarray, upto: np.ndarray) -> tuple[list[SlotUpdate], np.ndarray] | None:
         """Reserve for many slots at once: [slots] up to positions [slots].
 
         Return (slot updates, new reach of each slot). Return None, without any change, if blocks are missing.
@@ -126,10 +126,10 @@ class Caches:
                 return end
             end = cut
 
-    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """Insert full blocks of every group into the prefix cache, see ``CacheKind.publish``."""
+    def insert(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+        """Insert full blocks of every group into the prefix cache, see ``CacheGroup.insert``."""
         for kind in self.kinds:
-            kind.publish(slot, committed, hashes)
+            kind.insert(slot, committed, hashes)
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         """Release blocks of sliding groups not read from ``committed`` on, after ``after_step`` has
@@ -191,9 +191,9 @@ class Caches:
         keeps = [kind for kind in self._tabled if not kind.slides]
         return min((kind.num_blocks * kind.block_size for kind in keeps), default=0)
 
-    def num_on_hold(self) -> int:
+    def num_pinned(self) -> int:
         """Return the number of pinned blocks of all groups."""
-        return sum(kind.pool.num_on_hold() for kind in self.kinds)
+        return sum(kind.pool.num_pinned() for kind in self.kinds)
 
     def guaranteed(self, lengths: Sequence[int]) -> bool:
         """Return True if sequences of ``lengths`` tokens can all run to the end side by side.
@@ -223,13 +223,13 @@ class Caches:
         limit = position - 1 if self._states else position
         return _agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
 
-    def _of_tables(self, needed: Sequence[int]) -> list[tuple[int, CacheKind]]:
+    def _of_tables(self, needed: Sequence[int]) -> list[tuple[int, CacheGroup]]:
         """Return the (needed, group) pairs of the groups with block tables."""
         pairs = zip(needed, self.kinds, strict=True)
-        return [(n, kind) for n, kind in pairs if not isinstance(kind, StateKind)]
+        return [(n, kind) for n, kind in pairs if not isinstance(kind, StateGroup)]
 
     @staticmethod
-    def _fetch_hit(kind: CacheKind, hashes: Sequence[bytes], position: int, limit: int) -> int:
+    def _fetch_hit(kind: CacheGroup, hashes: Sequence[bytes], position: int, limit: int) -> int:
         return kind.fetch_hit(hashes, limit, position)
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> list[int]:
@@ -246,7 +246,7 @@ class Caches:
         sent_blocks: Sequence[int],
     ) -> tuple[Blocks, ...]:
         """Create the table ``fetch`` in every group for KV from another group. Return the new blocks of each
-        group, see ``CacheKind.fetch``.
+        group, see ``CacheGroup.fetch``.
 
         ``sent_blocks``: block size of the sender, for each group.
         """
@@ -255,7 +255,7 @@ class Caches:
             for kind, size in zip(self.kinds, sent_blocks, strict=True)
         )
 
-    def adopt(self, fetch: int, slot: int) -> list[Op]:
+    def adopt(self, fetch: int, slot: int) -> list[SlotUpdate]:
         """Make the block tables ``fetch`` the tables of ``slot``, in every group. Return the slot updates."""
         return [op for kind in self.kinds for op in kind.adopt(fetch, slot)]
 
@@ -273,7 +273,7 @@ class Caches:
         """Return True if every recurrent group has a free block for a state."""
         return all(kind.available() for kind in self._states)
 
-    def take(self, slot: int, after_step: int) -> tuple[list[Op], tuple[Blocks, ...]]:
+    def take(self, slot: int, after_step: int) -> tuple[list[SlotUpdate], tuple[Blocks, ...]]:
         """Save the recurrent states of ``slot`` to private blocks. Return (slot updates, blocks of every
         group).
 
@@ -281,7 +281,7 @@ class Caches:
         unless pinned. Check ``can_take`` first: raises EngineDead without a free block. Groups with block
         tables get an empty ``Blocks``.
         """
-        ops = list[Op]()
+        ops = list[SlotUpdate]()
         blocks = [Blocks(first=0, ids=b"")] * len(self.kinds)
         for kind in self._states:
             op, block = kind.take(slot, after_step)
@@ -296,7 +296,7 @@ class Caches:
         """True if snapshots can be made: there are recurrent groups, and each has blocks."""
         return self._snapshots
 
-    def marks(self, hashes: Sequence[bytes], known: int, num_hit: int) -> Marks | None:
+    def marks(self, hashes: Sequence[bytes], known: int, num_hit: int) -> SnapshotMarks | None:
         """Return the boundaries at which a sequence of ``known`` ids saves snapshots; None for no snapshots.
 
         ``num_hit``: cached tokens at the start. ``hashes``: of the shareable blocks.
@@ -307,8 +307,8 @@ class Caches:
         branch = _agreed([partial(kind.hit, hashes) for kind in self._tabled], known - 1)
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
-    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
-        """Save a snapshot of each recurrent group in plan ``step``, see ``StateKind.save``. Return the slot
+    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[SlotUpdate] | None:
+        """Save a snapshot of each recurrent group in plan ``step``, see ``StateGroup.save``. Return the slot
         updates; [] if all snapshots exist. Return None, without any change, if a group has no free block."""
         missing = [kind for kind in self._states if not kind.has(key)]
         if not all(kind.available() for kind in missing):

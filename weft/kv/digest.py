@@ -16,7 +16,16 @@ import numpy as np
 from weft.common.errors import EngineDead
 from weft.common.splitmix import mix_array
 from weft.types.frames import encode_part
-from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, Encode, FreeSlot, Op, Segment, StepPlan
+from weft.types.plan import (
+    AllocSlot,
+    AppendBlocks,
+    AppendEach,
+    Encode,
+    FreeSlot,
+    Segment,
+    SlotUpdate,
+    StepPlan,
+)
 
 _U64 = np.uint64
 _MASK = (1 << 64) - 1
@@ -75,7 +84,7 @@ class SlotDigest:
         table = int(np.bitwise_xor.reduce(self._hash))
         return table ^ self._others ^ (rows + plan.step * _STEP & _MASK)
 
-    def _apply(self, op: Op) -> np.ndarray:
+    def _apply(self, op: SlotUpdate) -> np.ndarray:
         """Apply an update to the tables. Return the slots of the update, int64 [n]; [] without a slot.
 
         The hashes of the returned slots are out of date: the caller computes the hashes again. Raises
@@ -133,7 +142,7 @@ class SlotDigest:
         where = at.astype(_U64) * _ENTRY + _U64((kind + 1) * _KIND & _MASK)
         return mix_array(where + blocks.astype(_U64) * _BLOCK)
 
-    def _fold(self, op: Op) -> None:
+    def _fold(self, op: SlotUpdate) -> None:
         if isinstance(op, Encode):  # megabytes of pixels, which affect no slot table
             op = Encode(blocks=op.blocks, count=op.count, grid=op.grid, pixels=b"")
         self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from weft.common.errors import EngineDead
-from weft.types.media import BLOCK_ROWS
-from weft.types.plan import MoveMedia, Op
+from weft.types.media_item import BLOCK_ROWS
+from weft.types.plan import MoveMedia, SlotUpdate
 
 __all__ = ["BLOCK_ROWS", "Embedded", "EmbeddingCache", "ids"]
 
@@ -92,7 +92,7 @@ class EmbeddingCache:
         self._leaving: OrderedDict[int, int] = OrderedDict()
         """Free block still touched by plans in flight -> the last such plan."""
         self._host_free = list(range(host_blocks, 0, -1))
-        self._ops: list[Op] = []
+        self._ops: list[SlotUpdate] = []
         self._last_commit = -1
         self.next_step = 0
         """Number of the next plan."""
@@ -185,7 +185,7 @@ class EmbeddingCache:
         self.nbytes += held.count * self._row_bytes
         return True
 
-    def op(self, op: Op) -> None:
+    def op(self, op: SlotUpdate) -> None:
         """Append ``op`` to the updates of the next plan."""
         self._ops.append(op)
 
@@ -235,8 +235,8 @@ class EmbeddingCache:
         """True if there are updates for the next plan."""
         return bool(self._ops)
 
-    def take_ops(self, step: int) -> list[Op]:
-        """Return and clear the updates for plan ``step``, which is being sealed."""
+    def take_ops(self, step: int) -> list[SlotUpdate]:
+        """Return and clear the updates for plan ``step``, which is being frozen."""
         ops, self._ops = self._ops, []
         self.next_step = step + 1
         return ops

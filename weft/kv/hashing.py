@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 DIGEST_BYTES = 16
 _NO_MEDIA = bytes(8)  # number of media keys: 0

@@ -2,9 +2,9 @@
 
 A block is in exactly one of the following places:
 
-    free ──take──> in use (references > 0) ──last reference gone──> free          if never published
+    free ──take──> in use (references > 0) ──last reference gone──> free          if never inserted
                      │         ^   ╰──────────────────────────────> cached (LRU)  if in the index
-                  publish      ╰──share── cached
+                   insert      ╰──share── cached
                                           cached ──take evicts──> in use, and out of the index
                      (retained instead of cached if the content is retained; evicted after all cached blocks)
                                           cached ──forget──> free, and out of the index
@@ -33,13 +33,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # LRU order, oldest first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # retained blocks, LRU order
+        self._retained: OrderedDict[int, None] = OrderedDict()  # retained blocks, LRU order
         self._keeps: dict[bytes, int] = {}  # content key -> number of retains
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
         self._pending: dict[int, list[int]] = {}  # step -> references released by the commit
-        self._holds: dict[int, int] = {}  # pinned block -> number of pins
+        self._pins: dict[int, int] = {}  # pinned block -> number of pins
         self._last_commit = -1
         self._log: PrefixLog | None = None
 
@@ -53,7 +53,7 @@ class BlockPool:
     def available(self) -> int:
         """Return the number of blocks available to ``take`` now: free blocks, and cached blocks without
         references."""
-        return len(self._free) + len(self._cached) + len(self._kept)
+        return len(self._free) + len(self._cached) + len(self._retained)
 
     def pending(self) -> int:
         """Return the number of additional blocks available once every planned step has committed."""
@@ -90,9 +90,9 @@ class BlockPool:
         """
         if self._free:
             block = self._free.pop()
-        elif self._cached or self._kept:
+        elif self._cached or self._retained:
             # Retained blocks go only when no other cached block is left.
-            block, _ = (self._cached or self._kept).popitem(last=False)
+            block, _ = (self._cached or self._retained).popitem(last=False)
             self._forget(block)
         else:
             raise EngineDead("a block was taken from a pool that has none")
@@ -100,7 +100,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a published block. Raises EngineDead for a block outside the index."""
+        """Add a reference to a inserted block. Raises EngineDead for a block outside the index."""
         if self._key[block] is None:
             raise EngineDead("a block was shared that is not in the prefix index")
         if self._references[block] == 0:
@@ -114,7 +114,7 @@ class BlockPool:
         block = self._index.get(key, NULL_BLOCK)
         if block in self._cached:
             del self._cached[block]
-            self._kept[block] = None
+            self._retained[block] = None
 
     def unkeep(self, key: bytes) -> None:
         """Undo one ``keep``. After the last ``keep`` of ``key``, a block without references is the next to be
@@ -127,19 +127,19 @@ class BlockPool:
             self._keeps[key] = left
             return
         block = self._index.get(key, NULL_BLOCK)
-        if block in self._kept:
-            del self._kept[block]
+        if block in self._retained:
+            del self._retained[block]
             self._cached[block] = None
             self._cached.move_to_end(block, last=False)
 
-    def publish(self, block: int, key: bytes) -> None:
+    def insert(self, block: int, key: bytes) -> None:
         """Insert a full block with references into the index. The block must not be written from now on.
 
         If another block has the same content, the other block stays in the index. Raises EngineDead for a
         block without references.
         """
         if self._references[block] == 0:
-            raise EngineDead("a block was published that has no references")
+            raise EngineDead("a block was inserted that has no references")
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
@@ -161,41 +161,41 @@ class BlockPool:
         else:
             self._drop(block)
 
-    def hold(self, block: int) -> None:
+    def pin(self, block: int) -> None:
         """Pin a block in use. Raises EngineDead for any other block."""
         if not self._references[block]:
-            raise EngineDead("a block was put on hold that has no references")
+            raise EngineDead("a block was pinned that has no references")
         self._references[block] += 1
-        self._holds[block] = self._holds.get(block, 0) + 1
+        self._pins[block] = self._pins.get(block, 0) + 1
 
-    def unhold(self, block: int) -> None:
+    def unpin(self, block: int) -> None:
         """Release one pin. Raises EngineDead if the block has none."""
-        left = self._holds.pop(block, 0) - 1
+        left = self._pins.pop(block, 0) - 1
         if left < 0:
-            raise EngineDead("a block was given back that is not on hold")
+            raise EngineDead("a block was given back that is not pinned")
         if left:
-            self._holds[block] = left
+            self._pins[block] = left
         self._drop(block)
 
-    def on_hold(self, block: int) -> bool:
+    def is_pinned(self, block: int) -> bool:
         """Return True if ``block`` has a pin."""
-        return block in self._holds
+        return block in self._pins
 
-    def num_on_hold(self) -> int:
+    def num_pinned(self) -> int:
         """Return the number of pinned blocks."""
-        return len(self._holds)
+        return len(self._pins)
 
     def reset(self) -> None:
         """Forget all cached contents and all plans in flight. Only references by pins remain."""
         self._cached.clear()
-        self._kept.clear()
+        self._retained.clear()
         self._keeps.clear()
         self._index.clear()
         if self._log is not None:
             self._log.clear()
         self._pending.clear()
         self._key = [None] * (self.num_blocks + 1)
-        self._references = [self._holds.get(block, 0) for block in range(self.num_blocks + 1)]
+        self._references = [self._pins.get(block, 0) for block in range(self.num_blocks + 1)]
         self._free = [block for block in range(self.num_blocks, 0, -1) if not self._references[block]]
 
     def committed(self, step: int) -> None:
@@ -206,7 +206,7 @@ class BlockPool:
                 self._drop(block)
 
     def _drop(self, block: int) -> None:
-        """Release one reference now. The last reference makes the block free, or cached if published. Raises
+        """Release one reference now. The last reference makes the block free, or cached if inserted. Raises
         EngineDead without a reference."""
         left = self._references[block] - 1
         if left < 0:
@@ -219,8 +219,8 @@ class BlockPool:
                 self._place(block)[block] = None
 
     def _place(self, block: int) -> OrderedDict[int, None]:
-        """Return the LRU list of a published block without references."""
-        return self._kept if self._key[block] in self._keeps else self._cached
+        """Return the LRU list of a inserted block without references."""
+        return self._retained if self._key[block] in self._keeps else self._cached
 
     def _forget(self, block: int) -> None:
         key = self._key[block]

@@ -20,15 +20,15 @@ import numpy as np
 
 from weft.config.resolved import PoolSpec
 from weft.kv.pool import NULL_BLOCK, BlockPool
-from weft.types.plan import LoadState, Op, SaveState
-from weft.types.rooms import Blocks
+from weft.types.plan import LoadState, SaveState, SlotUpdate
+from weft.types.transfer import Blocks
 
 DECODE_STRIDE = 64
 """Positions between two snapshots of a decoding sequence, unless the prompt stride is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class SnapshotMarks:
     """The boundaries at which a sequence saves snapshots, and the resulting chunk ends.
 
     Boundaries are multiples of ``unit``. Below ``known``, the number of ids at admission, chunks end
@@ -71,7 +71,7 @@ class Marks:
         return boundary - last >= (self.stride if boundary < self.known else self.decode_stride)
 
 
-def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> Marks:
+def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> SnapshotMarks:
     """Return the marks of a sequence of ``known`` ids with a hit of ``num_hit``.
 
     All arguments are in tokens. ``unit``: boundaries are multiples of ``unit``. ``stride``: distance of the
@@ -82,7 +82,7 @@ def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> 
     ends = {(known - 1) // unit * unit, min(branch, known - 1) // unit * unit}
     # Each end costs a shorter chunk. A snapshot must save at least the decode stride.
     least = num_hit + min(stride, DECODE_STRIDE)
-    return Marks(unit, stride, known, tuple(sorted(end for end in ends if end >= least)))
+    return SnapshotMarks(unit, stride, known, tuple(sorted(end for end in ends if end >= least)))
 
 
 @dataclass(slots=True)
@@ -93,10 +93,10 @@ class _Saving:
     block: int
     key: bytes
     sound: bool = True
-    """True if the snapshot may be published when the step commits."""
+    """True if the snapshot may be inserted when the step commits."""
 
 
-class StateKind:
+class StateGroup:
     """The snapshots of one recurrent KV cache group. Slots have no block tables here: ``needed`` is
     always 0."""
 
@@ -134,7 +134,7 @@ class StateKind:
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
         return 0
 
-    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[SlotUpdate]:
         if not num_hit:
             return []
         key = hashes[num_hit // self._base - 1]
@@ -144,19 +144,19 @@ class StateKind:
         self._keep(key)
         return [LoadState(slot=slot, kind=self.number, block=block)]
 
-    def reserve(self, slot: int, upto: int) -> list[Op]:
+    def reserve(self, slot: int, upto: int) -> list[SlotUpdate]:
         return []
 
     def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
         return [0] * len(slots)
 
-    def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
+    def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[SlotUpdate]:
         return []
 
     def cut(self, start: int, end: int) -> int:
         return end
 
-    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+    def insert(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
         return
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
@@ -187,7 +187,7 @@ class StateKind:
         for due in [s for s in self._saving if s <= step]:
             for saving in self._saving.pop(due):
                 if saving.sound:
-                    self.pool.publish(saving.block, saving.key)
+                    self.pool.insert(saving.block, saving.key)
                 self.pool.release(saving.block, due)
 
     def reset(self) -> None:
@@ -219,7 +219,7 @@ class StateKind:
         block = self._fetched[fetch] = self.pool.take()
         return Blocks(first=0, ids=np.asarray([block], "<i4").tobytes())
 
-    def adopt(self, fetch: int, slot: int) -> list[Op]:
+    def adopt(self, fetch: int, slot: int) -> list[SlotUpdate]:
         block = self._loaded[slot] = self._fetched.pop(fetch)
         return [LoadState(slot=slot, kind=self.number, block=block)]
 
@@ -228,7 +228,7 @@ class StateKind:
 
     # ---- snapshots
 
-    def take(self, slot: int, after_step: int) -> tuple[Op, int]:
+    def take(self, slot: int, after_step: int) -> tuple[SlotUpdate, int]:
         """Save the state of ``slot`` to a private block. Return (slot update, block).
 
         The block is free when ``after_step`` has committed, unless pinned. A block must be available.
@@ -241,7 +241,7 @@ class StateKind:
         """Return True if there is a committed snapshot of ``key``."""
         return self.pool.find(key) != NULL_BLOCK
 
-    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
+    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> SlotUpdate | None:
         """Save a snapshot of ``key`` in plan ``step`` and return the slot update. Return None if the snapshot
         exists or no block is free.
 

@@ -13,7 +13,7 @@ from torch import nn
 from weft.common.allocator import trim_heap
 from weft.config import sharding
 from weft.config.spec import ModelSpec
-from weft.layers.held import Held, Notes, in_place, largest_in_place, take_mixed
+from weft.layers.pending_codes import Notes, PendingCodes, in_place, largest_in_place, take_mixed
 from weft.layers.shard import Shard
 from weft.ops import (
     coded,
@@ -139,7 +139,7 @@ class Build:
         where = torch.device("cpu") if self.staged else self.device
         made = self.weight(*shape, shard=shard, device=where)
         note = self.notes.weight(made).note
-        note.held = Held(self.device)
+        note.held = PendingCodes(self.device)
         if shard is not None and not shard.whole and shard.dim == len(shape) - 1:
             # Groups of a whole row must not depend on the cut, so the loader rounds before the cut.
             note.rounds = coded.GROUPED.get(self._kind(shard.size))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.layers.build import Build, Packs
-from weft.layers.held import Weight, hold_codes, holds_codes, in_place, take_codes
+from weft.layers.pending_codes import Weight, has_pending_codes, in_place, put_codes, take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
@@ -68,7 +68,7 @@ class RowLinear(Packs):
         return partial
 
 
-class Embedding(Packs):
+class TokenEmbedding(Packs):
     """Rows of a table divided over ranks. ids: int64 [T]; returns a partial result, [T, hidden].
 
     With ``tied`` the table is also the head's matrix. If the op for logits has its own layout and can read
@@ -132,8 +132,8 @@ class Embedding(Packs):
 
 def _round(head: Weight) -> None:
     """Replace the matrix by codes of 8 bits on the same device. A head waiting on the host moves as codes."""
-    if not holds_codes(head):
-        hold_codes(head, 0, 0, torch_ops.to_int8_codes(head.parameter.detach()))
+    if not has_pending_codes(head):
+        put_codes(head, 0, 0, torch_ops.to_int8_codes(head.parameter.detach()))
 
 
 class LMHead(Packs):
@@ -143,7 +143,7 @@ class LMHead(Packs):
     independent of other matrices.
     """
 
-    def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
+    def __init__(self, embedding: TokenEmbedding, build: Build, *, tied: bool) -> None:
         super().__init__()
         # a tuple hides the embedding's parameters from nn.Module
         self._tied_to = (embedding,) if tied else ()

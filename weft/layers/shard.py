@@ -1,7 +1,7 @@
 """Part of a global parameter stored by one rank.
 
 Weight maps refer to whole parameters. A layer allocates the rank's part and notes the part
-(``weft.layers.held.Note``); the loader reads nothing else.
+(``weft.layers.pending_codes.Note``); the loader reads nothing else.
 
     global rows     | gate 0 | gate 1 | up 0 | up 1 |
     rank 1                   | gate 1 |      | up 1 |      spans, one after another in the local parameter

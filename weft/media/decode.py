@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from weft.media.errors import BadMedia
 from weft.media.headers import ImageHeader
-from weft.media.messages import Target
+from weft.media.media_errors import BadMedia
+from weft.media.media_messages import Target
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.media.addresses import is_public
-from weft.media.errors import REFUSED, UNREACHABLE, BadMedia
+from weft.media.media_errors import REFUSED, UNREACHABLE, BadMedia
 from weft.media.urls import WebAddress, redirected, too_large, web_address
 
 MAX_REDIRECTS = 3

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from weft.media.errors import BadMedia
+from weft.media.media_errors import BadMedia
 
 Format: TypeAlias = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP"]
 """Pillow's name of the format."""

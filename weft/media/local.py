@@ -10,11 +10,11 @@ import msgspec
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import finished, key_of, load, pixels_of
-from weft.media.errors import INVALID, BadMedia
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
+from weft.media.media_errors import INVALID, BadMedia
 from weft.media.pictures import Asked, NeedsFiles, Picture, Pictures, headers_of
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 if TYPE_CHECKING:
     from PIL.Image import Image

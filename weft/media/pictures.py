@@ -13,9 +13,9 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import Fit, MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
-from weft.media.errors import INVALID, TOO_LARGE, BadMedia
 from weft.media.headers import ImageHeader, read_header
-from weft.media.messages import Target
+from weft.media.media_errors import INVALID, TOO_LARGE, BadMedia
+from weft.media.media_messages import Target
 from weft.media.urls import inline, is_web, web_address
 
 LOW_PIXELS = 512 * 512

@@ -13,15 +13,15 @@ from weft.common.errors import DeadlineExceeded, WeftError
 from weft.common.workers import CpuSpent, WorkerDied, WorkerPool, most_of_client
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
-from weft.media.errors import TOO_LARGE, UNREACHABLE, BadMedia
-from weft.media.memory import Lease, MediaMemory
-from weft.media.messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
+from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
+from weft.media.media_memory import MediaLease, MediaMemory
+from weft.media.media_messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.media.pictures import Picture, Wanted
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 T = TypeVar("T")
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "weft.media.worker")
+COMMAND: Sequence[str] = (sys.executable, "-m", "weft.media.media_worker")
 FETCHERS = 8
 """Maximum fetch processes. Each process waits for one remote server at a time."""
 SLACK = 512 << 20
@@ -76,7 +76,9 @@ class MediaService:
         """CPU seconds of one task."""
         return max(CPU_S * self._section.max_image_pixels / CPU_PIXELS, CPU_S)
 
-    async def fetch(self, wanted: Sequence[Wanted], lease: Lease, client: int = 0) -> dict[str, memoryview]:
+    async def fetch(
+        self, wanted: Sequence[Wanted], lease: MediaLease, client: int = 0
+    ) -> dict[str, memoryview]:
         """Fetch files and return URL -> file. The files count in ``lease``.
 
         Each running fetch reserves the maximum file size. To bound this memory, at most ``FETCHERS``
@@ -88,7 +90,9 @@ class MediaService:
         files = await _all(self._fetch(one, lease, few, client) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
-    async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore, client: int) -> memoryview:
+    async def _fetch(
+        self, wanted: Wanted, lease: MediaLease, few: asyncio.Semaphore, client: int
+    ) -> memoryview:
         """Fetch one file. Take the maximum size from ``lease`` first, and give the unused part back
         afterwards; after an error, the whole size stays taken until the lease closes."""
         async with few:
@@ -102,7 +106,7 @@ class MediaService:
         self,
         pictures: Sequence[Picture],
         files: Mapping[str, memoryview],
-        lease: Lease,
+        lease: MediaLease,
         client: int = 0,
     ) -> tuple[MediaItem, ...]:
         """Decode ``pictures`` to media items. The pixels count in ``lease``.
@@ -124,7 +128,7 @@ class MediaService:
         return tuple(await _all(map(one, pictures)))
 
     async def _decode(
-        self, picture: Picture, files: Mapping[str, memoryview], lease: Lease, client: int
+        self, picture: Picture, files: Mapping[str, memoryview], lease: MediaLease, client: int
     ) -> MediaItem:
         """Decode one picture in a worker and return its media item. Pixels are in shared memory where
         possible, else in the item. Raises WeftError with the part of the request."""

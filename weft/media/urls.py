@@ -15,7 +15,7 @@ from urllib.parse import urljoin
 
 import msgspec
 
-from weft.media.errors import REFUSED, TOO_LARGE, BadMedia
+from weft.media.media_errors import REFUSED, TOO_LARGE, BadMedia
 
 MAX_URL = 8192
 """Maximum characters of an http(s) URL."""

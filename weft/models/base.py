@@ -85,7 +85,7 @@ class Model(nn.Module, ABC):
         called after each layer, when all cache writes of the layer are launched.
         """
 
-    def ahead(
+    def lookahead(
         self,
         step: StepInput,
         hidden: Tensor,

@@ -16,7 +16,7 @@ from weft.attention.base import Backends, LayerCache, MediaRows, StepInput
 from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
-from weft.layers.linear import Embedding, Linear, LMHead, NoHead
+from weft.layers.linear import Linear, LMHead, NoHead, TokenEmbedding
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
@@ -109,7 +109,7 @@ class Decoder(Model):
     ) -> None:
         """``make_block`` makes the block of a layer; layers from ``spec.layers`` on are MTP modules."""
         super().__init__(spec, build)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
+        self.embedding = TokenEmbedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = LMHead(self.embedding, build, tied=spec.tied) if spec.head else NoHead(spec.vocab_size)
@@ -160,7 +160,7 @@ class Decoder(Model):
         """Return the input of the head, [L, hidden], from stream and delta of the last block."""
         return self.norm.add(x, delta)[1]
 
-    def ahead(
+    def lookahead(
         self,
         step: StepInput,
         hidden: Tensor,

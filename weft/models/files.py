@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.common.errors import ConfigError
-from weft.gguf.folder import weights_of
+from weft.gguf.checkpoint_folder import weights_of
 from weft.models.gguf_tensor import GGUFTensor, Maps
 from weft.ops.mapped import Mapped, mapped_around
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weft.gguf.container import PLAIN, StoredTensor, dequantized
-from weft.gguf.names import MXFP4_BYTES, Form, Published
+from weft.gguf.gguf_names import MXFP4_BYTES, Published, TensorForm
 from weft.models.quantized.coding import CodedPiece
 from weft.ops import ggml
 from weft.ops.coded import of_blocks
@@ -50,7 +50,7 @@ class GGUFTensor:
         self._weight = weight
         self._maps = maps
         self.shape = weight.shape
-        self.floating = weight.form not in (Form.BLOCKS, Form.SCALES)
+        self.floating = weight.form not in (TensorForm.BLOCKS, TensorForm.SCALES)
         """True for numbers, False for 8-bit codes."""
 
     @property
@@ -59,7 +59,7 @@ class GGUFTensor:
         parts = self._weight.parts
         if not self.floating or parts[0].kind in PLAIN:
             return None
-        matrices = parts[0].shape[0] if self._weight.form is Form.EXPERT else 1
+        matrices = parts[0].shape[0] if self._weight.form is TensorForm.EXPERT else 1
         return parts[0].kind, sum(math.prod(part.dims) for part in parts) // matrices
 
     def codes(self, wanted: Callable[[int], bool]) -> tuple[str, Iterator[CodedPiece]] | None:
@@ -76,15 +76,15 @@ class GGUFTensor:
         # [experts, rows, bytes of a row] or [rows, bytes of a row]; rows can be reordered without decoding
         # blocks.
         match weight.form:
-            case Form.STORED if parts[0].dim() == 2:
+            case TensorForm.STORED if parts[0].dim() == 2:
                 return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=all_mapped(parts[0])))])
-            case Form.EXPERT:
+            case TensorForm.EXPERT:
                 one = of_blocks(kind, parts[0][weight.number], mapped=all_mapped(parts[0]))
                 return kind, iter([CodedPiece((), one)])
-            case Form.HALVES if parts[0].dim() == 2:
+            case TensorForm.HALVES if parts[0].dim() == 2:
                 pairs = parts[0].unflatten(0, (weight.number, -1, 2))
                 return kind, iter([CodedPiece((), of_blocks(kind, pairs.transpose(1, 2).flatten(0, 2)))])
-            case Form.IN_TURN | Form.TRANSPOSED if parts[0].dim() == 3:
+            case TensorForm.IN_TURN | TensorForm.TRANSPOSED if parts[0].dim() == 3:
                 return kind, (
                     CodedPiece(
                         (i,),
@@ -103,23 +103,23 @@ class GGUFTensor:
         weight = self._weight
         stored = weight.parts[0]
         match weight.form:
-            case Form.STORED:
+            case TensorForm.STORED:
                 return _rows(stored, place)
-            case Form.EXPERT:
+            case TensorForm.EXPERT:
                 return _rows(stored, place, weight.number)
-            case Form.HALVES:
+            case TensorForm.HALVES:
                 # From pairs of neighbours: [heads, pair, half] -> [heads, half, pair].
                 pairs = _rows(stored).unflatten(0, (weight.number, -1, 2))
                 return pairs.transpose(1, 2).flatten(0, 2)[place]
-            case Form.LATENT:
+            case TensorForm.LATENT:
                 keys, values = map(_rows, weight.parts)
                 return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)[place]
-            case Form.IN_TURN:
+            case TensorForm.IN_TURN:
                 both = torch.stack([_rows(part) for part in weight.parts], dim=2).flatten(1, 2)
                 return (both.transpose(1, 2) if both.dim() == 3 else both)[place]
-            case Form.TRANSPOSED:
+            case TensorForm.TRANSPOSED:
                 return _rows(stored).transpose(1, 2)[place]
-            case Form.BLOCKS | Form.SCALES:
+            case TensorForm.BLOCKS | TensorForm.SCALES:
                 return self._codes()[place]
         raise AssertionError("unreachable")
 
@@ -133,7 +133,7 @@ class GGUFTensor:
         parts = [part.data.reshape(*part.data.shape[:-1], -1, size) for part in self._weight.parts]
         experts, _, width, _ = parts[0].shape
         blocks = np.stack(parts, axis=2).reshape(experts, -1, width, size)
-        if self._weight.form is Form.SCALES:
+        if self._weight.form is TensorForm.SCALES:
             return torch.from_numpy(blocks[..., 0].copy())
         codes = blocks[..., 1:]
         numbers = np.concatenate((codes & 15, codes >> 4), axis=-1)

@@ -25,13 +25,13 @@ from weft.config.families.facts import Facts, read_json
 from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
-from weft.layers.held import Notes, Weight, holds_codes
+from weft.layers.pending_codes import Notes, Weight, has_pending_codes
 from weft.layers.shard import cut
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile
-from weft.models.quantized.filling import Target, hold_rounded, is_zero_bias
-from weft.models.quantized.sources import Part, Source, part_of, without_effect
+from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
+from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect
 from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
 from weft.models.slices import note_largest, part_shape, windows
 from weft.models.weights import Placement, WeightMap
@@ -114,7 +114,7 @@ def load_model(
         routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
         for module, placement in zip(routed, placements, strict=True):
             module.place(placement)
-    filled: Target | None = None
+    filled: FillTarget | None = None
     if load_format == "dummy":
         fill_randomly(model, seed)
     else:
@@ -185,7 +185,7 @@ def fill(
     *,
     packed: bool = False,
     blocks: bool = False,
-) -> Target:
+) -> FillTarget:
     """Copy every published tensor into its part of a parameter. Return the target, which can report the load.
 
     All names are checked before the first copy. ``partial``: layers may be missing completely, and keep their
@@ -200,7 +200,7 @@ def fill(
     sources = _check_names(weights, found, cut, quantized is not None, partial)
     parameters = model.notes.weights(model.named_parameters())
     wide = torch_ops.wide(model.dtype)
-    target = Target(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
+    target = FillTarget(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
     read = 0
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
@@ -237,12 +237,12 @@ def _check_names(
     cut_layers: range,
     quantized: bool,
     partial: bool,
-) -> list[Source]:
+) -> list[TensorSource]:
     """Return the weights to load. ``files``: tensor names of each file.
 
     Raises ConfigError for missing, unexpected or duplicate names.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     unexpected = []
     doubled = []
     for path, names in files.items():
@@ -251,7 +251,7 @@ def _check_names(
             found = part_of(name, weights.placements, quantized)
             if found is not None:
                 weight, role = found
-                parts = sources.setdefault(weight, Source(weight)).parts
+                parts = sources.setdefault(weight, TensorSource(weight)).parts
                 if role in parts:
                     doubled.append(name)
                 parts[role] = Part(name, path)
@@ -335,7 +335,7 @@ def _check_repeated(parameters: Mapping[str, Weight], weights: WeightMap, files:
                 if name not in weights.same_as:
                     continue
                 placement = weights.placements[weights.same_as[name]]
-                if holds_codes(parameters[placement.parameter]):
+                if has_pending_codes(parameters[placement.parameter]):
                     continue  # both are quantized: the values cannot be compared
                 if not _repeats(file, name, parameters[placement.parameter], placement):
                     raise ConfigError(

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from weft.layers.held import Weight
+from weft.layers.pending_codes import Weight
 
 Index: TypeAlias = tuple[int | slice, ...]
 

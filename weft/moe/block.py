@@ -14,10 +14,10 @@ from torch import nn
 
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
-from weft.layers.held import in_place, largest_in_place, take_apart, take_codes
+from weft.layers.pending_codes import in_place, largest_in_place, take_apart, take_codes
 from weft.layers.shard import Shard, joined, picked, whole
-from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
+from weft.moe.expert_choice import Chooser
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
@@ -29,7 +29,7 @@ from weft.types.exchange import UNAGREED, Exchange
 Tensor = torch.Tensor
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Parameters of the router. All wide, except the int64 table of experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
@@ -91,7 +91,7 @@ class RoutedMLP(FeedForward, Packs):
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
         super().__init__()
         self.reads_ids = hashed > 0
-        self.router = Router(hidden, spec, build, hashed)
+        self.router = ExpertRouter(hidden, spec, build, hashed)
         self._placement: Placement = ()
         mine = None
         if build.divides_experts:

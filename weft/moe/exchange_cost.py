@@ -79,7 +79,7 @@ def seconds(
     ms plus 1 ns per byte.
     """
     if measured is None and table():
-        measured = min(table(), key=lambda m: abs(math.log2(m.ranks / layout.domain)))
+        measured = min(table(), key=lambda m: abs(math.log2(m.ranks / layout.expert_ranks)))
     total = 0.0
     for kind, size in exchanges(form, tokens, shape, layout):
         total += size * 1e-9 + 1e-4 if measured is None else _at(measured.times[kind], size) * 1e-6
@@ -91,7 +91,7 @@ def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> l
 
     The kind "copy" stands for local copies. For the forms see ``dispatch``.
     """
-    ranks = layout.domain
+    ranks = layout.expert_ranks
     tensor = layout.tensor
     home = -(-tokens // tensor)
     answers = shape.top_k if shape.exact else 1

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.moe import placement as placing
-from weft.moe.choice import Chooser
 from weft.moe.dispatch import FORMS, Rows, Work
+from weft.moe.expert_choice import Chooser
 from weft.moe.experts import rank_experts
 from weft.moe.placement import Placement
 from weft.parallel.comm import Pending, awaited

@@ -67,7 +67,7 @@ class Codes:
         return self.numbers in ("int4", "e2m1")
 
     @property
-    def block(self) -> ggml.Block | None:
+    def block(self) -> ggml.GgmlBlock | None:
         """Layout of a block for a GGML type; None for other number formats."""
         return ggml.BLOCKS.get(self.numbers)
 
@@ -177,7 +177,7 @@ class Codes:
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
 
-    def _blocks(self, begin: int, end: int, block: ggml.Block) -> Codes | None:
+    def _blocks(self, begin: int, end: int, block: ggml.GgmlBlock) -> Codes | None:
         """Return inputs ``begin`` to ``end`` of GGML blocks; None for a cut inside a block."""
         if begin % block.numbers or end % block.numbers:
             return None

@@ -19,7 +19,7 @@ from weft.ops.coding import Coding
 Tensor = torch.Tensor
 
 
-class Block(NamedTuple):
+class GgmlBlock(NamedTuple):
     """Layout of a block, and the corresponding format in csrc/coded.h."""
 
     numbers: int
@@ -30,10 +30,10 @@ class Block(NamedTuple):
 
 
 BLOCKS = {
-    "Q8_0": Block(32, 34, 0, Coding(numbers=2, scales=3, zeros=0, group=32)),
-    "Q4_0": Block(32, 18, 1, Coding(numbers=1, scales=3, zeros=0, group=32)),
-    "Q4_K": Block(256, 144, 2, Coding(numbers=1, scales=4, zeros=2, group=32)),
-    "Q6_K": Block(256, 210, 3, Coding(numbers=5, scales=4, zeros=0, group=16)),
+    "Q8_0": GgmlBlock(32, 34, 0, Coding(numbers=2, scales=3, zeros=0, group=32)),
+    "Q4_0": GgmlBlock(32, 18, 1, Coding(numbers=1, scales=3, zeros=0, group=32)),
+    "Q4_K": GgmlBlock(256, 144, 2, Coding(numbers=1, scales=4, zeros=2, group=32)),
+    "Q6_K": GgmlBlock(256, 210, 3, Coding(numbers=5, scales=4, zeros=0, group=16)),
 }
 
 

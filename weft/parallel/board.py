@@ -45,7 +45,7 @@ class Board:
         self._doorman = admit_ranks(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
-        keys.guard_head(self._socket)
+        keys.guard_engine(self._socket)
         self._handshakes = Handshakes(self._socket)
         self._strangers = CountedLog(log)
         self.refused = ""

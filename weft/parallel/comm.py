@@ -18,7 +18,7 @@ class Pending(ABC):
         """Wait for the collective and return the output. Raise any error of the communicator."""
 
 
-class Done(Pending):
+class FinishedCollective(Pending):
     """A finished collective."""
 
     def __init__(self, made: Tensor) -> None:
@@ -70,13 +70,13 @@ class LocalComm(Comm):
         return None
 
     def all_gather(self, x: Tensor) -> Pending:
-        return Done(x.unsqueeze(0))
+        return FinishedCollective(x.unsqueeze(0))
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        return Done(x[0])
+        return FinishedCollective(x[0])
 
     def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        return Done(x)
+        return FinishedCollective(x)
 
 
 def reduced(comm: Comm, partial: Tensor) -> Generator[Pending, None, Tensor]:

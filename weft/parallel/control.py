@@ -1,7 +1,7 @@
 """The control channel of a group: frames between an engine process and its ranks, apart from all tensors.
 
-``HeadChannel`` and ``RankChannel`` carry bytes and know nothing of frames. Here both are zmq sockets over ipc
-or tcp. ``loopback.py`` implements both within one process, with virtual time and planted faults. An end
+``EngineChannel`` and ``RankChannel`` carry bytes and know nothing of frames. Here both are zmq sockets over
+ipc or tcp. ``loopback.py`` implements both within one process, with virtual time and planted faults. An end
 belongs to one thread.
 
 A peer is one incarnation of a rank. A restarted rank is another peer, so no frame to or from the former
@@ -31,7 +31,7 @@ class PeerGone(EngineDead):
     """A frame could not be sent: the peer is not connected, or does not read."""
 
 
-class HeadChannel(ABC):
+class EngineChannel(ABC):
     """The engine's end of the control channel."""
 
     address: str
@@ -55,7 +55,7 @@ class HeadChannel(ABC):
         """End the channel. Queued frames are still delivered, for up to one second."""
 
 
-class NoRanks(HeadChannel):
+class NoRanks(EngineChannel):
     """The channel of an engine without other ranks."""
 
     address = ""
@@ -75,7 +75,7 @@ class RankChannel(ABC):
     """A rank's end of the control channel."""
 
     peer: bytes = b""
-    """Name of this connection at the head."""
+    """Name of this connection at the engine."""
 
     @abstractmethod
     def send(self, data: bytes) -> None:
@@ -96,7 +96,7 @@ class RankChannel(ABC):
         """
 
 
-class HeadLink(NamedTuple):
+class EngineLink(NamedTuple):
     """A rank's connections to an engine after the welcome."""
 
     channel: RankChannel
@@ -105,7 +105,7 @@ class HeadLink(NamedTuple):
     """Incarnation of the engine process."""
 
 
-class ZmqHead(HeadChannel):
+class ZmqEngineChannel(EngineChannel):
     """The engine's end: a listening zmq ROUTER."""
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
@@ -125,7 +125,7 @@ class ZmqHead(HeadChannel):
         # peer can take over another's.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
-            keys.guard_head(socket)
+            keys.guard_engine(socket)
         self._socket, self._inbox = socket, _Inbox(socket)
         try:
             if patience:
@@ -176,7 +176,7 @@ class ZmqRank(RankChannel):
     def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
         """Connect to the engine at ``address`` in the background.
 
-        ``keys``: as for ``ZmqHead``. ``peer`` is a new random name that starts with ``rank``.
+        ``keys``: as for ``ZmqEngineChannel``. ``peer`` is a new random name that starts with ``rank``.
         """
         self._context = zmq.Context()
         socket = _configured(self._context.socket(zmq.DEALER))

@@ -20,7 +20,7 @@ import torch
 
 from weft.common import env
 from weft.common.errors import ConfigError, EngineDead
-from weft.parallel.comm import Done, Pending
+from weft.parallel.comm import FinishedCollective, Pending
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,7 @@ class Launcher:
         made = work()
         flight.ended = time.monotonic()
         flight.waited = flight.seconds
-        return Done(made)
+        return FinishedCollective(made)
 
     def threaded(self, wanted: bool) -> None:
         """Set whether collectives run beside compute from now on. No collective may be in flight."""

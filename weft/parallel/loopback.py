@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weft.common.clock import Clock, VirtualClock
-from weft.parallel.control import HeadChannel, PeerGone, RankChannel
+from weft.parallel.control import EngineChannel, PeerGone, RankChannel
 
 Deed = Callable[[bytes], Sequence[bytes]]
 """Function from a sent frame to the delivered frames: none, one or several."""
@@ -111,9 +111,9 @@ class Loopback:
         """Mark the peer as gone: no more turns, and frames to the peer raise PeerGone."""
         self._cut[peer] = None
 
-    def head(self) -> LoopbackHead:
+    def engine(self) -> LoopbackEngineChannel:
         """Return the engine's end."""
-        return LoopbackHead(self)
+        return LoopbackEngineChannel(self)
 
     def rank(self, peer: bytes) -> LoopbackRank:
         """Return the end of ``peer``, and make the peer known."""
@@ -141,7 +141,7 @@ class Loopback:
             raise PeerGone("the peer is gone")
         self._link(peer, to_rank).put(data)
 
-    def take_for_head(self) -> tuple[bytes, bytes] | None:
+    def take_for_engine(self) -> tuple[bytes, bytes] | None:
         """Remove and return (peer, next frame) for the engine, round robin over the peers; None if nothing
         has arrived.
         """
@@ -169,7 +169,7 @@ class Loopback:
         return True
 
 
-class LoopbackHead(HeadChannel):
+class LoopbackEngineChannel(EngineChannel):
     """The engine's end of a ``Loopback``."""
 
     address = "loopback"
@@ -185,7 +185,7 @@ class LoopbackHead(HeadChannel):
         until = self._net.clock.now() + timeout
         while True:
             busy = self._net.turn()
-            result = self._net.take_for_head()
+            result = self._net.take_for_engine()
             if result is not None or (timeout <= 0 and not busy):
                 return result
             if not busy and not self._net.wait(until):

@@ -49,7 +49,7 @@ class Mesh:
     def obstacle(self) -> str | None:
         """Reason why a step with collectives cannot be captured as a CUDA graph. None if capture is
         possible."""
-        if self.layout.domain == 1:
+        if self.layout.expert_ranks == 1:
             return None
         if not self.nccl:
             return "the collectives inside a step do not use NCCL"
@@ -132,7 +132,7 @@ def make_mesh(
     """
     replica = layout.replica(rank)
     place = layout.place(rank)
-    nccl = device.type == "cuda" and collectives != "gloo" and layout.domain > 1
+    nccl = device.type == "cuda" and collectives != "gloo" and layout.expert_ranks > 1
     if nccl:
         check_nccl()
     launcher = launcher or default_launcher(device, nccl)

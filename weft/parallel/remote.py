@@ -17,7 +17,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.group_settings import compare, shared_settings
-from weft.config.hosts import heads_on, ranks_on
+from weft.config.hosts import engines_on, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import Board, board_place, open_board
 from weft.types import board as b
@@ -34,7 +34,7 @@ AWAY_S = 3.0
 _LOOK = 0.05
 
 
-class RemoteHeads:
+class RemoteEngines:
     """The rendezvous store of a server, and the wanted and present engine processes of other hosts."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -46,7 +46,7 @@ class RemoteHeads:
         # Hosts outlive a server. Random incarnations keep reports about another server's engines apart.
         first = secrets.randbits(48) << 14
         self._incarnations = {
-            r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)
+            r: first for node in range(1, parallel.nnodes) for r in engines_on(parallel, node)
         }
         self._hosts = [node for node in range(1, parallel.nnodes) if ranks_on(parallel, node)]
         self._present: dict[int, str] = {}
@@ -64,11 +64,13 @@ class RemoteHeads:
         """Return True if the engine of ``replica`` is on another host."""
         return replica in self._incarnations
 
-    def start(self, replica: int) -> RemoteHead:
+    def start(self, replica: int) -> RemoteEngine:
         """Request a new process for the engine of ``replica``, in place of a running one. Does not wait."""
         self._incarnations[replica] += 1
         self._want(replica, self._incarnations[replica])
-        return RemoteHead(self._board, replica, self._incarnations[replica], self._lacks, self._end(replica))
+        return RemoteEngine(
+            self._board, replica, self._incarnations[replica], self._lacks, self._end(replica)
+        )
 
     def close(self, seconds: float, status: int = 0) -> None:
         """Announce the end of the server to all hosts, wait up to ``seconds`` until all have read it, and
@@ -174,7 +176,7 @@ class RemoteHeads:
             log.info("waiting for host %d: %s", host, why)
 
 
-class RemoteHead:
+class RemoteEngine:
     """One incarnation of an engine process on another host, with the needed methods of
     ``subprocess.Popen``."""
 
@@ -210,7 +212,7 @@ class RemoteHead:
         data = self._board.get(b.ended_key(self._replica))
         if (
             data is not None
-            and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
+            and (ended := msgspec.msgpack.decode(data, type=b.EngineEnded)).incarnation == self.incarnation
         ):
             return ended.status
         # A restarted host starts the wanted incarnation again. The process is another one, so the observed
@@ -236,7 +238,7 @@ class RemoteHead:
 
     def _listens(self) -> str | None:
         """Return the published address of this incarnation, or None."""
-        data = self._board.get(b.head_key(self._replica))
+        data = self._board.get(b.engine_key(self._replica))
         if data is None:
             return None
         listening = msgspec.msgpack.decode(data, type=b.Listening)

@@ -23,22 +23,22 @@ from weft.config.secret_file import check_secret, read_secret
 class CurveKeys:
     """Key pairs of both sides, in Z85. ``repr`` shows no key."""
 
-    head: tuple[bytes, bytes]
+    engine: tuple[bytes, bytes]
     """(public, secret) of the listening side."""
     rank: tuple[bytes, bytes]
 
     def __repr__(self) -> str:
         return "Keys(...)"
 
-    def guard_head(self, socket: Any) -> None:
+    def guard_engine(self, socket: Any) -> None:
         """Set the keys of a listening socket. Call before ``bind``."""
-        socket.curve_publickey, socket.curve_secretkey = self.head
+        socket.curve_publickey, socket.curve_secretkey = self.engine
         socket.curve_server = True
 
     def guard_rank(self, socket: Any) -> None:
         """Set the keys of a connecting socket. Call before ``connect``."""
         socket.curve_publickey, socket.curve_secretkey = self.rank
-        socket.curve_serverkey = self.head[0]
+        socket.curve_serverkey = self.engine[0]
 
 
 def derive(secret: bytes) -> CurveKeys:

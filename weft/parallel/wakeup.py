@@ -78,7 +78,7 @@ class WakeupSocket:
     """Wake-ups between processes: each engine listens at an address and connects to all others."""
 
     def __init__(self, address: str, replica: int, keys: CurveKeys | None = None) -> None:
-        """Listen at ``address``. For ``address`` and ``keys`` see ``ZmqHead``."""
+        """Listen at ``address``. For ``address`` and ``keys`` see ``ZmqEngineChannel``."""
         self._replica = replica
         self._keys = keys
         self._context = zmq.Context()
@@ -86,7 +86,7 @@ class WakeupSocket:
         self._mine = self._context.socket(zmq.PULL)
         self._mine.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         if keys is not None:
-            keys.guard_head(self._mine)
+            keys.guard_engine(self._mine)
         self._mine.bind(address)
         self.address = self._mine.getsockopt_string(zmq.LAST_ENDPOINT)
         self._others: dict[str, Any] = {}

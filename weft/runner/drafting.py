@@ -51,7 +51,7 @@ def make_drafter(
         parts.vocab_size,
         kv.block_size,
         _capturing(parts, graphs),
-        defers=parts.model.mesh.layout.domain == 1 and not windows,
+        defers=parts.model.mesh.layout.expert_ranks == 1 and not windows,
     )
 
 

@@ -22,14 +22,14 @@ from weft.common.errors import EngineDead, ErrorInfo, ImageFailed
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.doorbell import Doorbell
-from weft.runner.exports import RankRooms, Reports, Transfer
-from weft.runner.images.media import Embedded, MediaStore
-from weft.runner.images.media_rooms import Departures
+from weft.runner.exports import RankTransfers, Reports, TransferThread
+from weft.runner.images.image_store import EmbeddedImage, MediaStore
+from weft.runner.images.media_departures import Departures
 from weft.runner.step_handle import StepHandle
-from weft.runner.trace import StepTrace
+from weft.runner.step_trace import StepTrace
+from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.types.plan import EMPTY, Encode, MoveMedia, SendMedia, StepPlan, StepResult, TokenMasks, column
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 Tensor = torch.Tensor
 
@@ -41,11 +41,11 @@ _NO_ROWS = column([0])
 class BatchTower(Protocol):
     """Encoder of images: the contract of ``weft.models.vision``."""
 
-    def embed(self, image: Tensor) -> Embedded:
+    def embed(self, image: Tensor) -> EmbeddedImage:
         """Encode one image: uint8 [frames, height, width, 3], on the device of the model."""
 
     def embed_batch(self, images: list[Tensor]) -> list[Any]:
-        """Encode images. Return one ``Embedded`` per image, in order."""
+        """Encode images. Return one ``EmbeddedImage`` per image, in order."""
 
 
 class EncodeRunner:
@@ -53,7 +53,7 @@ class EncodeRunner:
 
     graphs = None
     drafter = None
-    transfer: Transfer | None = None
+    transfer: TransferThread | None = None
     reports: Reports | None = None
     endpoint: Endpoint | None = None
 
@@ -66,7 +66,7 @@ class EncodeRunner:
         device: torch.device,
         together: bool = True,
         varying: tuple[str, ...] = (),
-        rooms: RankRooms | None = None,
+        transfers: RankTransfers | None = None,
         trace: StepTrace | None = None,
         step_timeout: float = 600.0,
     ) -> None:
@@ -74,25 +74,25 @@ class EncodeRunner:
 
         ``together``: encode all images of a plan in one call. Otherwise encode one image per call, so that
         the bits of an embedding depend on its image alone. ``varying``: names of ops of the tower that depend
-        on the batch. ``rooms``: transfers of embeddings; the pool lies in their memory, and ``close`` closes
-        the transfers. Without ``rooms`` no embedding can be sent. ``step_timeout``: seconds after which a
-        step counts as failed.
+        on the batch. ``transfers``: transfers of embeddings; the pool lies in their memory, and ``close``
+        closes the transfers. Without ``transfers`` no embedding can be sent. ``step_timeout``: seconds after
+        which a step counts as failed.
 
         Raises EngineDead if ``kv`` has no limits for images.
         """
         self.kv = kv
         self.varying = (*varying, "images encoded together") if together else ()
-        self.embeddings = rooms
+        self.embeddings = transfers
         """Transfers of embeddings to other groups; None without transfers."""
-        self.bell = Doorbell()
+        self.bell = WakeupDescriptor()
         """Rung when a step has ended."""
         self._tower, self._device, self._together = tower, device, together
         limits = kv.media
         if limits is None:
             raise EngineDead("a group that encodes images has no limits of these")
-        memory = None if rooms is None else rooms.memory[0][0]
+        memory = None if transfers is None else transfers.memory[0][0]
         self._store = MediaStore(tower, limits, device, dtype, memory=memory)
-        self._departures = None if rooms is None else Departures(rooms.transfer, 1 + limits.levels)
+        self._departures = None if transfers is None else Departures(transfers.transfer, 1 + limits.levels)
         self._spoiled: dict[tuple[bool, bytes], ErrorInfo] = {}
         """Errors of images that could not be encoded, by (True on the host, blocks)."""
         self._queue = DeviceQueue(threaded=True)
@@ -130,7 +130,7 @@ class EncodeRunner:
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
     def close(self) -> None:
-        """Close the device thread, the transfers, the doorbell and the trace."""
+        """Close the device thread, the transfers, the wake-up descriptor and the trace."""
         self._queue.close()
         if self.embeddings is not None:
             self.embeddings.close()
@@ -174,7 +174,7 @@ class EncodeRunner:
         if plan.rows:
             raise EngineDead(f"step {plan.step} has rows, and this group computes none")
         self._next_step = plan.step + 1
-        made: dict[int, Embedded | ErrorInfo] | None = None
+        made: dict[int, EmbeddedImage | ErrorInfo] | None = None
         for number, op in enumerate(plan.ops):
             if isinstance(op, Encode):
                 # The first Encode runs all images of the plan through the tower in one call.
@@ -195,7 +195,7 @@ class EncodeRunner:
                     f"step {plan.step} has the op {type(op).__name__}, which is not supported here"
                 )
 
-    def _encode(self, ops: dict[int, Encode]) -> dict[int, Embedded | ErrorInfo]:
+    def _encode(self, ops: dict[int, Encode]) -> dict[int, EmbeddedImage | ErrorInfo]:
         """Encode images. Return the embedding or the error of each image, by the index of its op. Never
         raises an Exception: failures are logged."""
         if self._together and len(ops) > 1:
@@ -207,7 +207,7 @@ class EncodeRunner:
                 log.warning("%d images failed together, and are encoded one by one", len(ops), exc_info=True)
         return {number: self._alone(op) for number, op in ops.items()}
 
-    def _alone(self, op: Encode) -> Embedded | ErrorInfo:
+    def _alone(self, op: Encode) -> EmbeddedImage | ErrorInfo:
         """Encode one image and return the embedding; the caller stores the embedding. After a failure, log
         the failure and return the error for the client."""
         try:
@@ -218,7 +218,7 @@ class EncodeRunner:
                 f"the image cannot be encoded ({type(error).__name__}): use another image"
             ).info()
 
-    def _write(self, op: Encode, made: Embedded | ErrorInfo) -> None:
+    def _write(self, op: Encode, made: EmbeddedImage | ErrorInfo) -> None:
         """Write an embedding into the blocks of ``op``. Instead mark the blocks with an error if ``made`` is
         an error or has another number of rows than the prompt."""
         place = (False, op.blocks)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.disagg.protocol.events import RankReport, RankStopped
-from weft.types.plan import Export, Op, StepPlan
-from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
+from weft.types.plan import Export, SlotUpdate, StepPlan
+from weft.types.transfer import Admitted, Blocks, Bound, Endpoint, GroupDims, TransferKey
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,9 @@ LayerDone: TypeAlias = Callable[[int], None]
 """Called with the number of a layer when the forward pass has written all cache entries of the layer."""
 
 
-class Transfer(Protocol):
+class TransferThread(Protocol):
     """Transfers of a rank, as used by the rank and its engine process. Contract of
-    ``weft.disagg.transport.worker.RankTransfer``. Only ``stop_all`` blocks."""
+    ``weft.disagg.transport.transfer_thread.RankTransfer``. Only ``stop_all`` blocks."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -46,21 +46,21 @@ class Transfer(Protocol):
         self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0
     ) -> None: ...
 
-    def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None: ...
+    def grow(self, key: TransferKey, blocks: tuple[Blocks, ...]) -> None: ...
 
-    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None: ...
+    def computed(self, key: TransferKey, layers: tuple[int, ...], begin: int, end: int) -> None: ...
 
-    def fail(self, key: RoomKey, error: ErrorInfo) -> None: ...
+    def fail(self, key: TransferKey, error: ErrorInfo) -> None: ...
 
     def expect(self, offer: Admitted, bound: Bound) -> None: ...
 
-    def stop(self, key: RoomKey) -> None: ...
+    def stop(self, key: TransferKey) -> None: ...
 
     def stop_all(self) -> None: ...
 
 
 class Reports(Protocol):
-    """Reports of a rank's transfers. Contract of ``weft.disagg.transport.reports.RoomReports``."""
+    """Reports of a rank's transfers. Contract of ``weft.disagg.transport.reports.TransferReports``."""
 
     @property
     def descriptor(self) -> int: ...
@@ -69,10 +69,10 @@ class Reports(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankRooms:
+class RankTransfers:
     """Transfer parts of one rank. The runner of the rank owns and closes them."""
 
-    transfer: Transfer
+    transfer: TransferThread
     reports: Reports
     endpoint: Endpoint
     """Address at which peers reach this rank."""
@@ -84,15 +84,15 @@ class RankRooms:
     """Closes all parts."""
 
 
-def is_heard(rooms: RankRooms | None) -> bool:
-    """Return ``RankRooms.heard``; False without transfers."""
-    return rooms is not None and rooms.heard
+def is_heard(transfers: RankTransfers | None) -> bool:
+    """Return ``RankTransfers.heard``; False without transfers."""
+    return transfers is not None and transfers.heard
 
 
 class Exports:
     """Notifies ``transfer`` about the plans of one runner. Used from the compute thread."""
 
-    def __init__(self, kv: KVConfig, model_layers: int, dtype: str, transfer: Transfer) -> None:
+    def __init__(self, kv: KVConfig, model_layers: int, dtype: str, transfer: TransferThread) -> None:
         """``model_layers``: number of layers of the model; further cache layers belong to a drafter.
 
         Raises EngineDead if a layer has both a recurrent state and cache entries.
@@ -111,7 +111,7 @@ class Exports:
         self._last = max(self._bytes_of, default=0)
         self._drafters = tuple(sorted(bytes_of.keys() - self._bytes_of.keys()))
 
-    def begin(self, ops: Sequence[Op]) -> LayerDone | None:
+    def begin(self, ops: Sequence[SlotUpdate]) -> LayerDone | None:
         """Process the Export updates of a step before its rows run. Return the hook to call after each layer;
         None if no row of the step is exported."""
         rows = []
@@ -164,6 +164,6 @@ def _position_bytes(pool: PoolSpec, dtype: str) -> int:
     return pool.nbytes(dtype) // (blocks * pool.block_size * len(pool.cache.layers))
 
 
-def exported(ops: Sequence[Op]) -> list[Export]:
+def exported(ops: Sequence[SlotUpdate]) -> list[Export]:
     """Return the ``Export`` updates for rows of their own plan."""
     return [op for op in ops if isinstance(op, Export) and not op.states]

@@ -17,7 +17,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.runner.batch.staging import offsets_of
-from weft.types.plan import AllocSlot, FreeSlot, Op, StepPlan
+from weft.types.plan import AllocSlot, FreeSlot, SlotUpdate, StepPlan
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,7 @@ class Pooler:
         self._sums: Tensor | None = None
         """float64 [slots, hidden]; None until a sequence asks for a mean."""
 
-    def apply(self, ops: Iterable[Op]) -> None:
+    def apply(self, ops: Iterable[SlotUpdate]) -> None:
         """Record pooling modes at slot allocation, forget modes at release, and reset sums. Raises EngineDead
         for an embedding that cannot be computed."""
         for op in ops:

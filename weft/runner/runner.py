@@ -33,21 +33,21 @@ from weft.runner.batch.micro_batches import MicroBatchedSteps
 from weft.runner.batch.staging import StagingRing, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
-from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
+from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
-from weft.runner.images.media_rooms import media_store
+from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampling.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
-from weft.runner.trace import StepTrace
+from weft.runner.step_trace import StepTrace
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
 from weft.speculation.base import Drafter, Sampled
 from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
 
@@ -76,24 +76,24 @@ class Runner:
         graphs: GraphOptions | None = None,
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
-        rooms: RankRooms | None = None,
-        embeddings: RankRooms | None = None,
+        transfers: RankTransfers | None = None,
+        embeddings: RankTransfers | None = None,
         processed: bool = False,
     ) -> None:
         """Allocate the caches and, with ``graphs``, set up (unless lazy: run) the capture of decode steps.
 
         ``depth``: number of steps that may be in flight. ``poison``: overwrite recycled staging buffers
         (tests). ``processed``: see ``Sampler``. ``speculation``: selects the drafter. ``launcher``: runs the
-        collectives of the model. ``rooms`` and ``embeddings``: transfers of KV and of image embeddings; the
-        caches lie in the memory of these transfers. ``close`` closes the launcher and both transfers.
+        collectives of the model. ``transfers`` and ``embeddings``: transfers of KV and of image embeddings;
+        the caches lie in the memory of these transfers. ``close`` closes the launcher and both transfers.
         """
         self.kv = kv
         self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
-        self._rooms, self.embeddings = rooms, embeddings
+        self._transfers, self.embeddings = transfers, embeddings
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
-        self._exports = None if rooms is None else Exports(kv, layers, name, rooms.transfer)
-        blocks = None if rooms is None else rooms.memory
+        self._exports = None if transfers is None else Exports(kv, layers, name, transfers.transfer)
+        blocks = None if transfers is None else transfers.memory
         self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
@@ -112,7 +112,7 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(rooms)))
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(transfers)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
         self._failed = False
         """True while a step is launched, and after a failed step until ``reset``."""
@@ -128,19 +128,19 @@ class Runner:
         return self._cache
 
     @property
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> TransferThread | None:
         """Transfers of KV caches to and from other groups; None in a unified group."""
-        return None if self._rooms is None else self._rooms.transfer
+        return None if self._transfers is None else self._transfers.transfer
 
     @property
     def reports(self) -> Reports | None:
         """Reports of ``transfer`` for the engine process of this rank; None without transfers."""
-        return None if self._rooms is None else self._rooms.reports
+        return None if self._transfers is None else self._transfers.reports
 
     @property
     def endpoint(self) -> Endpoint | None:
         """Address at which ranks of other groups reach ``transfer``; None without transfers."""
-        return None if self._rooms is None else self._rooms.endpoint
+        return None if self._transfers is None else self._transfers.endpoint
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -244,9 +244,9 @@ class Runner:
     def close(self) -> None:
         """Close the device thread, the transfers, the launcher and the trace."""
         self._queue.close()
-        for rooms in (self._rooms, self.embeddings):
-            if rooms is not None:
-                rooms.close()
+        for transfers in (self._transfers, self.embeddings):
+            if transfers is not None:
+                transfers.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # captured collectives must go before the communicators end

@@ -25,7 +25,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.images.media import Spans
+from weft.runner.images.image_store import EmbeddingSpans
 from weft.runner.kv_tensors import snapshots
 from weft.types.plan import (
     AllocSlot,
@@ -36,9 +36,9 @@ from weft.types.plan import (
     FreeSlot,
     LoadState,
     OfNoSlot,
-    Op,
     SaveState,
     Segment,
+    SlotUpdate,
 )
 
 Tensor = torch.Tensor
@@ -71,7 +71,9 @@ class SlotState:
         self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
         media = kv.media
         has_spans = media is not None and media.sections
-        self.spans = Spans(slots, media.most_items, device) if media is not None and has_spans else None
+        self.spans = (
+            EmbeddingSpans(slots, media.most_items, device) if media is not None and has_spans else None
+        )
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors for checks and offsets: generation and table length of each slot.
         self._gen = np.zeros(kv.num_slots, np.int64)
@@ -96,7 +98,7 @@ class SlotState:
         self._entries.fill(0)
         self._covered = None
 
-    def apply(self, op: Op) -> None:
+    def apply(self, op: SlotUpdate) -> None:
         """Apply one slot update; updates of other parts are only checked. Raises EngineDead if the update
         contradicts the table (a diverged group)."""
         self._covered = None
@@ -138,7 +140,7 @@ class SlotState:
             self.spans.alloc(op.slot, op.spans)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """Return ``Spans.rope_positions``; None if positions do not count by images."""
+        """Return ``EmbeddingSpans.rope_positions``; None if positions do not count by images."""
         return None if self.spans is None else self.spans.rope_positions(slots, positions)
 
     def _free(self, op: FreeSlot) -> None:
@@ -315,7 +317,7 @@ class States:
         """Return the snapshots of a state group, per part ``[layers, 1 + blocks, elements]``. For tests."""
         return self._kinds[kind].snapshots
 
-    def apply(self, ops: Iterable[Op]) -> None:
+    def apply(self, ops: Iterable[SlotUpdate]) -> None:
         """Execute the ``SaveState`` and ``LoadState`` updates of a plan, in order.
 
         No other update changes a state, so the other updates may run earlier. Raises EngineDead for an

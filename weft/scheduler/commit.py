@@ -175,14 +175,14 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
     for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
-        state.publish(sequences[row], each[row], int(committed[row]))
+        state.insert(sequences[row], each[row], int(committed[row]))
     state.caches.slide_each(slots, committed, columns.last_step[slots])
     for sequence, token in zip(sequences, told, strict=True):
         sequence.tokens.append(token)
     state.counts.generation_tokens += len(told)
     ids = columns.sequence[slots].tolist()
     cached = columns.num_cached[slots].tolist()
-    if state.rooms.decodes:
+    if state.transfers.decodes:
         positions = np.maximum(committed - columns.origin[slots], -1).tolist()
         return [
             TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached, position=position)
@@ -311,9 +311,9 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
     # A sender hands the sequence off with the first token instead of continuing here.
     if made and ending is None and sequence.sends:
-        state.rooms.moved(sequence, made[0], logprobs)
+        state.transfers.handed_off(sequence, made[0], logprobs)
         ending = ("moved", None)
-    position = -1 if sequence.room is None else sequence.num_output - len(made)
+    position = -1 if sequence.transfer is None else sequence.num_output - len(made)
     finish, stop_id = ending or (None, None)
     if finish is not None:
         state.end(sequence, finish, error)
@@ -355,7 +355,7 @@ def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     block = state.kv.block_size
     state.columns.num_computed[run.slot] = num_computed
     if num_computed // block > row.computed // block:
-        state.publish(sequence, run.slot, num_computed)
+        state.insert(sequence, run.slot, num_computed)
     if num_computed >= sequence.num_prompt and row.computed < run.known:
         state.prompt_computed(sequence)
     state.caches.slide(run.slot, num_computed, int(state.columns.last_step[run.slot]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Counts:
-    """Counters since start, named as in HeadStats."""
+    """Counters since start, named as in EngineStats."""
 
     steps: int = 0
     mixed_steps: int = 0

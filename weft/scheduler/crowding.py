@@ -59,7 +59,7 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
         if other.key[0] < sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
             continue
         urgent = other.key[0] > sequence.key[0]
-        if other.room is None and (urgent or other.share.running > share.running):
+        if other.transfer is None and (urgent or other.share.running > share.running):
             result: Sequence = other
             return result
     return None

@@ -3,7 +3,7 @@
 scheduler               adds rows and their slot updates; ``close`` fixes the rows and makes their columns
 balance, overlap,       set ``rebalance``, ``micro_batches``, ``agreed``. All read the rows as
 expert-parallel group   rows of a plan (``weft.types.plan.PlannedRows``)
-scheduler               ``seal``: freezes the builder into the plan, which is launched and committed
+scheduler               ``freeze``: freezes the builder into the plan, which is launched and committed
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from weft.types.plan import (
     Agreement,
     AppendBlocks,
     AppendEach,
-    Op,
     Rebalance,
     Segment,
+    SlotUpdate,
     StepPlan,
     column,
 )
@@ -42,7 +42,7 @@ class Row:
     logits: int
     sample: int
     next_k: int
-    ops: list[Op]
+    ops: list[SlotUpdate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class PlanBuilder:
     """Rows of step ``step``; ``budget`` is the number of tokens left. At most one row per sequence.
 
     A prefill row is an object. Decode rows are columns. Further facts about decode rows are in the
-    scheduler's ``columns``, which do not advance before ``seal``.
+    scheduler's ``columns``, which do not advance before ``freeze``.
     """
 
     def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
@@ -112,7 +112,7 @@ class PlanBuilder:
         self.agreed: Agreement | None = None
         """The agreement of the expert-parallel replicas for the step; None without such a group."""
         self._columns = columns
-        self._growth: list[Op] = []
+        self._growth: list[SlotUpdate] = []
 
     @property
     def rows(self) -> int:
@@ -142,7 +142,7 @@ class PlanBuilder:
         self.budget -= row.count
         self.prompt_logits -= row.logits - row.sample
 
-    def grow(self, ops: Iterable[Op]) -> None:
+    def grow(self, ops: Iterable[SlotUpdate]) -> None:
         """Add slot updates for decode rows. Each named slot must have a row or get a row."""
         self._growth += ops
 
@@ -174,7 +174,7 @@ class PlanBuilder:
         self.decode = self._decode_segment()
         return self
 
-    def seal(self, first_ops: Iterable[Op]) -> StepPlan:
+    def freeze(self, first_ops: Iterable[SlotUpdate]) -> StepPlan:
         """Return the immutable plan. ``first_ops`` come before the slot updates of the rows; ``Rebalance``
         comes last if set."""
         ops = list(first_ops)
@@ -222,7 +222,7 @@ def _prefill_segment(rows: list[Row]) -> Segment:
     return Segment(slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k)
 
 
-def _without(op: Op, slot: int) -> Op | None:
+def _without(op: SlotUpdate, slot: int) -> SlotUpdate | None:
     """Return ``op`` without changes to ``slot``; None if nothing is left."""
     if isinstance(op, AppendEach):
         return op.without(slot)

@@ -17,7 +17,7 @@ from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.reserve import Reserver
 from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState
-from weft.types.plan import Op
+from weft.types.plan import SlotUpdate
 
 NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
@@ -160,7 +160,7 @@ class Planner:
 
         A sequence with received KV already owns blocks, and releases the blocks only by running.
         """
-        for sequence in list(self._state.waiting) if self._state.rooms.decodes else ():
+        for sequence in list(self._state.waiting) if self._state.transfers.decodes else ():
             if sequence.tables is not None and self._has_slot():
                 self._adopt(sequence, sequence.tables)
 
@@ -239,7 +239,7 @@ class Planner:
         Applies only to a sequence with images from another group.
         """
         if sequence.relies and (gone := self._state.media.lost(sequence, start)):
-            self._state.evict(sequence, "an image of another group was evicted")
+            self._state.return_to_router(sequence, "an image of another group was evicted")
             return gone
         return False
 
@@ -301,7 +301,13 @@ class Planner:
         return next_k if fits else 0
 
     def _add_chunk(
-        self, builder: PlanBuilder, sequence: Sequence, run: Running, end: int, next_k: int, ops: list[Op]
+        self,
+        builder: PlanBuilder,
+        sequence: Sequence,
+        run: Running,
+        end: int,
+        next_k: int,
+        ops: list[SlotUpdate],
     ) -> None:
         """Add the prefill row up to ``end`` to ``builder``, and count the row in the chunk policy.
 
@@ -314,7 +320,7 @@ class Planner:
         if sequence.media:
             ops = [*ops, *self._state.media.take(sequence, run.slot, start, end, builder.step)]
         if sequence.sends:
-            ops = [*ops, *self._state.rooms.export(sequence, start, end)]
+            ops = [*ops, *self._state.transfers.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def promised(self) -> list[int]:

@@ -8,7 +8,7 @@ from weft.common.errors import EngineDead
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
-from weft.types.plan import Op
+from weft.types.plan import SlotUpdate
 
 
 class Reserver:
@@ -59,7 +59,9 @@ class Reserver:
         builder.grow(ops)
         return True
 
-    def reserve(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> list[Op] | None:
+    def reserve(
+        self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder
+    ) -> list[SlotUpdate] | None:
         """Extend the tables of a sequence to ``end``. Return the slot updates; None if the sequence gets no
         row.
 
@@ -85,7 +87,7 @@ class Reserver:
         blocks.
 
         The victim is the last unprotected sequence by key, possibly ``sequence``. Not a victim: a sequence
-        without a sealed plan, because the ranks do not know the slot yet. Without a victim, waiting sequences
+        without a frozen plan, because the ranks do not know the slot yet. Without a victim, waiting sequences
         with received KV are returned to the router, even if older in the order than ``sequence``.
         """
         state, caches = self._state, self._state.caches
@@ -98,7 +100,7 @@ class Reserver:
                 return False
             movable = (s for s in reversed(state.running) if state.planned(s) and not s.protected)
             victim = next(movable, None)
-            if victim is None and self._evict_last():
+            if victim is None and self._return_last():
                 continue
             # A sequence never preempts itself while its last step is in flight: the step may free blocks, and
             # the tokens of the step would be computed twice.
@@ -109,15 +111,15 @@ class Reserver:
             if victim is sequence:
                 return False
 
-    def _evict_last(self) -> bool:
+    def _return_last(self) -> bool:
         """Return the last waiting sequence with received KV to the router. Return False if there is none.
 
         The blocks are free at once, because no plan names the blocks.
         """
-        landed = (sequence for sequence in self._state.waiting if sequence.tables is not None)
-        last = max(landed, key=lambda sequence: sequence.key, default=None)
+        received = (sequence for sequence in self._state.waiting if sequence.tables is not None)
+        last = max(received, key=lambda sequence: sequence.key, default=None)
         if last is not None:
-            self._state.evict(last, "the sequence was evicted for other sequences")
+            self._state.return_to_router(last, "the sequence was evicted for other sequences")
         return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:

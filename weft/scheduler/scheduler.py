@@ -1,18 +1,18 @@
 """The scheduler: accept sequences, plan steps, commit step results. Pure: no I/O, no clock, no torch.
 
 ``build`` returns the next step as a ``PlanBuilder``. ``weft.scheduler.planner`` chooses the rows. Expert
-balancing, overlap and the expert-parallel group then set further fields on the builder. ``seal`` freezes the
-builder into an immutable plan. The plan is in flight until ``commit``. The scheduler can build one step while
-another step is in flight.
+balancing, overlap and the expert-parallel group then set further fields on the builder. ``freeze`` freezes
+the builder into an immutable plan. The plan is in flight until ``commit``. The scheduler can build one step
+while another step is in flight.
 
 A sequence is blocked while external input (KV, grammar, images) is missing. A blocked sequence is no work and
 fails at a deadline. Every other waiting sequence must make progress. Only one reason excuses waiting
 sequences without a row in flight: blocks are short, and pins or image transfers before the deadline hold
 memory.
 
-A sequence with a transfer (``Submit.room``) is prefilled by one group and decoded by another group. Such a
-sequence never returns to the queue. When a group cannot continue the sequence, the group returns the sequence
-to the router with the finish reason "evicted". See ``weft.scheduler.transfers.rooms``.
+A sequence with a transfer (``Submit.transfer``) is prefilled by one group and decoded by another group. Such
+a sequence never returns to the queue. When a group cannot continue the sequence, the group returns the
+sequence to the router with the finish reason "evicted". See ``weft.scheduler.transfers.scheduler_transfers``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
-from weft.scheduler.transfers.media_rooms import MediaRooms
-from weft.scheduler.transfers.rooms import SchedulerRooms
+from weft.scheduler.transfers.media_transfers import MediaTransfers
+from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
 from weft.scheduler.validate import check_submit
-from weft.types.messages import HeadStats, Submit, TokenEvent, TransferStats
-from weft.types.plan import AllocSlot, Op, StepPlan, StepResult, TokenMasks
-from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
+from weft.types.messages import EngineStats, Submit, TokenEvent, TransferStats
+from weft.types.plan import AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.transfer import Blocks, TransferEvent, TransferKey, TransferRequest
 
 _log = get_logger(__name__)
 
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
 """Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
-AWAIT_S = 600.0
+BLOCKED_S = 600.0
 """Default time-out in seconds for external input (KV, grammar). ``add(until=...)`` overrides the default."""
 
 
@@ -90,29 +90,29 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._empty_plans = 0
-        self._built: PlanBuilder | None = None  # the builder expected by `seal`
+        self._built: PlanBuilder | None = None  # the builder expected by `freeze`
         self._blocked = False  # True: nothing can run until a pinned block is released
-        self._awaited: dict[int, float] = {}  # blocked sequence -> deadline
-        self._holds = self._state.holds
+        self._blocked_until: dict[int, float] = {}  # blocked sequence -> deadline
+        self._pins = self._state.pins
         role = transfer or TransferSection()
-        self._rooms = SchedulerRooms(
+        self._transfers = SchedulerTransfers(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
-        self.embeddings: MediaRooms | None = None
+        self.embeddings: MediaTransfers | None = None
         """The receiver of embedding transfers; None if the group receives no embeddings."""
         if kv.media is not None and kv.media.takes:
-            self.embeddings = MediaRooms(self._state, self._unblock)
+            self.embeddings = MediaTransfers(self._state, self._unblock)
 
     # ---- sequences
 
     def add(
-        self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
+        self, submit: Submit, now: float, blocked: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
         """Accept a sequence. Return [] and queue or block the sequence. If the emitted ids are already
         complete, return the terminal event and queue nothing.
 
-        ``awaits``: the sequence is blocked until ``arrived`` is called. The sequence fails at ``until``
-        (default: ``now`` + ``AWAIT_S``). A sequence with a grammar is blocked in the same way until
+        ``blocked``: the sequence is blocked until ``arrived`` is called. The sequence fails at ``until``
+        (default: ``now`` + ``BLOCKED_S``). A sequence with a grammar is blocked in the same way until
         ``constrain`` is called. Raises InvalidRequest, ContextLength or Overloaded before any change.
         """
         state = self._state
@@ -121,7 +121,7 @@ class Scheduler:
         )
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence with this id is running", param="sequence")
-        self._rooms.check(submit)
+        self._transfers.check(submit)
         if self.embeddings is not None:
             self.embeddings.check(submit)
         # The limit does not count sequences for which the next step has a slot: a burst on an idle engine
@@ -132,21 +132,21 @@ class Scheduler:
         most = 0 if submit.pooling else submit.params.max_tokens
         limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
-        sequence.awaits = awaits = awaits or submit.grammar is not None
+        sequence.blocked = blocked = blocked or submit.grammar is not None
         self._arrivals += 1
-        if sequence.room is not None:
-            state.rooms.open(sequence)
+        if sequence.transfer is not None:
+            state.transfers.open(sequence)
         state.images.open(sequence, now)
         ending = sequence.ending() if sequence.num_output else None
         if ending is not None:
             state.images.ended(sequence, ending[0])
-            state.rooms.ended(sequence, ending[0], None)
+            state.transfers.ended(sequence, ending[0], None)
             position = sequence.position
             finish, stop_id = ending
             return [TokenEvent(sequence=sequence.id, finish=finish, stop_id=stop_id, position=position)]
         state.arrive(sequence)
-        if awaits:
-            self._awaited[sequence.id] = now + AWAIT_S if until is None else until
+        if blocked:
+            self._blocked_until[sequence.id] = now + BLOCKED_S if until is None else until
         self._blocked = False
         return []
 
@@ -154,7 +154,7 @@ class Scheduler:
         """Unblock a sequence and drop the deadline: the external input is there. Images or KV still on the
         way keep the sequence blocked. Unknown ids are ignored."""
         found = self._state.live.get(sequence)
-        self._awaited.pop(sequence, None)
+        self._blocked_until.pop(sequence, None)
         if found is not None:
             self._state.arrived(found)
             self._blocked = False
@@ -175,7 +175,7 @@ class Scheduler:
             return self.fail(sequence, constraint.failure)
         found.constraint = constraint
         if constraint.finished:
-            self._awaited.pop(sequence, None)
+            self._blocked_until.pop(sequence, None)
             self._state.end(found, "stop")
             return [TokenEvent(sequence=sequence, finish="stop", position=found.position)]
         self.arrived(sequence)
@@ -187,7 +187,7 @@ class Scheduler:
         found = self._state.live.get(sequence)
         if found is None:
             return []
-        self._awaited.pop(sequence, None)
+        self._blocked_until.pop(sequence, None)
         self._state.counts.grammar_errors += 1
         self._state.end(found, "error", error)
         self._blocked = False
@@ -202,10 +202,10 @@ class Scheduler:
         """
         self._state.retention.expire(now)
         self._blocked = self._blocked and self._state.excuse(now)
-        late = [sequence for sequence, until in self._awaited.items() if now >= until]
+        late = [sequence for sequence, until in self._blocked_until.items() if now >= until]
         events: list[TokenEvent] = []
         for number in late:
-            del self._awaited[number]
+            del self._blocked_until[number]
             if (sequence := self._state.live.get(number)) is None:
                 continue
             error = DeadlineExceeded(
@@ -213,21 +213,23 @@ class Scheduler:
             ).info()
             self._state.end(sequence, "error")
             events.append(TokenEvent(sequence=number, finish="error", error=error))
-        self._rooms.expire(now)
+        self._transfers.expire(now)
         if self.embeddings is not None:
             self.embeddings.expire(now)
-        events += self._state.rooms.given_back()
+        events += self._state.transfers.given_back()
         if events:
             self._blocked = False
         return events
 
     @property
-    def awaiting(self) -> bool:
+    def blocked(self) -> bool:
         """True if the scheduler can do nothing before external input arrives or a pinned block is
         released."""
         state = self._state
-        awaited = self._awaited or self._blocked or state.rooms.awaited or state.images.awaited
-        return bool(awaited) and not self.has_work()
+        any_blocked = (
+            self._blocked_until or self._blocked or state.transfers.any_blocked or state.images.any_blocked
+        )
+        return bool(any_blocked) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Abort a sequence and return the terminal event. Unknown ids are ignored: return [].
@@ -237,8 +239,8 @@ class Scheduler:
         found = self._state.live.get(sequence)
         if found is None:
             # a late event would end a later attempt with the same id
-            return self._state.rooms.untold(sequence)
-        self._awaited.pop(sequence, None)
+            return self._state.transfers.untold(sequence)
+        self._blocked_until.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
         num_cached = max(found.num_cached, 0)
@@ -250,7 +252,7 @@ class Scheduler:
         No step may run until ``requeue_all``. Call ``lose`` before the transfers are notified: the reported
         error is then the loss, not a failed transfer.
         """
-        self._rooms.lose()
+        self._transfers.lose()
 
     def requeue_all(self) -> list[TokenEvent]:
         """Requeue all running sequences after the group was lost; prompt and committed output are recomputed.
@@ -272,9 +274,9 @@ class Scheduler:
             TokenEvent(sequence=s.id, num_cached=max(s.num_cached, 0), finish="error", error=error)
             for s in often
         ]
-        return events + self._state.rooms.given_back()
+        return events + self._state.transfers.given_back()
 
-    def enqueue(self, op: Op) -> None:
+    def enqueue(self, op: SlotUpdate) -> None:
         """Add a slot update to the next plan. The plan is made for the update alone if there are no rows.
 
         If ``op`` names a slot, earlier plans must have assigned the slot. The update is dropped if the
@@ -282,7 +284,7 @@ class Scheduler:
         """
         self._state.ops.append(op)
 
-    def hold(self, kind: int, block: int, until: float) -> None:
+    def pin(self, kind: int, block: int, until: float) -> None:
         """Pin ``block`` of KV cache group ``kind``: a transfer outside the group may read or write the block.
 
         The pin outlives the sequence, ``requeue_all`` and ``until``. After ``until`` the pin no longer
@@ -290,37 +292,37 @@ class Scheduler:
         later than any time at which the transfer, with its fence, can end. Raises EngineDead for a block not
         in use.
         """
-        self._holds.hold(kind, block, until)
+        self._pins.pin(kind, block, until)
 
-    def unhold(self, kind: int, block: int) -> None:
-        """Release one pin of ``hold``. Raises EngineDead if the block has no pin."""
-        self._holds.unhold(kind, block)
+    def unpin(self, kind: int, block: int) -> None:
+        """Release one pin of ``pin``. Raises EngineDead if the block has no pin."""
+        self._pins.unpin(kind, block)
         self._blocked = False
 
     # ---- transfers
 
-    def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
+    def transfer(self, event: TransferEvent, now: float) -> list[TokenEvent]:
         """Apply a transfer event. Return new client events: the first token of a sequence with received KV,
         and terminal events of sequences returned to the router."""
-        self._state.rooms.now = now
-        self._rooms.on(event)
+        self._state.transfers.now = now
+        self._transfers.on(event)
         self._blocked = False
-        return self._state.rooms.given_back()
+        return self._state.transfers.given_back()
 
-    def room_requests(self) -> list[RoomRequest]:
+    def transfer_requests(self) -> list[TransferRequest]:
         """Answer open offers, which may reserve blocks. Return and clear all requests to transfers, in order.
 
-        Call after every change to the scheduler, but not between ``build`` and ``seal``.
+        Call after every change to the scheduler, but not between ``build`` and ``freeze``.
         """
-        return self._rooms.requests()
+        return self._transfers.requests()
 
-    def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
+    def transfer_blocks(self, key: TransferKey) -> tuple[Blocks, ...]:
         """Return the blocks to send in the transfer ``key``, for each KV cache group, as far as allocated.
 
-        For a recurrent state: the snapshot, once a plan with the snapshot was sealed. Return () before the
+        For a recurrent state: the snapshot, once a plan with the snapshot was frozen. Return () before the
         sequence has a slot and for unknown transfers.
         """
-        return self._state.rooms.tables(key)
+        return self._state.transfers.tables(key)
 
     def has_work(self) -> bool:
         """Return True if there is a step to plan or to commit. Blocked sequences are no work."""
@@ -336,20 +338,20 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """Run ``build`` and ``seal``. Return the plan, or None if ``build`` returns None. For callers without
-        further fields to set."""
+        """Run ``build`` and ``freeze``. Return the plan, or None if ``build`` returns None. For callers
+        without further fields to set."""
         builder = self.build(now)
-        return None if builder is None else self.seal(builder)
+        return None if builder is None else self.freeze(builder)
 
     def build(self, now: float) -> PlanBuilder | None:
-        """Return the next step for ``seal``, or None when nothing can run before a commit or an arrival.
+        """Return the next step for ``freeze``, or None when nothing can run before a commit or an arrival.
 
         Admission and preemption take effect at once, also when the result is None. Also expires session
-        retention. Call no other method between ``build`` and ``seal``. Raises EngineDead when two steps are
-        in flight, when the last builder was not sealed, and when ``MAX_EMPTY_PLANS`` plans in a row had no
+        retention. Call no other method between ``build`` and ``freeze``. Raises EngineDead when two steps are
+        in flight, when the last builder was not frozen, and when ``MAX_EMPTY_PLANS`` plans in a row had no
         rows although work waits and no row is in flight.
         """
-        self._state.rooms.now = now
+        self._state.transfers.now = now
         self._state.retention.expire(now)
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
@@ -375,7 +377,7 @@ class Scheduler:
         self._built = self._begin(0)
         return self._built
 
-    def seal(self, builder: PlanBuilder) -> StepPlan:
+    def freeze(self, builder: PlanBuilder) -> StepPlan:
         """Freeze ``builder`` into a plan. The plan is in flight from now on and carries all waiting slot
         updates.
 
@@ -387,14 +389,14 @@ class Scheduler:
         step = builder.step
         # Order matters: snapshots copy states before rows of the plan overwrite the states.
         first = [*state.slots.announce(), *state.take_ops(step), *state.save(step), *state.snapshots(step)]
-        plan = builder.seal(first)
+        plan = builder.freeze(first)
         state.launched(plan)
         self._step += 1
         self._built = None
         return plan
 
     def admitted(self, plan: StepPlan) -> list[int]:
-        """Return the ids of sequences with a new slot in ``plan``, which must be the plan sealed last."""
+        """Return the ids of sequences with a new slot in ``plan``, which must be the plan frozen last."""
         column = self._state.columns.sequence
         return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
@@ -417,7 +419,7 @@ class Scheduler:
         Raises EngineDead for another plan or a wrong result. See ``weft.scheduler.commit``.
         """
         events = commit(self._state, plan, result, self.planner.drafts)
-        return events + self._state.rooms.given_back() if self._state.rooms.events else events
+        return events + self._state.transfers.given_back() if self._state.transfers.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """Teach the chunk policy and the draft policy the device time of ``plan``: ``seconds`` from the
@@ -444,19 +446,19 @@ class Scheduler:
         """Return ``Caches.follow()``, or None without prefix caching."""
         return self._state.caches.follow() if self._state.kv.enable_prefix_caching else None
 
-    def stats(self) -> HeadStats:
+    def stats(self) -> EngineStats:
         """Return all counters and gauges."""
-        return head_stats(self._state, self._num_waiting, self._rooms.stats())
+        return engine_stats(self._state, self._num_waiting, self._transfers.stats())
 
     # ----
 
     def _begin(self, budget: int) -> PlanBuilder:
         """Return an empty builder with a budget of ``budget`` tokens. Raises EngineDead if two steps are in
-        flight, or if the last builder was not sealed."""
+        flight, or if the last builder was not frozen."""
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
         if self._built is not None:
-            raise EngineDead("a step was built and never sealed")
+            raise EngineDead("a step was built and never frozen")
         return PlanBuilder(self._step, budget, self._state.columns)
 
     @property
@@ -490,7 +492,7 @@ class Scheduler:
         # Blocks lacked by admission, by rows, by senders with states to save, or memory lacked by images.
         state = self._state
         waits = state.waiting or len(state.running)
-        lacking = self.planner.lacked or self.planner.starved or state.rooms.parting or state.media.short
+        lacking = self.planner.lacked or self.planner.starved or state.transfers.parting or state.media.short
         excused = lacking and state.excuse(now)
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):
@@ -507,10 +509,10 @@ class Scheduler:
             raise EngineDead(f"the scheduler made no progress while work waited ({counts})")
 
 
-def head_stats(state: SchedulerState, waiting: int, transfers: TransferStats | None) -> HeadStats:
+def engine_stats(state: SchedulerState, waiting: int, transfers: TransferStats | None) -> EngineStats:
     """Return counters and gauges. ``waiting``: number of sequences without a slot."""
     counts, embeddings, media = state.counts, state.media.cache, state.kv.media
-    return HeadStats(
+    return EngineStats(
         steps=counts.steps,
         mixed_steps=counts.mixed_steps,
         idle_steps=counts.idle_steps,

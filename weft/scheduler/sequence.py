@@ -1,7 +1,7 @@
 """A sequence and its states. The state object owns the sequence's slot and block tables.
 
                       ╭──> Fetching ──╮
-AwaitingLeader ──> Awaiting ──────> Waiting ──> Running
+BlockedOnFirstSample ──> Blocked ───────> Waiting ──> Running
    │  │               │             ^ │ ^─preempted─╯ │
    │  ╰───────────────┼─────────────╯ │               │
    ╰──────────────────┴───────────────┴──> Ended <────╯
@@ -20,7 +20,7 @@ import numpy as np
 from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
-from weft.kv.snapshots import Marks
+from weft.kv.snapshots import SnapshotMarks
 from weft.scheduler.constraints import Constraint
 from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import EMPTY, AllocSlot, column
@@ -36,12 +36,12 @@ MOST_YIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitingLeader:
+class BlockedOnFirstSample:
     """Waits until the first sample has computed the shared prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Awaiting:
+class Blocked:
     """Blocked: external input (KV, grammar, images) is missing. Counts neither as work nor as lack of
     progress."""
 
@@ -87,7 +87,7 @@ class Running:
     known: int
     """Number of ids written by AllocSlot; later ids reach the device before the scheduler. One less after a
     KV transfer: the last id is the first output token, which is computed by a decode row."""
-    marks: Marks | None = None
+    marks: SnapshotMarks | None = None
     """Where snapshots of the recurrent state are wanted; None: nowhere."""
 
 
@@ -98,11 +98,11 @@ class Ended:
     finish: str
 
 
-State = AwaitingLeader | Awaiting | Fetching | Waiting | Running | Ended
+State = BlockedOnFirstSample | Blocked | Fetching | Waiting | Running | Ended
 
 TRANSITIONS: dict[type, tuple[type, ...]] = {
-    AwaitingLeader: (Awaiting, Waiting, Ended),
-    Awaiting: (Fetching, Waiting, Ended),
+    BlockedOnFirstSample: (Blocked, Waiting, Ended),
+    Blocked: (Fetching, Waiting, Ended),
     Fetching: (Waiting, Ended),
     Waiting: (Running, Ended),
     Running: (Waiting, Ended),
@@ -114,8 +114,8 @@ class Sequence:
     """A token stream. ``tokens`` is the prompt plus the output known from commits or from the client."""
 
     __slots__ = (
-        "awaits",
-        "awaits_images",
+        "blocked",
+        "blocked_images",
         "chain",
         "choice",
         "client",
@@ -137,7 +137,6 @@ class Sequence:
         "prompt_logprobs",
         "relies",
         "request",
-        "room",
         "salt",
         "seed",
         "session",
@@ -146,6 +145,7 @@ class Sequence:
         "state",
         "stop_ids",
         "tokens",
+        "transfer",
         "yielded",
     )
 
@@ -170,7 +170,7 @@ class Sequence:
         """Positions of the images, as in ``AllocSlot``."""
         self.tokens = tokens
         self.num_prompt = num_prompt
-        self.room = submit.room
+        self.transfer = submit.transfer
         """Transfer parameters if one group prefills the sequence and another group decodes the sequence."""
         self.limit = limit
         """Number of tokens (prompt and output) at which the sequence ends with "length"."""
@@ -202,13 +202,13 @@ class Sequence:
         """(losses of the group in a row without a new token, number of tokens at the last loss)."""
         self.constraint: Constraint | None = None
         """Position in the compiled grammar; None without a grammar or before compilation."""
-        self.awaits = False
+        self.blocked = False
         """True while external input is missing; the sequence cannot be admitted."""
-        self.awaits_images = False
+        self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
-        self.state: State = AwaitingLeader()
+        self.state: State = BlockedOnFirstSample()
 
     def move(self, state: State) -> None:
         """Enter ``state``. Raises EngineDead if ``TRANSITIONS`` does not allow the transition."""
@@ -251,17 +251,17 @@ class Sequence:
     @property
     def sends(self) -> bool:
         """True if the sequence ends here with the first token and another group decodes the rest."""
-        return self.room is not None and self.room.sends
+        return self.transfer is not None and self.transfer.sends
 
     @property
     def fetches(self) -> bool:
         """True if another group prefills the sequence."""
-        return self.room is not None and not self.room.sends
+        return self.transfer is not None and not self.transfer.sends
 
     @property
     def position(self) -> int:
         """Number of output tokens for events of a sequence with a transfer; -1 for other sequences."""
-        return -1 if self.room is None else self.num_output
+        return -1 if self.transfer is None else self.num_output
 
     def may_skip(self) -> int:
         """Return how many leading positions need no computing if cached.
@@ -322,7 +322,7 @@ class LiveRequest:
     """The live sequences of one prompt. The first sample computes the prompt; parallel samples wait for the
     prompt."""
 
-    leader: Sequence
+    first_sample: Sequence
     members: dict[int, Sequence] = field(default_factory=dict)
     prompt_computed: bool = False
     shared: bool = False

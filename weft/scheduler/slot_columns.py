@@ -71,7 +71,7 @@ class SlotColumns:
         self.gen[slot] = run.gen
         self.sequence[slot] = sequence.id
         self.limit[slot] = sequence.limit
-        self.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
+        self.origin[slot] = NO_ORIGIN if sequence.transfer is None else sequence.num_prompt
         self.known[slot] = run.known
         self.num_cached[slot] = sequence.num_cached
         self.num_computed[slot] = self.num_scheduled[slot] = self.snapshot[slot] = num_computed

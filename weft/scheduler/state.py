@@ -12,21 +12,20 @@ import numpy as np
 
 from weft.common.errors import ErrorInfo, Unavailable
 from weft.config.resolved import KVConfig
-from weft.kv.caches import Caches, make_kinds
+from weft.kv.caches import Caches, make_cache_groups
 from weft.kv.hashing import HashChain, media_keys, request_root, salted_root
 from weft.kv.slots import SlotTable
-from weft.kv.snapshots import Marks
+from weft.kv.snapshots import SnapshotMarks
 from weft.scheduler.counts import Counts
-from weft.scheduler.holds import Holds
-from weft.scheduler.images.image_rooms import ImageRooms
-from weft.scheduler.images.media import MediaBook
+from weft.scheduler.images.image_transfers import ImageTransfers
+from weft.scheduler.images.media_book import MediaBook
 from weft.scheduler.misses import Misses
+from weft.scheduler.pins import Pins
 from weft.scheduler.policy.queue import FairQueue, SequenceQueue
 from weft.scheduler.policy.retention import Retention
-from weft.scheduler.room_book import RoomBook
 from weft.scheduler.sequence import (
-    Awaiting,
-    AwaitingLeader,
+    Blocked,
+    BlockedOnFirstSample,
     Ended,
     FetchedTables,
     LiveRequest,
@@ -35,8 +34,9 @@ from weft.scheduler.sequence import (
     Waiting,
 )
 from weft.scheduler.slot_columns import SlotColumns
-from weft.types.plan import Op, StepPlan
-from weft.types.rooms import RoomKey
+from weft.scheduler.transfer_book import TransferBook
+from weft.types.plan import SlotUpdate, StepPlan
+from weft.types.transfer import TransferKey
 
 
 class SchedulerState:
@@ -46,11 +46,11 @@ class SchedulerState:
         """``max_chunk``: maximum tokens of one row. ``remembered_bytes``: memory for earlier prompts.
         ``retention``: seconds for which the blocks of a session are retained."""
         self.kv = kv
-        self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
-        self.holds = Holds(self.caches)
-        self.rooms = RoomBook(self.caches, self.holds)
+        self.caches = Caches(make_cache_groups(kv, max_chunk), kv.max_model_len)
+        self.pins = Pins(self.caches)
+        self.transfers = TransferBook(self.caches, self.pins)
         self.media = MediaBook(kv.media)
-        self.images = ImageRooms(self.media)
+        self.images = ImageTransfers(self.media)
         self.slots = SlotTable(kv.num_slots)
         self.columns = SlotColumns(kv.num_slots)
         self.in_slot = np.full(kv.num_slots, None, object)
@@ -61,7 +61,7 @@ class SchedulerState:
         self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
-        self.ops: list[Op] = []
+        self.ops: list[SlotUpdate] = []
         """Slot updates without a row. The next plan carries all of them."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
@@ -82,25 +82,25 @@ class SchedulerState:
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
         if request is None:
-            request = self.requests[sequence.request] = LiveRequest(leader=sequence)
+            request = self.requests[sequence.request] = LiveRequest(first_sample=sequence)
         else:
             self._share(request)
         request.members[sequence.id] = sequence
         # KV from another group does not depend on the first sample: such a sequence does not wait for the
         # first sample.
         if sequence.fetches:
-            sequence.move(Awaiting())
-        elif request.leader is sequence or request.prompt_computed:
+            sequence.move(Blocked())
+        elif request.first_sample is sequence or request.prompt_computed:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
-        """Clear ``awaits`` and unblock a sequence, unless images or KV are missing. Idempotent."""
-        sequence.awaits = False
+        """Clear ``blocked`` and unblock a sequence, unless images or KV are missing. Idempotent."""
+        sequence.blocked = False
         self._go_on(sequence)
 
-    def images_landed(self, sequence: Sequence) -> None:
+    def images_received(self, sequence: Sequence) -> None:
         """Unblock a sequence, unless other input is missing: all images from other groups are received."""
-        sequence.awaits_images = False
+        sequence.blocked_images = False
         self._go_on(sequence)
 
     def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
@@ -130,18 +130,18 @@ class SchedulerState:
         self.waiting.leave(sequence)
         self._leave(sequence)
         self.images.ended(sequence, finish, error)
-        if sequence.room is not None:
-            self.rooms.ended(sequence, finish, error)
+        if sequence.transfer is not None:
+            self.transfers.ended(sequence, finish, error)
 
-    def evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
+    def return_to_router(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
         """End a sequence that has, or had, a transfer, and return the sequence to the router. Any engine may
         continue the sequence.
 
-        Adds the terminal event to ``rooms.events``. ``error``: why the transfer failed; the event carries
+        Adds the terminal event to ``transfers.events``. ``error``: why the transfer failed; the event carries
         ``error``.
         """
         self.end(sequence, "evicted", Unavailable(why).info())
-        self.rooms.evicted(sequence, error)
+        self.transfers.returned(sequence, error)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
         """Preempt a running sequence: free slot and blocks, back to the old place in the queue, recomputed
@@ -151,9 +151,9 @@ class SchedulerState:
         blocks. Both count as preemptions. ``yields``: the sequence makes room for a waiting sequence and does
         not lack blocks.
         """
-        if sequence.room is not None:
+        if sequence.transfer is not None:
             self.counts.preemptions += 1
-            self.evict(sequence, "the sequence was evicted for other sequences")
+            self.return_to_router(sequence, "the sequence was evicted for other sequences")
             return
         sequence.move(Waiting())
         self._release(sequence, run)
@@ -172,9 +172,9 @@ class SchedulerState:
         transfer and with blocks or a slot is returned to the router instead.
         """
         for sequence in list(self.live.values()):
-            if sequence.room is not None and (isinstance(sequence.state, Running) or sequence.tables):
-                self.evict(sequence, "the processes that had the sequence's cache were lost")
-        for key in list(self.rooms.parting):
+            if sequence.transfer is not None and (isinstance(sequence.state, Running) or sequence.tables):
+                self.return_to_router(sequence, "the processes that had the sequence's cache were lost")
+        for key in list(self.transfers.parting):
             self.part(key)
         ran = self.running.snapshot()
         for sequence in ran:
@@ -206,8 +206,13 @@ class SchedulerState:
         return hashes, self.caches.hit(hashes, limit) if hashes and limit else 0
 
     def admit(
-        self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int, marks: Marks | None = None
-    ) -> tuple[Running, list[Op]]:
+        self,
+        sequence: Sequence,
+        hashes: list[bytes],
+        num_hit: int,
+        end: int,
+        marks: SnapshotMarks | None = None,
+    ) -> tuple[Running, list[SlotUpdate]]:
         """Move a waiting sequence into a slot, with the blocks of the cache hit and new blocks up to position
         ``end``.
 
@@ -219,15 +224,18 @@ class SchedulerState:
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
         run = Running(slot=slot, gen=gen, known=known, marks=marks)
-        ops: list[Op] = [sequence.alloc(run, num_hit), *self.caches.acquire(slot, hashes, num_hit, end)]
+        ops: list[SlotUpdate] = [
+            sequence.alloc(run, num_hit),
+            *self.caches.acquire(slot, hashes, num_hit, end),
+        ]
         sequence.move(run)
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
         self._enter(sequence, run, num_hit, end)
         self.media.enter(sequence, num_hit)
-        if sequence.room is not None:
+        if sequence.transfer is not None:
             self.columns.limit[slot] = known + 1  # the sequence leaves with the first token
-            self.rooms.admitted(sequence, slot, num_hit, hashes, self.kv.block_size)
+            self.transfers.admitted(sequence, slot, num_hit, hashes, self.kv.block_size)
         return run, ops
 
     def adopt(self, sequence: Sequence, tables: FetchedTables) -> Running:
@@ -272,11 +280,11 @@ class SchedulerState:
             sequence.chain = HashChain(root, self.kv.block_size, keys)
         return sequence.chain.grow(sequence.tokens, upto)
 
-    def publish(self, sequence: Sequence, slot: int, committed: int) -> None:
+    def insert(self, sequence: Sequence, slot: int, committed: int) -> None:
         """Insert the full blocks among the first ``committed`` positions into the prefix cache."""
         hashes = self.hashes(sequence, committed)
         if hashes:
-            self.caches.publish(slot, committed, hashes)
+            self.caches.insert(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """Mark the prompt of ``sequence`` as computed and enqueue the waiting parallel samples of the prompt.
@@ -286,12 +294,12 @@ class SchedulerState:
             return
         request.prompt_computed = True
         for member in request.members.values():
-            if isinstance(member.state, AwaitingLeader):
+            if isinstance(member.state, BlockedOnFirstSample):
                 self._enqueue(member)
 
     # ---- transfers
 
-    def landed(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
+    def received(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
         """Append the first output token ``token`` and enqueue a sequence after the transfer: ``tables`` has
         the whole KV.
 
@@ -300,32 +308,32 @@ class SchedulerState:
         known = len(sequence.tokens)
         hashes = self.hashes(sequence, known)
         if hashes:
-            self.caches.publish(tables.number, known, hashes)
+            self.caches.insert(tables.number, known, hashes)
         sequence.take(token)
         sequence.move(Waiting(tables))
         self.waiting.add(sequence)
         self.prompt_computed(sequence)
 
-    def part(self, key: RoomKey) -> None:
+    def part(self, key: TransferKey) -> None:
         """Release the slot and the blocks of a sender after the handoff. Does nothing if the sender has no
         slot any more.
 
         The receiver has all entries, so the state of the sender is no longer needed.
         """
-        left = self.rooms.part(key)
+        left = self.transfers.part(key)
         if left is not None:
             self.caches.release(*left)
             self.slots.release(*left)
 
-    def save(self, step: int) -> list[Op]:
+    def save(self, step: int) -> list[SlotUpdate]:
         """Return slot updates of plan ``step`` to save the states of senders after the handoff; [] without
         such senders.
 
         The senders leave the slots with the plan, so the plan must be certain to run.
         """
-        if not self.rooms.parting:
+        if not self.transfers.parting:
             return []
-        ops, slots = self.rooms.save(step)
+        ops, slots = self.transfers.save(step)
         for slot in slots:
             self.caches.release(slot, step)
             self.slots.release(slot, step)
@@ -333,12 +341,12 @@ class SchedulerState:
 
     # ---- snapshots
 
-    def marks(self, sequence: Sequence, hashes: list[bytes], num_hit: int) -> Marks | None:
+    def marks(self, sequence: Sequence, hashes: list[bytes], num_hit: int) -> SnapshotMarks | None:
         """Return the boundaries at which ``sequence``, admitted with a hit of ``num_hit``, saves snapshots;
         None for no snapshots."""
         return self.caches.marks(hashes, len(sequence.tokens), num_hit)
 
-    def snapshots(self, step: int) -> list[Op]:
+    def snapshots(self, step: int) -> list[SlotUpdate]:
         """Return slot updates of plan ``step`` to save all states now at a boundary, and record the
         snapshots. The plan must be sure to run.
 
@@ -358,7 +366,7 @@ class SchedulerState:
         # Drafts in flight: the number of accepted positions is unknown.
         for plan in self.in_flight:
             due &= ~np.isin(slots, plan.decode.slot[plan.decode.count > 1])
-        ops: list[Op] = []
+        ops: list[SlotUpdate] = []
         for slot, behind in zip(slots[due].tolist(), back[due].tolist(), strict=True):
             ops += self._snapshot(slot, behind, step)
         return ops
@@ -368,14 +376,14 @@ class SchedulerState:
     @property
     def asks(self) -> bool:
         """True if the next plan has work other than rows."""
-        return bool(self.ops or self.rooms.can_save or self.media.cache.asks)
+        return bool(self.ops or self.transfers.can_save or self.media.cache.asks)
 
     def excuse(self, now: float) -> bool:
         """Return True if a pin or an image transfer before its deadline explains missing blocks."""
-        return self.holds.excuse(now) or self.images.excuse(now)
+        return self.pins.excuse(now) or self.images.excuse(now)
 
     def planned(self, sequence: Sequence) -> bool:
-        """Return True if ``sequence`` runs in a slot that the ranks know: a sealed plan names the slot."""
+        """Return True if ``sequence`` runs in a slot that the ranks know: a frozen plan names the slot."""
         run = sequence.state
         return isinstance(run, Running) and bool(self.columns.last_step[run.slot] >= 0)
 
@@ -387,7 +395,7 @@ class SchedulerState:
             self._order = np.array(slots, np.intp)
         return self._order
 
-    def take_ops(self, step: int) -> list[Op]:
+    def take_ops(self, step: int) -> list[SlotUpdate]:
         """Return and clear the slot updates without rows, then the image updates. Plan ``step`` is recorded
         as the last user of the slots."""
         ops, self.ops = self.ops, []
@@ -423,15 +431,15 @@ class SchedulerState:
     # ----
 
     def _go_on(self, sequence: Sequence) -> None:
-        lacks = sequence.awaits or sequence.awaits_images or sequence.fetches
-        if isinstance(sequence.state, Awaiting) and not lacks:
+        lacks = sequence.blocked or sequence.blocked_images or sequence.fetches
+        if isinstance(sequence.state, Blocked) and not lacks:
             self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
         that no first sample is awaited."""
-        if sequence.awaits or sequence.awaits_images:
-            sequence.move(Awaiting())
+        if sequence.blocked or sequence.blocked_images:
+            sequence.move(Blocked())
         else:
             sequence.move(Waiting())
             self.waiting.add(sequence)
@@ -442,7 +450,7 @@ class SchedulerState:
         self.in_slot[run.slot] = sequence
         self._order = None
 
-    def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
+    def _snapshot(self, slot: int, back: int, step: int) -> list[SlotUpdate]:
         """Save the state of ``slot`` as of ``back`` positions ago in plan ``step``. Return the slot updates.
 
         Return [] if no snapshot is wanted at the boundary, the snapshot exists, or no block is free.
@@ -476,7 +484,7 @@ class SchedulerState:
         self.running.remove(sequence)
         self.waiting.stop(sequence)
         self.media.leave(sequence)
-        if sequence.room is None or self.rooms.leaves(sequence, last_step):
+        if sequence.transfer is None or self.transfers.leaves(sequence, last_step):
             self.caches.release(run.slot, last_step)
             self.slots.release(run.slot, last_step)
         self.ops = [op for op in self.ops if getattr(op, "slot", None) != run.slot]
@@ -493,7 +501,7 @@ class SchedulerState:
         for member in request.members.values():
             if isinstance(member.state, Running):  # positions computed alone can be shared from now on
                 slot = member.state.slot
-                self.publish(member, slot, int(self.columns.num_computed[slot]))
+                self.insert(member, slot, int(self.columns.num_computed[slot]))
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove an ended sequence from its prompt. If the first sample ends, another member becomes the
@@ -502,10 +510,10 @@ class SchedulerState:
         del request.members[sequence.id]
         if not request.members:
             del self.requests[sequence.request]
-        elif request.leader is sequence:
-            request.leader = next(iter(request.members.values()))
-            if not request.prompt_computed and isinstance(request.leader.state, AwaitingLeader):
-                self._enqueue(request.leader)
+        elif request.first_sample is sequence:
+            request.first_sample = next(iter(request.members.values()))
+            if not request.prompt_computed and isinstance(request.first_sample.state, BlockedOnFirstSample):
+                self._enqueue(request.first_sample)
 
     def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:
         """Count prefix queries and hits. At the first admission, also set ``num_cached``, count prompt tokens

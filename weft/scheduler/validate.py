@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.config.resolved import MediaLimits
-from weft.scheduler.images.media import check_media
+from weft.scheduler.images.media_book import check_media
 from weft.types.messages import Submit
 from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
 
@@ -43,7 +43,7 @@ def check_submit(
             "Use /v1/embeddings, or LLM.embed",
             param="model",
         )
-    if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.room is not None):
+    if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.transfer is not None):
         raise InvalidRequest("an embedding has no output, no grammar and no transfer", param="pooling")
     if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):
         output = "" if submit.pooling else ", output included"
@@ -72,7 +72,7 @@ def check_submit(
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
     if submit.media:
-        check_media(submit.media, num_prompt, limits, submit.room is None or submit.room.sends)
+        check_media(submit.media, num_prompt, limits, submit.transfer is None or submit.transfer.sends)
     return tokens + emitted, num_prompt
 
 

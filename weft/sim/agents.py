@@ -16,7 +16,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.engine import VOCABULARY, Simulation
-from weft.sim.metrics import Latency
+from weft.sim.latency_report import Latency
 from weft.sim.workload import Arrival, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import TokenParams

@@ -1,7 +1,7 @@
 """Several groups behind one API server, on virtual time and without faults.
 
 Answers how many groups of each role a load needs. The API server's ``Fleet`` and each engine's
-``HeadProtocol`` and ``Scheduler`` are the product's code. A cost model stands for the model and machine of
+``EngineProtocol`` and ``Scheduler`` are the product's code. A cost model stands for the model and machine of
 each group. A bandwidth stands for the transport between two groups. A chunk of a prompt leaves at the end of
 its step, behind earlier chunks. The decode group continues once the whole cache has arrived. Encode groups
 run the product's ``EncodeScheduler``; embeddings leave over the same wires.
@@ -17,25 +17,25 @@ import msgspec
 
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection, TransferSection
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
+from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.control.fleet.fleet import Fleet
-from weft.control.fleet.head_protocol import HeadProtocol
 from weft.control.fleet.instance_table import Patience
 from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
-from weft.scheduler.encode.scheduler import EncodeScheduler
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.device import FakeDevice, FakeRanks, FakeStep
 from weft.sim.engine import VOCABULARY, depth_of
 from weft.sim.images import ImageCosts, Images
-from weft.sim.metrics import Latency, Stream, gaps, rate
+from weft.sim.latency_report import Latency, Stream, gaps, rate
+from weft.sim.simulated_transfers import SchedulerPart, SimulatedTransfers, Wire
 from weft.sim.timeline import Timeline
-from weft.sim.transfers import Part, TransferRooms, Wire
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types import messages as m
-from weft.types import rooms as r
+from weft.types import transfer as r
 from weft.types.frames import Cache
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.plan import Export, SendMedia, StepPlan
 from weft.types.sampling import TokenParams
 
@@ -71,7 +71,7 @@ class Groups(NamedTuple):
         )
 
 
-class Outcome(NamedTuple):
+class SimulatedOutcome(NamedTuple):
     """Results of one run. Times in seconds."""
 
     groups: Groups
@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 class Group(EngineLoop[FakeStep]):
-    """The engine of one group, with a device that only takes time. Implements the ``HeadEngine`` of its
+    """The engine of one group, with a device that only takes time. Implements the ``EngineInterface`` of its
     protocol."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Group(EngineLoop[FakeStep]):
             scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
         clock = deployment.timeline.clock
         super().__init__(scheduler, FakeRanks(self.device, clock), clock, depth_of(section))
-        self.protocol = HeadProtocol(self, self.incarnation)
+        self.protocol = EngineProtocol(self, self.incarnation)
         self._kv = kv
         self._section = section
         self._deployment = deployment
@@ -138,13 +138,13 @@ class Group(EngineLoop[FakeStep]):
     # ---- the engine of the protocol
 
     def _open(self, submit: m.Submit) -> None:
-        if submit.room is not None:
-            self._deployment.rooms.open(submit.room, self)
+        if submit.transfer is not None:
+            self._deployment.transfers.open(submit.transfer, self)
         for item in submit.media:
-            if item.room is not None:
-                self._deployment.images.open(item.room, self)
+            if item.transfer is not None:
+                self._deployment.images.open(item.transfer, self)
 
-    def part(self, cache: Cache) -> Part | None:
+    def part(self, cache: Cache) -> SchedulerPart | None:
         """Return the scheduler's interface for transfers of ``cache``; None without transfers."""
         if cache == "embeddings":
             return self.scheduler.embeddings
@@ -162,7 +162,7 @@ class Group(EngineLoop[FakeStep]):
             block_size=self._kv.block_size,
             role=self.role,
             fingerprint="" if self.role in ("unified", "encode") else "one model",
-            rooms="" if self.role in ("unified", "encode") else self.name,
+            transfer_address="" if self.role in ("unified", "encode") else self.name,
             tower=self._kv.media is not None and self._kv.media.tower,
             embeddings="" if self.scheduler.embeddings is None else self.name,
             tower_fingerprint="" if self._kv.media is None else "one tower",
@@ -175,7 +175,7 @@ class Group(EngineLoop[FakeStep]):
         self._deployment.tell(self, self.protocol.events(events))
         self.turn()
 
-    def receive(self, message: m.ToHead) -> None:
+    def receive(self, message: m.ToEngine) -> None:
         """Handle a ``message`` of the API server, and continue the loop."""
         self._deployment.tell(self, self.protocol.on(_FRONT, message))
         self.turn()
@@ -195,7 +195,7 @@ class Group(EngineLoop[FakeStep]):
         """Send the positions of the oldest step, commit the step, and continue the loop."""
         for op in self._in_flight[0].handle.plan.ops:
             if isinstance(op, Export):
-                self._deployment.rooms.send(op.key, op.start, op.end)
+                self._deployment.transfers.send(op.key, op.start, op.end)
             elif isinstance(op, SendMedia):
                 self._deployment.images.send(op.key, 0, op.count)
         events: list[m.TokenEvent] = []
@@ -254,7 +254,7 @@ class Deployment:
         dims = r.GroupDims(
             ranks=1,
             kinds=tuple(
-                r.KindDims(
+                r.CacheGroupDims(
                     kind="full",
                     layers=(0,),
                     block_size=pool.block_size,
@@ -267,20 +267,21 @@ class Deployment:
             ),
         )
 
-        self.rooms = TransferRooms(self.timeline, wire, self.groups, dims)
+        self.transfers = SimulatedTransfers(self.timeline, wire, self.groups, dims)
         costs = images or ImageCosts(1, 0.0, 1)
         rows = wire._replace(position_bytes=costs.row_bytes)
-        self.images = TransferRooms(self.timeline, rows, self.groups, costs.dims(), "embeddings")
+        self.images = SimulatedTransfers(self.timeline, rows, self.groups, costs.dims(), "embeddings")
 
     @property
     def now(self) -> float:
         """Seconds of virtual time."""
         return self.timeline.now
 
-    def run(self, limits: tuple[float, float] = (math.inf, math.inf)) -> Outcome:
+    def run(self, limits: tuple[float, float] = (math.inf, math.inf)) -> SimulatedOutcome:
         """Run until all requests have ended, and return the results.
 
-        ``limits`` are (TTFT, TPOT) in seconds, for ``Outcome.good``. Raises the error of a failed fleet.
+        ``limits`` are (TTFT, TPOT) in seconds, for ``SimulatedOutcome.good``. Raises the error of a failed
+        fleet.
         """
         for number, name in enumerate(self.groups, 1):
             self._feed(e.Expected(name, number))
@@ -296,7 +297,7 @@ class Deployment:
 
     def serve(self, group: Group) -> None:
         """Carry out the transfer actions requested by the scheduler of ``group``."""
-        self.rooms.serve(group)
+        self.transfers.serve(group)
         self.images.serve(group)
 
     def _unfinished(self) -> bool:
@@ -370,7 +371,7 @@ class Deployment:
 
     # ---- results
 
-    def _outcome(self, limits: tuple[float, float]) -> Outcome:
+    def _outcome(self, limits: tuple[float, float]) -> SimulatedOutcome:
         """Return the results of the ended run. ``limits``: (TTFT, TPOT) in seconds of a good request."""
         streams = list(self.streams.values())
         started = [stream for stream in streams if stream.times]
@@ -379,7 +380,7 @@ class Deployment:
         # A refused request has no stream, so the request counts against the share of good requests.
         good = sum(wait <= limits[0] and pace <= limits[1] for wait, pace in zip(waits, paces, strict=True))
         now = max((stream.times[-1] for stream in started), default=0.0)
-        return Outcome(
+        return SimulatedOutcome(
             groups=self._groups,
             requests=len(self._arrivals),
             done=sum(stream.done for stream in streams),
@@ -389,7 +390,7 @@ class Deployment:
             itl=Latency.of(gaps(streams)),
             tpot=Latency.of(paces),
             output_rate=rate(sum(len(stream.times) for stream in streams), now),
-            exposed=Latency.of(self.rooms.exposed),
+            exposed=Latency.of(self.transfers.exposed),
             busy={
                 name: min(group.device.busy / now, 1.0) if now else 0.0 for name, group in self.groups.items()
             },

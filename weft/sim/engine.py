@@ -20,7 +20,7 @@ from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.device import FakeDevice, FakeRanks
-from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
+from weft.sim.latency_report import Latency, Report, Stream, gaps, prompt_window, rate
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import TokenParams

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from weft.config.resolved import MediaLimits
 from weft.config.sections.media_section import MediaSection
 from weft.config.sizing.media_limits import DEFAULT_BYTES
-from weft.types import rooms as r
-from weft.types.media import BLOCK_ROWS, MediaItem
+from weft.types import transfer as r
+from weft.types.media_item import BLOCK_ROWS, MediaItem
 from weft.types.plan import Encode, StepPlan
 
 MERGE = 2
@@ -48,7 +48,7 @@ class ImageCosts(NamedTuple):
 
     def dims(self) -> r.GroupDims:
         """Return the layout of embeddings in the form of transfers."""
-        kind = r.KindDims(
+        kind = r.CacheGroupDims(
             kind="embedding", layers=(0,), block_size=BLOCK_ROWS, window=0, ratio=1, kv_heads=0, tensors=()
         )
         return r.GroupDims(ranks=1, kinds=(kind,))

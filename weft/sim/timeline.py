@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weft.common.errors import WeftError
 
 
-class Process(Protocol):
+class TimelineProcess(Protocol):
     """A receiver of events."""
 
     @property
@@ -22,7 +22,7 @@ class Process(Protocol):
         """Time until which the process stands still; events wait until then."""
 
 
-class Owner(Process, Protocol):
+class TimelineOwner(TimelineProcess, Protocol):
     """The simulated engine process, as called by the group."""
 
     name: str
@@ -39,7 +39,7 @@ class Owner(Process, Protocol):
     def step_counts(self) -> None:
         """Handle the completion of the awaited step."""
 
-    def room_news(self) -> None:
+    def transfer_news(self) -> None:
         """Schedule a look at news of transfers."""
 
 
@@ -72,14 +72,21 @@ class Timeline:
         self._heap: list[tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
 
-    def at(self, time: float, process: Process | None, what: Callable[..., object], *arguments: Any) -> None:
+    def at(
+        self, time: float, process: TimelineProcess | None, what: Callable[..., object], *arguments: Any
+    ) -> None:
         """Schedule ``what`` at ``time``: skipped if ``process`` is dead by then, later if ``process`` stands
         still."""
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, process, what, arguments))
 
     def after(
-        self, least: float, most: float, process: Process | None, what: Callable[..., object], *arguments: Any
+        self,
+        least: float,
+        most: float,
+        process: TimelineProcess | None,
+        what: Callable[..., object],
+        *arguments: Any,
     ) -> None:
         """Schedule ``what`` after a random delay between ``least`` and ``most`` seconds."""
         self.at(self.now + least + (most - least) * self.rng.random(), process, what, *arguments)

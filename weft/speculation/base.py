@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from weft.types.plan import Op, StepPlan
+from weft.types.plan import SlotUpdate, StepPlan
 
 Tensor = torch.Tensor
 
@@ -98,7 +98,7 @@ class Drafter(ABC):
         """
         return None
 
-    def prepare(self, ops: Sequence[Op]) -> None:
+    def prepare(self, ops: Sequence[SlotUpdate]) -> None:
         """Handle the slot updates ``ops`` of a step before the updates apply: sequences leave, and other
         sequences find the blocks."""
         return

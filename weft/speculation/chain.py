@@ -75,17 +75,17 @@ class Chain:
         """(elements, dtype, device) of hidden states."""
         return self._model.spec.hidden, self._model.dtype, self._model.device
 
-    def ahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Run ``Model.ahead`` to the end and count the pass."""
+    def lookahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Run ``Model.lookahead`` to the end and count the pass."""
         self.passes += 1
-        return drive(self._model.ahead(step, hidden, self._cache, self._backends, rows))
+        return drive(self._model.lookahead(step, hidden, self._cache, self._backends, rows))
 
     def run_empty(self) -> None:
         """Run a pass without rows, to match the collectives of other ranks."""
         hidden, dtype, device = self.sizes
         none = torch.zeros(0, dtype=torch.int64, device=device)
         step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
-        self.ahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
+        self.lookahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
 
     def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
         """Return the drafts after the newest tokens at ``ends`` (int64 [rows]), int64 [rows, count].
@@ -98,12 +98,12 @@ class Chain:
         drafts = [self._best(hidden)]
         # Each pass embeds the last draft and predicts the next one.
         for place in range(1, count):
-            ahead = (ends + place).clamp_(max=most)
+            lookahead = (ends + place).clamp_(max=most)
             # The module reads the last draft from the history, like any other token.
-            self.history[slots, ahead] = drafts[-1].to(self.history.dtype)
+            self.history[slots, lookahead] = drafts[-1].to(self.history.dtype)
             bound = _rows(np.minimum(bounds + place, most) - 1, 1)
-            one = self.steps.decode(slots, bound, ahead - 1, 1)
-            hidden = self.ahead(one, hidden)
+            one = self.steps.decode(slots, bound, lookahead - 1, 1)
+            hidden = self.lookahead(one, hidden)
             drafts.append(self._best(hidden))
         return torch.stack(drafts, dim=1)
 
@@ -270,7 +270,7 @@ class CapturedChains:
             step = chain.steps.decode(slots, first, starts, 1)
             # [rows], index of each row's last accepted token in `hidden`
             keep = order * each + (ends - starts - 1)
-            own = chain.ahead(step, hidden, keep)
+            own = chain.lookahead(step, hidden, keep)
             drafts.copy_(chain.go_on(own, slots, ends, bounds, count))
 
         return run

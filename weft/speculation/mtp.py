@@ -40,8 +40,8 @@ from weft.types.plan import (
     BindMedia,
     Export,
     FreeSlot,
-    Op,
     Segment,
+    SlotUpdate,
     StepPlan,
     column,
 )
@@ -54,7 +54,7 @@ states of all slots, because the first step with drafts makes the entries of all
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _DraftRows:
     """Rows of a step with entries to make now, in the order of the drafter's step: chunks first."""
 
     rows: np.ndarray
@@ -122,7 +122,7 @@ class MtpDrafter(Drafter):
         self.waiting.make()
         return self.waiting.keep
 
-    def prepare(self, ops: Sequence[Op]) -> None:
+    def prepare(self, ops: Sequence[SlotUpdate]) -> None:
         """Make pending entries of full blocks that other sequences may find, and drop the states of freed
         slots."""
         # A hit may read any full block, so all overdue entries are made. Without a hit, only entries of freed
@@ -152,7 +152,7 @@ class MtpDrafter(Drafter):
         owner = upload(np.repeat(slots, counts), device)
         none = np.zeros(0, np.int64)
         step = self._steps.follow(segment, EMPTY_SEGMENT, self._computed[at] - behind, none, 1)
-        self._chain.ahead(step, self.waiting.take(owner, step.positions), at[:0])
+        self._chain.lookahead(step, self.waiting.take(owner, step.positions), at[:0])
         self.waiting.set(slots, np.zeros(len(slots), np.int64), ends)
 
     def reset(self) -> None:
@@ -239,7 +239,7 @@ class MtpDrafter(Drafter):
             return self.waiting.total + decode.rows > PASS_TOKENS
         return bool(((decode.start + 1) % self._block == 0).any())
 
-    def _due(self, step: Sampled, drafting: bool) -> _Rows:
+    def _due(self, step: Sampled, drafting: bool) -> _DraftRows:
         """Return the rows with entries to make now: all rows if any row drafts. Store the states of the other
         rows."""
         prefill = step.plan.prefill
@@ -267,7 +267,7 @@ class MtpDrafter(Drafter):
         chunk = ~keep & (waiting > 0)
         chunk[:first] = ~keep[:first]
         rows = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
-        return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
+        return _DraftRows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
         """Return bool [rows]: True for rows whose entries may stay pending. The first ``chunks`` rows are
@@ -301,7 +301,7 @@ class MtpDrafter(Drafter):
         hidden = step.hidden if len(source) == len(step.hidden) else step.hidden[source_]
         self.waiting.keep(step.slots[owner], step.starts[owner] + place, hidden)
 
-    def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
+    def _first(self, step: Sampled, made: _DraftRows, wanted: np.ndarray) -> Tensor:
         """Make the entries of ``made``. Return the module output at the last accepted positions, [wanted
         rows, hidden]."""
         device = step.slots.device
@@ -315,9 +315,9 @@ class MtpDrafter(Drafter):
         keep = at[1] + (step.ends - step.starts - 1)[at[0]]
         own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
         hidden = self._gather(step, made, own)
-        return self._chain.ahead(own, hidden, keep)
+        return self._chain.lookahead(own, hidden, keep)
 
-    def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
+    def _gather(self, step: Sampled, made: _DraftRows, own: StepInput) -> Tensor:
         """Return the hidden states of ``made``, [tokens of ``made``, hidden]: pending states and states of
         the step.
 
@@ -344,7 +344,7 @@ class MtpDrafter(Drafter):
         return hidden
 
 
-def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
+def _segments(step: Sampled, made: _DraftRows) -> tuple[Segment, Segment]:
     """Return the drafter's rows as (prefill, decode) segments. Starts are upper bounds, as in the plan."""
     both = (step.plan.prefill, step.plan.decode)
     slot, start = (np.concatenate([getattr(s, name) for s in both])[made.rows] for name in ("slot", "start"))

@@ -26,12 +26,12 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
+from weft.text.chat_messages import ChatMessage, ShownPart, Shows, check_messages
 from weft.text.conversation import RoleOrder, arranged, check_kwargs, conversation_of, tool_objects
 from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
 from weft.text.images import VideoPart, group_times
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks, secret_digits
-from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -100,24 +100,24 @@ class ChatFormat:
         *,
         allow_request_template: bool = False,
         default_kwargs: Mapping[str, Any] | None = None,
-        in_thought: Callable[[str, str], bool] | None = None,
+        in_reasoning: Callable[[str, str], bool] | None = None,
         images: ImageRules | None = None,
     ) -> None:
         """``template`` overrides the checkpoint's template.
 
         A template with a compile error is reported at first use.
 
-        ``default_kwargs`` are template variables for requests without the same variable. ``in_thought(prompt,
-        continued)`` returns True if the output starts inside reasoning. ``continued`` is the message
-        continued by the output, or "". ``images`` is None for a model without images. Raises InvalidRequest
-        for invalid ``default_kwargs``.
+        ``default_kwargs`` are template variables for requests without the same variable.
+        ``in_reasoning(prompt, continued)`` returns True if the output starts inside reasoning. ``continued``
+        is the message continued by the output, or "". ``images`` is None for a model without images. Raises
+        InvalidRequest for invalid ``default_kwargs``.
         """
         self._images = images
         self._tokenizer = tokenizer
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
         self._default_kwargs = check_kwargs(default_kwargs)
-        self._in_thought = in_thought
+        self._in_reasoning = in_reasoning
         self._form: TemplateForm | None = None
         self._template: ChatTemplate | InvalidRequest | None = None
         if self._source is not None:
@@ -149,7 +149,7 @@ class ChatFormat:
         chat_template: str | None = None,
         limit: int | None = None,
     ) -> ChatPrompt:
-        """Return ids and text of a conversation (request messages, or ``Message`` objects).
+        """Return ids and text of a conversation (request messages, or ``ChatMessage`` objects).
 
         ``tools`` are shown to the model. ``continue_final_message`` needs ``add_generation_prompt=False``.
         ``kwargs`` are template variables. ``limit`` is the maximum useful number of tokens; a longer prompt
@@ -196,9 +196,9 @@ class ChatFormat:
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
-        in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
+        in_reasoning = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
         self._check_shown(shown, ids)
-        return ChatPrompt(ids, text, in_thought, shown)
+        return ChatPrompt(ids, text, in_reasoning, shown)
 
     @property
     def order(self) -> RoleOrder | None:
@@ -217,7 +217,7 @@ class ChatFormat:
             return None
         return RoleOrder(lambda messages: self._plain(messages, template, self._form_of(template)))
 
-    def _plain(self, messages: Sequence[Message], template: ChatTemplate, form: TemplateForm) -> str:
+    def _plain(self, messages: Sequence[ChatMessage], template: ChatTemplate, form: TemplateForm) -> str:
         """Return the rendered text of messages without any special token.
 
         Raises InvalidRequest if the template fails.
@@ -240,11 +240,11 @@ class ChatFormat:
         """Return True if ``prompt`` ends inside reasoning. ``last`` is the text of the continued message, or
         "".
         """
-        return self._in_thought is not None and self._in_thought(prompt, last)
+        return self._in_reasoning is not None and self._in_reasoning(prompt, last)
 
-    def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+    def _checked(self, messages: Any, template: ChatTemplate) -> list[ChatMessage]:
         """Return checked messages. Raise InvalidRequest for images with a template without content parts."""
-        if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
+        if isinstance(messages, list) and bool(messages) and isinstance(messages[0], ChatMessage):
             return messages
         checked = check_messages(messages, None if self._images is None else self._images.shows)
         if not template.takes_parts and (shown := [one for each in checked for one in each.shown]):

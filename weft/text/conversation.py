@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.text.chat_messages import CallMade, ChatMessage, Part, Role, TextPart
 from weft.text.forms import TemplateForm, ToolForm, content_of, without_content
 from weft.text.images import VideoPart
 from weft.text.marks import Marks
-from weft.text.messages import CallMade, Message, Part, Role, TextPart
 from weft.text.parsing.parser import Tool
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 
 PROBE = "5d0e4b7a91"
 SYSTEM: tuple[Role, ...] = ("system", "developer")
-Render = Callable[[Sequence[Message]], str]
+Render = Callable[[Sequence[ChatMessage]], str]
 """Return the template's text for messages. Raises InvalidRequest if the template refuses the messages."""
 _LATE: tuple[tuple[Role, ...], ...] = (
     ("user", "assistant", "system", "user"),
@@ -90,7 +90,7 @@ class RoleOrder:
         """
         texts = [f"{PROBE}{at}e" for at in range(len(order))]
         messages = [
-            Message(role=role, content=(TextPart(text),)) for role, text in zip(order, texts, strict=True)
+            ChatMessage(role=role, content=(TextPart(text),)) for role, text in zip(order, texts, strict=True)
         ]
         try:
             shown = self._render(messages)
@@ -101,9 +101,9 @@ class RoleOrder:
         return all(text in shown for text in texts)
 
 
-def arranged(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
+def arranged(messages: Sequence[ChatMessage], order: RoleOrder) -> list[ChatMessage]:
     """Return ``messages`` in an order the template shows. No text is lost."""
-    made: list[Message] = []
+    made: list[ChatMessage] = []
     for message in messages:
         last = made[-1] if made else None
         if message.role not in SYSTEM:
@@ -123,14 +123,14 @@ def arranged(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
     return made if _users_apart(made) or order.takes_users_in_a_row else _users_joined(made)
 
 
-def _users_apart(messages: Sequence[Message]) -> bool:
+def _users_apart(messages: Sequence[ChatMessage]) -> bool:
     pairs = itertools.pairwise(messages)
     return not any(one.role == "user" == other.role for one, other in pairs)
 
 
-def _users_joined(messages: Sequence[Message]) -> list[Message]:
+def _users_joined(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return ``messages`` with each run of user messages joined into one message."""
-    made: list[Message] = []
+    made: list[ChatMessage] = []
     for message in messages:
         if made and made[-1].role == "user" == message.role:
             made[-1] = _together(made[-1], message)
@@ -139,21 +139,21 @@ def _users_joined(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
-def _together(one: Message, other: Message) -> Message:
+def _together(one: ChatMessage, other: ChatMessage) -> ChatMessage:
     content: tuple[Part, ...] = (*(one.content or ()), *(other.content or ()))
     return msgspec.structs.replace(one, content=content)
 
 
-def _joined(one: Message, other: Message) -> Message:
+def _joined(one: ChatMessage, other: ChatMessage) -> ChatMessage:
     """Return two system messages as one text."""
     texts = (text for text in (one.text(), other.text()) if text)
     return msgspec.structs.replace(one, content=(TextPart("\n\n".join(texts)),))
 
 
-def _reminder(message: Message) -> Message:
+def _reminder(message: ChatMessage) -> ChatMessage:
     """Return a system message as a part of the user's turn."""
     text = f"<system-reminder>\n{message.text()}\n</system-reminder>"
-    return Message(role="user", content=(TextPart(text),))
+    return ChatMessage(role="user", content=(TextPart(text),))
 
 
 def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, An
 
 
 def conversation_of(
-    messages: Sequence[Message], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
+    messages: Sequence[ChatMessage], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> list[dict[str, Any]]:
     """Return messages in the template's form, with marks in all strings.
 
@@ -193,9 +193,9 @@ def conversation_of(
     return made
 
 
-def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
+def _one_call_each(messages: Sequence[ChatMessage]) -> Iterable[ChatMessage]:
     """Yield messages with at most one call each, every call directly followed by its result."""
-    waiting: dict[str, Message] = {}
+    waiting: dict[str, ChatMessage] = {}
     for number, message in enumerate(messages):
         if len(message.calls) < 2:
             # A result already yielded behind its call is skipped here.
@@ -216,7 +216,7 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 
 
 def _for_template(
-    message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
+    message: ChatMessage, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
     """Return one message as the dict for the template, in its form and with marks in all strings.
 
@@ -235,18 +235,18 @@ def _for_template(
     if message.calls:
         result["tool_calls"] = [_call(call, form.arguments, marks, mark) for call in message.calls]
     if message.reasoning is not None and not (
-        form.thought_alone and message.calls and not _is_empty(message)
+        form.reasoning_alone and message.calls and not _is_empty(message)
     ):
-        thought = marks.around(message.reasoning, mark)
-        result.update(dict.fromkeys(form.thoughts, thought))
+        reasoning = marks.around(message.reasoning, mark)
+        result.update(dict.fromkeys(form.reasoning, reasoning))
     return result
 
 
-def _is_empty(message: Message) -> bool:
+def _is_empty(message: ChatMessage) -> bool:
     return not message.shown and not message.text()
 
 
-def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark: str) -> Any:
+def _content(message: ChatMessage, role: str, form: TemplateForm, marks: Marks, mark: str) -> Any:
     """Return the content for the template: None, a string, or a list of parts, with marks in all texts."""
     if message.content is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-THOUGHTS = ("reasoning_details", "thinking_blocks")
+REASONING = ("reasoning_details", "thinking_blocks")
 """Fields with a list of reasoning blocks: OpenRouter's and LiteLLM's."""
 _PARTS = frozenset(["thinking", "think", "reasoning", "reasoning.text", "reasoning.summary"])
 _HIDDEN = frozenset(["redacted_thinking", "reasoning.encrypted"])
@@ -13,22 +13,22 @@ _HIDDEN = frozenset(["redacted_thinking", "reasoning.encrypted"])
 _TEXTS = ("thinking", "think", "text", "summary", "reasoning")
 
 
-def thought_of(value: Any) -> str:
+def reasoning_of(value: Any) -> str:
     """Return the text of a list of reasoning blocks; "" for anything else."""
     if not isinstance(value, list):
         return ""
     return "".join(_text(part) for part in value if isinstance(part, Mapping))
 
 
-def without_thoughts(content: list[Any]) -> tuple[list[Any], str]:
+def without_reasoning(content: list[Any]) -> tuple[list[Any], str]:
     """Return (content parts without reasoning, text of the reasoning parts)."""
-    thoughts = [part for part in content if _is_thought(part)]
-    if not thoughts:
+    reasoning = [part for part in content if _is_reasoning(part)]
+    if not reasoning:
         return content, ""
-    return [part for part in content if not _is_thought(part)], thought_of(thoughts)
+    return [part for part in content if not _is_reasoning(part)], reasoning_of(reasoning)
 
 
-def _is_thought(part: Any) -> bool:
+def _is_reasoning(part: Any) -> bool:
     kind = part.get("type") if isinstance(part, Mapping) else None
     return isinstance(kind, str) and kind in _PARTS | _HIDDEN
 

@@ -27,7 +27,7 @@ ToolForm: TypeAlias = Literal["object", "text"]
 Nothing: TypeAlias = Literal["null", "text", "left out"]
 """Missing content of a message: None, "", or no field."""
 _NOTHINGS: tuple[Nothing, ...] = ("null", "text", "left out")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field names of the reasoning, the most common first."""
 SECONDS = 5 * MAX_SECONDS
 _PROBE = "probe7f3c"
@@ -59,9 +59,9 @@ class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if the template needs a description of each tool."""
     needs_parameters: bool = False
     """True if the template needs a schema of each tool."""
-    thoughts: tuple[str, ...] = THOUGHTS[:2]
+    reasoning: tuple[str, ...] = REASONING[:2]
     """Fields for the assistant's reasoning."""
-    thought_alone: bool = False
+    reasoning_alone: bool = False
     """True if the template refuses reasoning beside text and calls."""
     problem: str = ""
     """The reason why the template cannot show calls; "" if the template shows calls."""
@@ -138,7 +138,7 @@ class _Prober:
         if self._template.uses_tools:
             found = self._tools(found)
         found = self._content(self._calls(found), "tool")
-        return self._thoughts(found)
+        return self._reasoning(found)
 
     def _content(self, form: TemplateForm, role: str) -> TemplateForm:
         """Return ``form`` with the found shapes for content of ``role``: a string, a list of parts, or
@@ -246,22 +246,23 @@ class _Prober:
         results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
         return self._render([user, turn, *results, answer, user, turn, *results], PROBE_TOOLS, prompt=True)
 
-    def _thoughts(self, form: TemplateForm) -> TemplateForm:
-        """Return ``form`` with the field from which the template reads reasoning, and with ``thought_alone``.
+    def _reasoning(self, form: TemplateForm) -> TemplateForm:
+        """Return ``form`` with the field from which the template reads reasoning, and with
+        ``reasoning_alone``.
 
-        ``thought_alone`` is True if the template refuses reasoning beside calls and text.
+        ``reasoning_alone`` is True if the template refuses reasoning beside calls and text.
         """
         user = {"role": "user", "content": _content(form, "user", "u")}
         spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
         called = _called(form, [_call(form, 0, _PROBE)])
         both = {**called, "content": spoken["content"]}
-        for field, turn in itertools.product(THOUGHTS, (called, spoken)):
+        for field, turn in itertools.product(REASONING, (called, spoken)):
             text = self._render([user, {**turn, field: _RESULT}], PROBE_TOOLS)
             if text is not None and _RESULT in text:
                 # Blame the reasoning only if the same message renders without reasoning.
                 refused = self._render([user, {**both, field: _RESULT}], PROBE_TOOLS) is None
                 alone = refused and self._render([user, both], PROBE_TOOLS) is not None
-                return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
+                return msgspec.structs.replace(form, reasoning=(field,), reasoning_alone=alone)
         return form
 
     # -- ends
@@ -295,10 +296,10 @@ class _Prober:
         one = [_call(form, 0, _PROBE)]
         calls = one if form.one_call else [*one, _call(form, 1, _OTHER)]
         turn = _called(form, calls)
-        thought = dict.fromkeys(form.thoughts, _RESULT)
+        reasoning = dict.fromkeys(form.reasoning, _RESULT)
         spoken = {**turn, "content": _content(form, "assistant", _RESULT)}
         found = set[str]()
-        for message in (turn, {**turn, **thought}, spoken):
+        for message in (turn, {**turn, **reasoning}, spoken):
             text = self._render([user, message], PROBE_TOOLS)
             places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
             shown = [place for place in places if place >= 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.chat import ChatFormat, ImageRules
-from weft.text.parsing.choose import ModelHints, choose
+from weft.text.parsing.choose_parser import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class TextModel:
                 source,
                 allow_request_template=allow_request_template,
                 default_kwargs=default_chat_template_kwargs,
-                in_thought=output.in_thought,
+                in_reasoning=output.in_reasoning,
                 images=images,
             )
         except InvalidRequest as error:

@@ -15,7 +15,7 @@ from weft.common.errors import ContextLength, InvalidRequest
 from weft.kv.hashing import salted_media
 from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.sampling import (
     MAX_BAD_TOKENS,
@@ -149,9 +149,9 @@ def submits_of(
         media=salted_media(media, salt),
     )
     # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
-    sibling = msgspec.structs.replace(params, prompt_logprobs=-1)
+    parallel_sample = msgspec.structs.replace(params, prompt_logprobs=-1)
     others = [
-        msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
+        msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=parallel_sample)
         for choice in range(1, n)
     ]
     return [msgspec.structs.replace(first, explain=True) if explain else first, *others]

@@ -16,10 +16,10 @@ import tokenizers
 from tokenizers import AddedToken
 
 from weft.common.errors import ConfigError, InvalidRequest
-from weft.text.files import TextFiles, read_text_files
 from weft.text.pieces import DecoderForm, TextPiece, make_piece, read_decoder
 from weft.text.private import build_private
 from weft.text.segments import Segments
+from weft.text.tokenizer_files import TextFiles, read_text_files
 
 LONG_CHARS = 1 << 16
 """Text longer than this, with a limit, is first checked piece by piece."""

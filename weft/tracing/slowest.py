@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.tracing.merge import ReadSpan
+from weft.tracing.merge_traces import ReadSpan
 
 # Column -> (span name, parts of a pair). The part "all" stands for a placement without a pair.
 _STAGES = {
@@ -21,7 +21,7 @@ COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 
 
 @dataclass(slots=True)
-class Row:
+class RequestRow:
     """One request's line of the table, in seconds.
 
     With several sequences, ``attempts`` and ``stages`` belong to the sequence with the longest stages. With
@@ -41,21 +41,23 @@ class Row:
         return [self.trace[:8], *(f"{t:.3f}" for t in times), str(self.tokens), str(self.attempts), end]
 
 
-def rows(spans: Iterable[ReadSpan]) -> list[Row]:
+def rows(spans: Iterable[ReadSpan]) -> list[RequestRow]:
     """Return a row for each request, the slowest first."""
     by_trace: dict[str, list[ReadSpan]] = defaultdict(list)
     for span in spans:
         by_trace[span.trace].append(span)
-    made = list[Row]()
+    made = list[RequestRow]()
     for trace, of_request in by_trace.items():
         made += [_row(trace, one, of_request) for one in of_request if one.name == "request"]
     return sorted(made, key=lambda row: -row.total)
 
 
-def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
+def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> RequestRow:
     """Return the row of one request: attempts, and the seconds of each stage."""
     parts = {one.span: one for one in spans if one.name == "placement" and one.parent == request.span}
-    row = Row(trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0)))
+    row = RequestRow(
+        trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0))
+    )
     attempts: dict[str, set[int]] = defaultdict(set)
     for placement in parts.values():
         attempts[str(placement.attributes["weft.sequence"])].add(int(placement.attributes["weft.attempt"]))
@@ -86,7 +88,7 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
     return row
 
 
-def table(found: Sequence[Row]) -> str:
+def table(found: Sequence[RequestRow]) -> str:
     """Return the rows as text, in columns."""
     lines = [["request", *COLUMNS], *(row.cells() for row in found)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

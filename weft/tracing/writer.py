@@ -21,7 +21,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.folder import open_private
 from weft.common.log import get_logger
-from weft.tracing.spans import Span, Value
+from weft.tracing.trace_spans import Span, Value
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ each other.
     answer/HOST/MARK    the API server         empty: the host's process may work; else the reason why not
     wanted/REPLICA      the API server         the incarnation of the engine process to run; 0: none
     head/REPLICA        the engine process     Listening: the address for the API server
-    ended/REPLICA       the engine's host      HeadEnded: the exit status of the incarnation
+    ended/REPLICA       the engine's host      EngineEnded: the exit status of the incarnation
     control/REPLICA     the engine process     the address for ranks on other hosts
     lease/REPLICA       the engine process     see weft/group/meeting.py
     over                the API server         the server ends with this exit status
@@ -49,13 +49,13 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry ``head/``: the engine process listens at ``address`` and begins to load."""
+    """Entry ``engine/``: the engine process listens at ``address`` and begins to load."""
 
     incarnation: int
     address: str
 
 
-class HeadEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Entry ``ended/``: the engine's process ended with ``status``, negative for a signal."""
 
     incarnation: int
@@ -79,7 +79,7 @@ def wanted_key(replica: int) -> str:
     return f"wanted/{replica}"
 
 
-def head_key(replica: int) -> str:
+def engine_key(replica: int) -> str:
     return f"head/{replica}"
 
 

@@ -11,8 +11,8 @@ each.
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one per step (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
-     │ ◄─ PushRoom | ExpectRoom | StopRoom      of transfers to and from other groups, between steps
-     │ RoomReport | RoomStopped ► │
+     │ ◄─ PushTransfer | ExpectTransfer | StopTransfer  of transfers to and from other groups, between steps
+     │ TransferReport | TransferStopped ► │
      │ ◄─ Abort | Shutdown      │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
@@ -29,8 +29,8 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import Segment, StepPlan, TokenMasks
-from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
-from weft.types.rooms import Outcome as TransferOutcome
+from weft.types.transfer import Admitted, Blocks, Bound, Endpoint, TransferKey
+from weft.types.transfer import Outcome as TransferOutcome
 
 VERSION = 1
 """Version of the frame protocol. A rank with another version is rejected with an error naming both
@@ -84,7 +84,7 @@ class RankWelcome(_Frame, frozen=True, kw_only=True):
     """
 
 
-class Refused(_Frame, frozen=True, kw_only=True):
+class RankRefused(_Frame, frozen=True, kw_only=True):
     """Engine to rank: the rank does not belong to the group. The rank ends."""
 
     error: ErrorInfo
@@ -153,7 +153,7 @@ class LateMasks(_Frame, frozen=True, kw_only=True):
     masks: TokenMasks
 
 
-class Outcome(_Frame, frozen=True, kw_only=True):
+class StepOutcome(_Frame, frozen=True, kw_only=True):
     """Rank to engine: the step is done."""
 
     rank: int
@@ -163,7 +163,7 @@ class Outcome(_Frame, frozen=True, kw_only=True):
     """Checksum of the sampled tokens, equal on all ranks of a group."""
 
 
-class Failed(_Frame, frozen=True, kw_only=True):
+class RankFailed(_Frame, frozen=True, kw_only=True):
     """Rank to engine: a step, or the formation of an epoch, failed on the rank. The rank has ended all
     communicators and waits for the next epoch.
     """
@@ -176,8 +176,9 @@ class Failed(_Frame, frozen=True, kw_only=True):
     """True if a collective failed. Then another rank may be at fault."""
 
 
-class PushRoom(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: the receiver of a transfer is bound. See ``weft.disagg.protocol.events.Push``."""
+class PushTransfer(_Frame, frozen=True, kw_only=True):
+    """Engine to rank: the receiver of a transfer is bound. See
+    ``weft.disagg.protocol.transfer_events.Push``."""
 
     offer: Admitted
     bound: Bound
@@ -187,36 +188,37 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
     cache: Cache = "kv"
 
 
-class ExpectRoom(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: bytes of a transfer will arrive. See ``weft.disagg.protocol.events.Expect``."""
+class ExpectTransfer(_Frame, frozen=True, kw_only=True):
+    """Engine to rank: bytes of a transfer will arrive. See
+    ``weft.disagg.protocol.transfer_events.Expect``."""
 
     offer: Admitted
     bound: Bound
     cache: Cache = "kv"
 
 
-class StopRoom(_Frame, frozen=True, kw_only=True):
-    """Engine to rank: forget a transfer and stop all access to the memory. Answered with RoomStopped."""
+class StopTransfer(_Frame, frozen=True, kw_only=True):
+    """Engine to rank: forget a transfer and stop all access to the memory. Answered with TransferStopped."""
 
-    key: RoomKey
+    key: TransferKey
     cache: Cache = "kv"
 
 
-class RoomReport(_Frame, frozen=True, kw_only=True):
+class TransferReport(_Frame, frozen=True, kw_only=True):
     """Rank to engine: the state of the rank's part of a transfer."""
 
     rank: int
-    key: RoomKey
+    key: TransferKey
     outcome: TransferOutcome
     error: ErrorInfo | None = None
     cache: Cache = "kv"
 
 
-class RoomStopped(_Frame, frozen=True, kw_only=True):
-    """Rank to engine: StopRoom is complete."""
+class TransferStopped(_Frame, frozen=True, kw_only=True):
+    """Rank to engine: StopTransfer is complete."""
 
     rank: int
-    key: RoomKey
+    key: TransferKey
     cache: Cache = "kv"
 
 
@@ -226,7 +228,7 @@ class Abort(_Frame, frozen=True, kw_only=True):
     epoch: int
 
 
-class Shutdown(_Frame, frozen=True, kw_only=True):
+class RankShutdown(_Frame, frozen=True, kw_only=True):
     """Engine to rank: free everything and end."""
 
 
@@ -249,34 +251,34 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """Set by a rank: the name of the rank's control connection, which identifies the rank process."""
     given_up: bool = False
     """Set by an engine process: the engine has replaced the rank process that sent ``peer``. The rank must
-    say hello again over a new control connection. ``Refused`` carries the same news, but a broken connection
-    loses the frame.
+    say hello again over a new control connection. ``RankRefused`` carries the same news, but a broken
+    connection loses the frame.
     """
 
 
-RoomToRank = PushRoom | ExpectRoom | StopRoom
-RoomToHead = RoomReport | RoomStopped
+TransferToRank = PushTransfer | ExpectTransfer | StopTransfer
+TransferToEngine = TransferReport | TransferStopped
 ToRank = (
     RankWelcome
-    | Refused
+    | RankRefused
     | Pools
     | Form
     | StepFrame
     | LateMasks
     | Abort
-    | Shutdown
+    | RankShutdown
     | RankHeartbeat
-    | RoomToRank
+    | TransferToRank
 )
-ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat | RoomToHead
+ToEngine = RankHello | Loaded | Ready | Formed | StepOutcome | RankFailed | RankHeartbeat | TransferToEngine
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {
     RankHello: 1 << 20,
     StepFrame: 256 << 20,
     LateMasks: 256 << 20,
-    PushRoom: 64 << 20,
-    ExpectRoom: 64 << 20,
+    PushTransfer: 64 << 20,
+    ExpectTransfer: 64 << 20,
 }
 """Maximum bytes of a frame, by type; 64 KiB for all other types."""
 MAX_FRAME = max(MOST_BYTES.values())
@@ -300,12 +302,12 @@ def _unpack(kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_unpack)
-_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead, dec_hook=_unpack)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unpack)
 
 M = TypeVar("M")
 
 
-def encode(frame: ToRank | ToHead) -> bytes:
+def encode(frame: ToRank | ToEngine) -> bytes:
     """Return the frame as bytes. Raises FrameError over the limit of the type."""
     data = _encoder.encode(frame)
     _check_size(type(frame), len(data))
@@ -328,12 +330,12 @@ def decode_to_rank(data: bytes) -> ToRank:
     return frame
 
 
-def decode_to_head(data: bytes) -> ToHead:
+def decode_to_engine(data: bytes) -> ToEngine:
     """Parse a frame of a rank. Raises FrameError. For a hello of another version, VersionMismatch names both
     versions.
     """
     try:
-        frame = _decode(_to_head, data)
+        frame = _decode(_to_engine, data)
     except FrameError:
         # A hello of another version may have unknown fields. The version explains the error better.
         theirs = _version_of_hello(data)

@@ -21,17 +21,17 @@ MAX_PARTS = 2048
 MAX_SOURCE = 256 << 10
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class _GrammarPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
-class Text(_Part, frozen=True):
+class Text(_GrammarPart, frozen=True):
     """Exactly this text."""
 
     text: str
 
 
-class FreeText(_Part, frozen=True, kw_only=True):
+class FreeText(_GrammarPart, frozen=True, kw_only=True):
     """Any text up to and including the first of ``ends``; without ``ends``, up to the end of the output.
 
     The text contains none of ``without``.
@@ -41,7 +41,7 @@ class FreeText(_Part, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
 
 
-class JsonSchema(_Part, frozen=True, kw_only=True):
+class JsonSchema(_GrammarPart, frozen=True, kw_only=True):
     """A JSON value valid under ``schema``, without surrounding white space.
 
     ``schema`` is JSON text, an object or true. Keywords beyond the backend's abilities are rejected, never
@@ -53,31 +53,31 @@ class JsonSchema(_Part, frozen=True, kw_only=True):
     """Allow no white space inside the value except one blank after ``,`` and ``:``."""
 
 
-class Regex(_Part, frozen=True):
+class Regex(_GrammarPart, frozen=True):
     """Text fully matched by ``pattern``, in the syntax of Rust's ``regex`` without look-around."""
 
     pattern: str
 
 
-class ContextFree(_Part, frozen=True):
+class ContextFree(_GrammarPart, frozen=True):
     """Text of a context-free grammar in Lark's notation (or GBNF), from the rule ``start`` (``root``)."""
 
     source: str
 
 
-class OneOf(_Part, frozen=True):
+class OneOf(_GrammarPart, frozen=True):
     """One of ``parts``."""
 
     parts: tuple[Grammar, ...]
 
 
-class Sequence(_Part, frozen=True):
+class GrammarSequence(_GrammarPart, frozen=True):
     """All ``parts``, in order."""
 
     parts: tuple[Grammar, ...]
 
 
-class Repeated(_Part, frozen=True, kw_only=True):
+class Repeated(_GrammarPart, frozen=True, kw_only=True):
     """``part``, at least ``least`` and at most ``most`` times (None: unlimited), separated by ``between``."""
 
     part: Grammar
@@ -86,7 +86,7 @@ class Repeated(_Part, frozen=True, kw_only=True):
     most: int | None = None
 
 
-class Triggered(_Part, frozen=True, kw_only=True):
+class Triggered(_GrammarPart, frozen=True, kw_only=True):
     """Any text in which each ``trigger`` starts one of ``parts``. A part begins after the trigger.
 
     At least ``least`` and at most ``most`` parts occur (None: unlimited).
@@ -98,4 +98,4 @@ class Triggered(_Part, frozen=True, kw_only=True):
     most: int | None = None
 
 
-Grammar = Text | FreeText | JsonSchema | Regex | ContextFree | OneOf | Sequence | Repeated | Triggered
+Grammar = Text | FreeText | JsonSchema | Regex | ContextFree | OneOf | GrammarSequence | Repeated | Triggered

@@ -22,7 +22,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor * self.data
 
     @property
-    def domain(self) -> int:
+    def expert_ranks(self) -> int:
         """Number of ranks of one expert-parallel group."""
         return self.ranks if self.expert else self.tensor
 

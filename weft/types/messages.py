@@ -22,9 +22,9 @@ import numpy as np
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.common.shared_bytes import SharedName
 from weft.types.grammar import Grammar
-from weft.types.media import MediaItem
-from weft.types.rooms import RoomTicket
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.transfer import TransferParameters
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BYTES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**24, 2.0**26, 2.0**28, 2.0**30, 2.0**32)
@@ -110,7 +110,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Fingerprint of model, weights, dtypes and cache layout. Engine processes with different fingerprints
     are never paired. "" for an engine process without KV transfers.
     """
-    rooms: str = ""
+    transfer_address: str = ""
     """Address for messages of KV transfers; "" for an engine process without KV transfers."""
     tower: bool = False
     """True if the engine process encodes images."""
@@ -155,7 +155,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Number of the request's API key; 0 without keys. Keys share the slots for compiling grammars."""
     attempt: int = 0
     """Number of the attempt at the sequence, from 0. A later attempt ends an earlier attempt."""
-    room: RoomTicket | None = None
+    transfer: TransferParameters | None = None
     """Transfer parameters, for prefill and decode on different engine processes. The Submits to both engine
     processes are otherwise equal.
     """
@@ -326,13 +326,13 @@ class Tokens(_Message, frozen=True, kw_only=True):
 class TransferStats(_Message, frozen=True, kw_only=True):
     """Transfers of an engine process with a role. Counters since the start, except where marked as gauges."""
 
-    awaiting: int = 0
+    blocked: int = 0
     """Gauge: sequences blocked on a transfer."""
     fetching: int = 0
     """Gauge: sequences receiving KV."""
-    rooms: int = 0
+    open: int = 0
     """Gauge: open transfers, on either side."""
-    blocks_on_hold: int = 0
+    pinned_blocks: int = 0
     """Gauge: blocks pinned by transfers."""
     done: int = 0
     failed: int = 0
@@ -342,7 +342,7 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     received_bytes: int = 0
     seconds: float = 0.0
     """Sum over completed transfers of the seconds from the first byte to the last."""
-    evictions: int = 0
+    returns: int = 0
     """Sequences returned to the router."""
     took: Measures = Measures()
     """Histogram of ``seconds`` per transfer (bounds: ``measures.SECONDS``)."""
@@ -354,7 +354,7 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     """Bytes per completed transfer (bounds: ``measures.BYTES``)."""
 
 
-class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
+class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Counters since the start, except where marked as gauges."""
 
     steps: int = 0
@@ -436,7 +436,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     """True if the engine process has no work. If False, ``stats.steps`` must have grown within
     ``--engine-timeout``.
     """
-    stats: HeadStats
+    stats: EngineStats
 
 
 PREFIX_KEY = 16
@@ -459,7 +459,7 @@ class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
     removed: bytes = b""
 
 
-class HeadFailed(_Message, frozen=True, kw_only=True):
+class EngineFailed(_Message, frozen=True, kw_only=True):
     """Engine to API server: the engine process failed with ``error`` and ends. The last message; all
     sequences have ended.
     """
@@ -467,8 +467,8 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
-ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
+ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
+ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
@@ -479,11 +479,11 @@ def common_version(versions: tuple[int, int]) -> int | None:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
-def encode(message: ToHead | ToFront) -> bytes:
+def encode(message: ToEngine | ToFront) -> bytes:
     """Return the message as one frame. Raises InvalidRequest over ``MAX_FRAME``."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_FRAME:
@@ -491,13 +491,13 @@ def encode(message: ToHead | ToFront) -> bytes:
     return frame
 
 
-def decode_to_head(frame: bytes) -> ToHead:
+def decode_to_engine(frame: bytes) -> ToEngine:
     """Parse a frame from an API server. Raises msgspec.DecodeError (or the subclass ValidationError) or
     ValueError.
     """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
-    return _to_head.decode(frame)
+    return _to_engine.decode(frame)
 
 
 def decode_to_front(frame: bytes) -> ToFront:
@@ -523,7 +523,7 @@ MAX_ATTACHED = 1 << 30
 """Maximum bytes of all attachments of a message. A single attachment is limited to ``MAX_FRAME``."""
 
 
-def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
+def encode_parts(message: ToEngine, by_name: bool = False) -> tuple[bytes, ...]:
     """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
     process can open shared memory of the local process. Raises InvalidRequest over a size limit.
     """
@@ -542,13 +542,13 @@ def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
     return (frame, *attached) if any(map(len, attached)) else (frame,)
 
 
-def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
+def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToEngine:
     """Return the message of an API server. ``attached``: the frames after the first frame, possibly views.
 
     Items with ``shared`` have no pixels yet. Raises msgspec.DecodeError (or the subclass ValidationError) or
     ValueError.
     """
-    message = decode_to_head(frame)
+    message = decode_to_engine(frame)
     if not attached:
         return message
     if not isinstance(message, Submit) or len(attached) != len(message.media):

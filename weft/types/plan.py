@@ -21,8 +21,8 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.common.shared_bytes import SharedName
-from weft.types.rooms import Blocks, RoomKey
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Blocks, TransferKey
 
 MAX_PROMPT_LOGITS = 1024
 """Maximum prompt positions with logits in one step. A row of logits is as wide as the vocabulary."""
@@ -38,11 +38,11 @@ def column(values: list[int] | list[tuple[int, ...]] | np.ndarray) -> np.ndarray
 EMPTY = column([])
 
 
-class _Op(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class _SlotUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
-class AllocSlot(_Op, frozen=True, kw_only=True):
+class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Give ``slot`` to a sequence, as the ``gen``-th sequence of the slot. Writes all known ids to the
     history and sets the lengths.
 
@@ -65,18 +65,18 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
     """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
-    included, row by row as ``weft.types.media.spans_of`` returns the spans.
+    included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
     """
 
 
-class FreeSlot(_Op, frozen=True, kw_only=True):
+class FreeSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Take ``slot`` from the ``gen``-th sequence and empty the block tables."""
 
     slot: int
     gen: int
 
 
-class AppendBlocks(_Op, frozen=True, kw_only=True):
+class AppendBlocks(_SlotUpdate, frozen=True, kw_only=True):
     """Append ``blocks`` to the slot's block table of KV cache group number ``kind``.
 
     Block 0 is the null block of every pool: a hole that no later row of the slot reads (positions behind a
@@ -88,7 +88,7 @@ class AppendBlocks(_Op, frozen=True, kw_only=True):
     blocks: np.ndarray
 
 
-class AppendEach(_Op, frozen=True, kw_only=True):
+class AppendEach(_SlotUpdate, frozen=True, kw_only=True):
     """Append one block for each of many slots: ``blocks[i]`` goes to the table of ``slots[i]``.
 
     Both columns have the same length, at least 1. Slots are distinct. No block is the null block.
@@ -110,7 +110,7 @@ class AppendEach(_Op, frozen=True, kw_only=True):
         return AppendEach(kind=self.kind, slots=column(self.slots[keep]), blocks=column(self.blocks[keep]))
 
 
-class SaveState(_Op, frozen=True, kw_only=True):
+class SaveState(_SlotUpdate, frozen=True, kw_only=True):
     """Copy the slot's recurrent state of KV cache group ``kind`` into ``block``, as a snapshot.
 
     The snapshot is the state ``back`` positions before the slot's last position. 0 is the live state. Larger
@@ -124,7 +124,7 @@ class SaveState(_Op, frozen=True, kw_only=True):
     back: int = 0
 
 
-class LoadState(_Op, frozen=True, kw_only=True):
+class LoadState(_SlotUpdate, frozen=True, kw_only=True):
     """Copy the snapshot in ``block`` to copy 0 of the slot's state of KV cache group ``kind``, the live
     state.
     """
@@ -134,7 +134,7 @@ class LoadState(_Op, frozen=True, kw_only=True):
     block: int
 
 
-class Export(_Op, frozen=True, kw_only=True):
+class Export(_SlotUpdate, frozen=True, kw_only=True):
     """Release positions ``start`` .. end - 1 of the slot, computed by the plan, to the transfer ``key``.
 
     With ``states``, also release the state after ``end`` positions. An earlier ``SaveState`` of the same plan
@@ -142,7 +142,7 @@ class Export(_Op, frozen=True, kw_only=True):
     """
 
     slot: int
-    key: RoomKey
+    key: TransferKey
     start: int
     end: int
     blocks: tuple[Blocks, ...]
@@ -153,7 +153,7 @@ class Export(_Op, frozen=True, kw_only=True):
     states: bool = False
 
 
-class Encode(_Op, frozen=True, kw_only=True):
+class Encode(_SlotUpdate, frozen=True, kw_only=True):
     """Encode an image on every rank, into ``blocks`` of the embedding pool.
 
     Belongs to no slot. Comes before all ops that read the blocks. The former contents are lost.
@@ -171,7 +171,7 @@ class Encode(_Op, frozen=True, kw_only=True):
     """Name of shared memory with the pixels, as in ``MediaItem``. Replaces the pixels in step frames."""
 
 
-class BindMedia(_Op, frozen=True, kw_only=True):
+class BindMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Read positions ``start`` .. ``start + count - 1`` of the slot from the rows of ``blocks``, within the
     plan.
 
@@ -184,18 +184,18 @@ class BindMedia(_Op, frozen=True, kw_only=True):
     blocks: bytes
 
 
-class SendMedia(_Op, frozen=True, kw_only=True):
+class SendMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Release the embedding of ``count`` rows in ``blocks`` to the transfer ``key``, after the plan's other
     ops.
     """
 
-    key: RoomKey
+    key: TransferKey
     blocks: bytes
     """int32: blocks of the embedding pool, in order."""
     count: int
 
 
-class GatherMedia(_Op, frozen=True, kw_only=True):
+class GatherMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Exchange the rows of a received embedding between ranks: each rank has received a share of ``count``
     rows.
 
@@ -206,7 +206,7 @@ class GatherMedia(_Op, frozen=True, kw_only=True):
     count: int
 
 
-class MoveMedia(_Op, frozen=True, kw_only=True):
+class MoveMedia(_SlotUpdate, frozen=True, kw_only=True):
     """Copy an embedding between blocks of the device pool and of the host pool, over all levels.
 
     ``up``: from host to device. Later ops may overwrite the source.
@@ -217,14 +217,14 @@ class MoveMedia(_Op, frozen=True, kw_only=True):
     up: bool
 
 
-class Rebalance(_Op, frozen=True, kw_only=True):
+class Rebalance(_SlotUpdate, frozen=True, kw_only=True):
     """Sum the load of each expert over all ranks of the expert-parallel group, and move experts accordingly.
 
     Present in the plans of all replicas for the same step. No token depends on a rebalance.
     """
 
 
-Op: TypeAlias = (
+SlotUpdate: TypeAlias = (
     AllocSlot
     | FreeSlot
     | AppendBlocks
@@ -322,7 +322,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     step: int
     epoch: int = 0
-    ops: tuple[Op, ...] = ()
+    ops: tuple[SlotUpdate, ...] = ()
     prefill: Segment = EMPTY_SEGMENT
     decode: Segment = EMPTY_SEGMENT
     constrained: bool = False

@@ -15,10 +15,10 @@ from testing.cluster.transfers.image_rules import ImageRules
 from testing.cluster.transfers.transfer_side import TransferSide
 from testing.cluster.transfers.wires import Wires
 from weft.config.resolved import MediaLimits
-from weft.sim.timeline import Process
-from weft.types.media import MediaItem
+from weft.sim.timeline import TimelineProcess
+from weft.types.media_item import MediaItem
 from weft.types.plan import AllocSlot, BindMedia, Encode, FreeSlot, MoveMedia, SendMedia, StepPlan
-from weft.types.rooms import Blocks, GroupDims, KindDims, TensorDims
+from weft.types.transfer import Blocks, CacheGroupDims, GroupDims, TensorDims
 
 LEVELS = 2
 """Number of levels of an embedding, including the main level."""
@@ -30,7 +30,7 @@ _SPOILED = -1
 def embedding_dims_of(limits: MediaLimits, ranks: int) -> GroupDims:
     """Return the pool of embeddings of a simulated group in the form of transfers."""
     dims = (("layer", LEVELS), ("block", 1 + limits.blocks), ("position", limits.block_rows), ("width", 1))
-    kind = KindDims(
+    kind = CacheGroupDims(
         kind="embedding",
         layers=tuple(range(LEVELS)),
         block_size=limits.block_rows,
@@ -56,7 +56,7 @@ class EmbeddingSide(TransferSide):
     def __init__(
         self,
         wires: Wires,
-        process: Process,
+        process: TimelineProcess,
         rank: int,
         limits: MediaLimits,
         dims: GroupDims,

@@ -13,7 +13,7 @@ from testing.cluster.clients import Client
 from testing.cluster.transfers.embedding_side import LEVELS
 from weft.config.resolved import KVConfig, MediaLimits
 from weft.config.sections.all import SchedulerSection
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import Role, ids_to_bytes
 
 BESIDE_PAIRS = 0.45

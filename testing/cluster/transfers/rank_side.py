@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from testing.cluster.check import Violation, token, token_key
-from testing.cluster.transfers.room_rules import RoomRules
+from testing.cluster.transfers.transfer_rules import TransferRules
 from testing.cluster.transfers.transfer_side import TransferSide
 from testing.cluster.transfers.wires import Wires
 from weft.config.resolved import KVConfig
 from weft.disagg.protocol.group_layout import group_dims
 from weft.runner.exports import Exports
-from weft.sim.timeline import Process
+from weft.sim.timeline import TimelineProcess
 from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, StepPlan
-from weft.types.rooms import GroupDims
+from weft.types.transfer import GroupDims
 
 DTYPE = "float64"
 _MASK = (1 << 61) - 1
@@ -67,11 +67,11 @@ class RankSide(TransferSide):
     def __init__(
         self,
         wires: Wires,
-        process: Process,
+        process: TimelineProcess,
         rank: int,
         kv: KVConfig,
         dims: GroupDims,
-        rules: RoomRules,
+        rules: TransferRules,
         seen: Callable[[int], Mapping[int, int]],
     ) -> None:
         """Create an empty cache. See ``TransferSide``.

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from testing.cluster.transfers.embedding_side import EmbeddingSide
 from testing.cluster.transfers.rank_side import RankSide
 from testing.cluster.transfers.transfer_side import TransferSide
-from weft.engine.ranks.worker_rooms import WorkerRooms
+from weft.engine.ranks.worker_transfers import WorkerTransfers
 from weft.types import frames as f
 from weft.types.plan import StepPlan
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 CACHES: tuple[f.Cache, ...] = ("kv", "embeddings")
 
@@ -54,19 +54,19 @@ class Words:
     """The transfer frames of a rank, for both caches, handled as in ``weft.engine.ranks.worker``."""
 
     def __init__(self, rank: int) -> None:
-        self._of = {cache: WorkerRooms(rank, cache) for cache in CACHES}
+        self._of = {cache: WorkerTransfers(rank, cache) for cache in CACHES}
 
     def joined(self, sides: Sides | None) -> None:
         """Prepare for the messages of another engine."""
-        for cache, rooms in self._of.items():
-            rooms.joined(None if sides is None else sides.of(cache))
+        for cache, transfers in self._of.items():
+            transfers.joined(None if sides is None else sides.of(cache))
 
-    def take(self, frame: f.RoomToRank, sides: Sides) -> None:
+    def take(self, frame: f.TransferToRank, sides: Sides) -> None:
         """Carry out ``frame``, which the engine sent."""
         self._of[frame.cache].take(frame, sides.of(frame.cache))
 
-    def said(self, sides: Sides) -> Iterator[f.RoomToHead]:
+    def said(self, sides: Sides) -> Iterator[f.TransferToEngine]:
         """Yield the reports for the engine."""
-        for cache, rooms in self._of.items():
+        for cache, transfers in self._of.items():
             if (side := sides.of(cache)) is not None:
-                yield from rooms.said(side.take())
+                yield from transfers.said(side.take())

@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 
 from testing.cluster.check import Violation
-from testing.cluster.transfers.room_rules import RoomRules
+from testing.cluster.transfers.transfer_rules import TransferRules
 from testing.cluster.transfers.wires import Wires
 from weft.common.errors import ErrorInfo
 from weft.disagg.protocol.arrivals import PARKED_S, Incoming
-from weft.disagg.protocol.events import RankReport, RankStopped
-from weft.disagg.transport.worker import RankTransfer
-from weft.sim.timeline import Process
-from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, RoomKey
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.sim.timeline import TimelineProcess
+from weft.types.transfer import Admitted, Blocks, Bound, GroupDims, TransferKey
 
 
 class TransferSide:
@@ -25,10 +25,10 @@ class TransferSide:
     def __init__(
         self,
         wires: Wires,
-        process: Process,
+        process: TimelineProcess,
         rank: int,
         dims: GroupDims,
-        rules: RoomRules,
+        rules: TransferRules,
         memory: np.ndarray,
     ) -> None:
         """Create the side and open the transport.
@@ -90,7 +90,7 @@ class TransferSide:
         if self._wrong:
             raise self._wrong[0]
         if self._said:
-            self._rules.room_news()
+            self._rules.transfer_news()
         if self._commands:
             self._wake()
         due = transfer.arrivals.next_due()
@@ -111,19 +111,19 @@ class TransferSide:
     def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0) -> None:
         self._put(partial(self._transfer.begin, offer, bound, blocks, num_cached))
 
-    def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
+    def grow(self, key: TransferKey, blocks: tuple[Blocks, ...]) -> None:
         self._put(partial(self._transfer.grow, key, blocks))
 
-    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
+    def computed(self, key: TransferKey, layers: tuple[int, ...], begin: int, end: int) -> None:
         self._put(partial(self._transfer.computed, key, layers, begin, end))
 
-    def fail(self, key: RoomKey, error: ErrorInfo) -> None:
+    def fail(self, key: TransferKey, error: ErrorInfo) -> None:
         self._put(partial(self._transfer.fail, key, error))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
         self._put(partial(self._transfer.expect, offer, bound))
 
-    def stop(self, key: RoomKey) -> None:
+    def stop(self, key: TransferKey) -> None:
         self._put(partial(self._transfer.stop, key))
 
     def stop_all(self) -> None:

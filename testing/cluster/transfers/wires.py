@@ -20,11 +20,11 @@ from weft.common.errors import ErrorInfo, Unavailable
 from weft.disagg.protocol.arrivals import Incoming
 from weft.disagg.protocol.digests import digest_spans, ranks_seed, span_seeds
 from weft.disagg.protocol.pushes import Write, Written
-from weft.disagg.protocol.room_table import FenceBy
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
+from weft.disagg.protocol.transfer_table import FenceBy
 from weft.disagg.transport.base import TransferCorrupt
-from weft.sim.timeline import Process, Timeline
-from weft.types.rooms import Endpoint, RoomKey
+from weft.sim.timeline import Timeline, TimelineProcess
+from weft.types.transfer import Endpoint, TransferKey
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Carried(NamedTuple):
     writer: SimTransport
     peer: str
     """The writer's name for the receiver."""
-    parts: tuple[Part, ...]
+    parts: tuple[SpanPart, ...]
     digests: np.ndarray
     payload: list[np.ndarray]
     """The bytes of each part, once sent by the writer; [] if the receiver reads the writer's memory."""
@@ -58,13 +58,13 @@ class Wires:
         """Maximum seconds of one round of copying."""
         self.flips = 0
         """Number of future writes with a flipped bit."""
-        self.flipped: set[RoomKey] = set()
+        self.flipped: set[TransferKey] = set()
         """Transfers with a flipped bit."""
         self._transports: dict[str, SimTransport] = {}
         self._started = 0
 
     def open(
-        self, process: Process, rank: int, wake: Callable[[], None], check: Callable[[Incoming], None]
+        self, process: TimelineProcess, rank: int, wake: Callable[[], None], check: Callable[[Incoming], None]
     ) -> SimTransport:
         """Open the transport of ``rank`` in ``process``.
 
@@ -103,7 +103,7 @@ class SimTransport:
         self,
         wires: Wires,
         address: str,
-        process: Process,
+        process: TimelineProcess,
         rank: int,
         wake: Callable[[], None],
         check: Callable[[Incoming], None],
@@ -122,8 +122,8 @@ class SimTransport:
         self._wires, self._wake, self._check = wires, wake, check
         self._came: list[Incoming | Written] = []
         self._peers: dict[str, tuple[str, int]] = {}
-        self._cancelled: set[RoomKey] = set()
-        self._under_way: dict[tuple[RoomKey, str, int], str] = {}
+        self._cancelled: set[TransferKey] = set()
+        self._under_way: dict[tuple[TransferKey, str, int], str] = {}
         """Unanswered write -> address of the receiver."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
@@ -135,7 +135,7 @@ class SimTransport:
         self._peers[name] = peer.address, rank
         return name
 
-    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+    def digest(self, key: TransferKey, peer: str, parts: Sequence[SpanPart]) -> np.ndarray:
         seed = ranks_seed(key, self.rank, self._peers[peer][1])
         made = [_digest(self.regions[part.source], part, part.spans[:, 0], seed) for part in parts]
         return np.concatenate(made) if made else np.empty(0, np.uint64)
@@ -228,13 +228,13 @@ class SimTransport:
         writer = carried.writer
         timeline.at(timeline.now + self._wires.late(), writer.process, writer.arrived, written)
 
-    def cancel(self, key: RoomKey) -> None:
+    def cancel(self, key: TransferKey) -> None:
         self._cancelled.add(key)
 
     def mark(self) -> None:
         return None
 
-    def quiet(self, key: RoomKey) -> bool:
+    def quiet(self, key: TransferKey) -> bool:
         return True
 
     def wake(self) -> None:
@@ -244,18 +244,18 @@ class SimTransport:
         self._wires.close(self.endpoint.address)
 
 
-def _read(region: np.ndarray, part: Part) -> np.ndarray:
+def _read(region: np.ndarray, part: SpanPart) -> np.ndarray:
     return np.concatenate([region[at : at + size] for at, size in part.spans[:, ::2].tolist()])
 
 
-def _write(region: np.ndarray, part: Part, data: np.ndarray) -> None:
+def _write(region: np.ndarray, part: SpanPart, data: np.ndarray) -> None:
     done = 0
     for at, size in part.spans[:, 1:].tolist():
         region[at : at + size] = data[done : done + size]
         done += size
 
 
-def _digest(region: np.ndarray, part: Part, offsets: np.ndarray, seed: int) -> np.ndarray:
+def _digest(region: np.ndarray, part: SpanPart, offsets: np.ndarray, seed: int) -> np.ndarray:
     """Return the digests of the spans of ``part``, which lie at ``offsets`` of ``region``."""
     lengths = part.spans[:, 2]
     seeds = span_seeds(seed, part.target, part.spans[:, 1], lengths)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.policy import Policies
@@ -24,7 +24,7 @@ class Driver:
     def __init__(
         self,
         *names: str,
-        domain: str = "",
+        expert_group: str = "",
         joining: bool = False,
         roles: Mapping[str, m.Role] | None = None,
         fingerprints: Mapping[str, str] | None = None,
@@ -33,8 +33,8 @@ class Driver:
         retired: Iterable[str] = (),
     ) -> None:
         """Start a fleet. ``roles``: of instances that are not unified."""
-        domains = dict.fromkeys(names, domain)
-        self.fleet = Fleet(domains, PATIENCE, policies, "front", joining, local_prefill, retired)
+        expert_groups = dict.fromkeys(names, expert_group)
+        self.fleet = Fleet(expert_groups, PATIENCE, policies, "front", joining, local_prefill, retired)
         self.roles = dict(roles or {})
         self.fingerprints = dict(fingerprints or {})
         self.now = 100.0
@@ -70,7 +70,7 @@ class Driver:
             incarnation=self.link[name],
             role=self.roles.get(name, "unified"),
             fingerprint=self.fingerprints.get(name, "model") if name in self.roles else "",
-            rooms=f"ipc://{name}" if name in self.roles else "",
+            transfer_address=f"ipc://{name}" if name in self.roles else "",
         )
 
     def say(self, name: str, message: m.ToFront, link: int | None = None) -> None:
@@ -120,7 +120,7 @@ class Driver:
             self.now = min(until, self.now + 1.0)
             for name, instance in self.fleet.table.instances.items():
                 if instance.alive:
-                    self.say(name, m.Heartbeat(idle=True, stats=m.HeadStats()))
+                    self.say(name, m.Heartbeat(idle=True, stats=m.EngineStats()))
                     actions += self.actions
             while self.fleet.next_deadline() <= self.now:
                 actions += self.on(e.Tick())
@@ -134,14 +134,14 @@ class Driver:
             assert self.fleet.next_deadline() <= until < self.now + PATIENCE.engine
             for each, instance in self.fleet.table.instances.items():
                 if instance.alive:
-                    self.say(each, m.Heartbeat(idle=True, stats=m.HeadStats()))
+                    self.say(each, m.Heartbeat(idle=True, stats=m.EngineStats()))
             self.now = until
             self.on(e.Tick())
 
     def of(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
 
-    def sent(self) -> list[m.ToHead]:
+    def sent(self) -> list[m.ToEngine]:
         return [action.message for action in self.of(e.Send)]
 
     def told(self) -> list[m.TokenEvent]:
@@ -151,7 +151,7 @@ class Driver:
         return [instance.load for instance in self.fleet.table.instances.values()]
 
 
-def ids(submit: m.ToHead) -> list[int]:
+def ids(submit: m.ToEngine) -> list[int]:
     assert isinstance(submit, m.Submit)
     return m.ids_from_bytes(submit.emitted_ids).tolist()
 

@@ -15,15 +15,15 @@ from typing import Literal
 import numpy as np
 
 from weft.common.errors import EngineDead, Overloaded, PeerEnded
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import InstanceState
 from weft.control.fleet.policy import RoutingPolicy, make_policies
 from weft.types import messages as m
-from weft.types.media import MediaItem
-from weft.types.rooms import RoomKey, RoomTicket
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.transfer import TransferKey, TransferParameters
 
 PROMPT = 5
 PATIENCE = Patience(engine=1e6, recovery=1e5, listen=1e6, load=1e6, role=3.0)
@@ -48,25 +48,25 @@ class Work:
     submit: m.Submit
     known: int
     """Number of output tokens."""
-    landed: bool = False
+    received: bool = False
     prompt_told: int = 0
 
     @property
-    def tickets(self) -> list[RoomTicket]:
+    def parameter_lists(self) -> list[TransferParameters]:
         """Return the transfer parameters of the cache and of the images."""
-        each = [self.submit.room, *(item.room for item in self.submit.media)]
+        each = [self.submit.transfer, *(item.transfer for item in self.submit.media)]
         return [one for one in each if one is not None]
 
 
 @dataclass
-class Room:
+class Transfer:
     """A transfer. ``done``: everything was computed; the transfer is then received, or fails."""
 
-    state: Literal["open", "done", "landed", "failed"] = "open"
+    state: Literal["open", "done", "received", "failed"] = "open"
 
 
 @dataclass
-class Head:
+class Engine:
     """One engine process."""
 
     name: str
@@ -74,7 +74,7 @@ class Head:
     link: int
     alive: bool = True
     work: dict[int, Work] = field(default_factory=dict)
-    inbox: deque[m.ToHead] = field(default_factory=deque)
+    inbox: deque[m.ToEngine] = field(default_factory=deque)
     outbox: deque[m.TokenEvent] = field(default_factory=deque)
 
 
@@ -110,10 +110,10 @@ class Model:
             local_prefill=rng.random() < 0.7,
         )
         self.now = 0.0
-        self.heads: dict[str, Head] = {}
-        self.links: dict[int, Head] = {}
-        self.rooms: dict[RoomKey, Room] = {}
-        self.embeddings: defaultdict[RoomKey, set[str]] = defaultdict(set)
+        self.engines: dict[str, Engine] = {}
+        self.links: dict[int, Engine] = {}
+        self.transfers: dict[TransferKey, Transfer] = {}
+        self.embeddings: defaultdict[TransferKey, set[str]] = defaultdict(set)
         """Transfer of an image -> engines that know the transfer."""
         self.streams: dict[int, Stream] = {}
         self.kills = rng.choice((0, 1, 2, 4))
@@ -134,14 +134,14 @@ class Model:
     def feed(self, event: e.Event) -> None:
         for action in self.fleet.on(event, self.now):
             if isinstance(action, e.Send):
-                head = self.links[action.link]
-                assert head is self.heads[action.instance]
+                engine = self.links[action.link]
+                assert engine is self.engines[action.instance]
                 if isinstance(action.message, m.Submit):
                     self.placed.setdefault(action.message.sequence, {})[action.link] = action.message.attempt
                 elif isinstance(action.message, m.Finish):
                     self.placed[action.message.sequence].pop(action.link, None)
-                if head.alive:
-                    head.inbox.append(action.message)
+                if engine.alive:
+                    engine.inbox.append(action.message)
             elif isinstance(action, e.Deliver):
                 for told in action.events:
                     self.told(told)
@@ -153,13 +153,13 @@ class Model:
 
     def start(self, name: str) -> None:
         link = len(self.links)
-        head = Head(name, self.roles[name], link)
-        self.heads[name] = self.links[link] = head
+        engine = Engine(name, self.roles[name], link)
+        self.engines[name] = self.links[link] = engine
         self.feed(e.Expected(name, link))
         self.feed(e.Linked(name, link))
-        head.inbox.clear()
-        paired = head.role in ("prefill", "decode")
-        computes = head.role in ("prefill", "unified")
+        engine.inbox.clear()
+        paired = engine.role in ("prefill", "decode")
+        computes = engine.role in ("prefill", "unified")
         encodes = "encode" in self.roles.values()
         welcome = m.Welcome(
             versions=(m.OLDEST, m.VERSION),
@@ -168,11 +168,11 @@ class Model:
             max_num_seqs=8,
             num_blocks=(9,),
             incarnation=1000 + link,
-            role=head.role,
+            role=engine.role,
             fingerprint="model" if paired else "",
-            rooms=f"ipc://{name}/{link}" if paired else "",
-            tower=head.role == "encode" or (computes and self.towers),
-            embeddings=f"ipc://{name}/{link}" if encodes and head.role != "decode" else "",
+            transfer_address=f"ipc://{name}/{link}" if paired else "",
+            tower=engine.role == "encode" or (computes and self.towers),
+            embeddings=f"ipc://{name}/{link}" if encodes and engine.role != "decode" else "",
             tower_fingerprint="tower" if encodes else "",
         )
         self.feed(e.Received(name, link, welcome))
@@ -201,62 +201,62 @@ class Model:
 
     # -- heads
 
-    def hears(self, head: Head) -> None:
-        message = head.inbox.popleft()
+    def hears(self, engine: Engine) -> None:
+        message = engine.inbox.popleft()
         if isinstance(message, m.Finish):
-            work = head.work.pop(message.sequence, None)
+            work = engine.work.pop(message.sequence, None)
             if work is not None:
                 self.cancel(work)
-                self.answer(head, work, finish="abort")
+                self.answer(engine, work, finish="abort")
         elif isinstance(message, m.Submit):
-            if (before := head.work.pop(message.sequence, None)) is not None:
+            if (before := engine.work.pop(message.sequence, None)) is not None:
                 assert before.submit.attempt < message.attempt, "an attempt twice"
                 self.cancel(before)
             work = Work(message, len(message.emitted_ids) // 4)
-            if message.room is not None:
-                other = self.peer(message.room)
-                assert other.role != head.role
-                assert message.room.sends == (head.role == "prefill")
-                assert self.links[message.room.key.incarnation - 1000].role == "prefill"
-                self.rooms.setdefault(message.room.key, Room())
-            self.sees(head, message)
+            if message.transfer is not None:
+                other = self.peer(message.transfer)
+                assert other.role != engine.role
+                assert message.transfer.sends == (engine.role == "prefill")
+                assert self.links[message.transfer.key.incarnation - 1000].role == "prefill"
+                self.transfers.setdefault(message.transfer.key, Transfer())
+            self.sees(engine, message)
             if self.rng.random() < self.gives_back / 2:
                 self.cancel(work)
-                self.answer(head, work, finish="error", error=Overloaded("full").info())
+                self.answer(engine, work, finish="error", error=Overloaded("full").info())
                 self.count("refused")
             else:
-                head.work[message.sequence] = work
+                engine.work[message.sequence] = work
 
-    def sees(self, head: Head, submit: m.Submit) -> None:
+    def sees(self, engine: Engine, submit: m.Submit) -> None:
         """Check that the engine gets exactly the required images."""
         for item in submit.media:
-            if item.room is None:
-                assert bool(item.pixels) <= (head.role != "decode" or submit.room is None)
+            if item.transfer is None:
+                assert bool(item.pixels) <= (engine.role != "decode" or submit.transfer is None)
                 continue
-            assert item.room.sends == (head.role == "encode") == bool(item.pixels)
-            encoder = self.links[item.room.key.incarnation - 1000]
+            assert item.transfer.sends == (engine.role == "encode") == bool(item.pixels)
+            encoder = self.links[item.transfer.key.incarnation - 1000]
             assert encoder.role == "encode"
-            assert encoder is (head if item.room.sends else self.peer(item.room))
-            assert head.name not in self.embeddings[item.room.key], "a room twice"
-            self.embeddings[item.room.key].add(head.name)
-            assert len(self.embeddings[item.room.key]) <= 2
-            self.rooms.setdefault(item.room.key, Room())
-        assert head.role != "encode" or (submit.media and not submit.prompt_ids)
+            assert encoder is (engine if item.transfer.sends else self.peer(item.transfer))
+            assert engine.name not in self.embeddings[item.transfer.key], "a room twice"
+            self.embeddings[item.transfer.key].add(engine.name)
+            assert len(self.embeddings[item.transfer.key]) <= 2
+            self.transfers.setdefault(item.transfer.key, Transfer())
+        assert engine.role != "encode" or (submit.media and not submit.prompt_ids)
 
-    def peer(self, ticket: RoomTicket) -> Head:
-        name, link = ticket.peer.name.removeprefix("ipc://").split("/")
-        head = self.links[int(link)]
-        assert (head.name, 1000 + head.link) == (name, ticket.peer.incarnation)
-        return head
+    def peer(self, parameters: TransferParameters) -> Engine:
+        name, link = parameters.peer.name.removeprefix("ipc://").split("/")
+        engine = self.links[int(link)]
+        assert (engine.name, 1000 + engine.link) == (name, parameters.peer.incarnation)
+        return engine
 
     def cancel(self, work: Work) -> None:
-        for ticket in work.tickets:
-            if (room := self.rooms.get(ticket.key)) is not None and room.state != "landed":
-                room.state = "failed"
+        for parameters in work.parameter_lists:
+            if (transfer := self.transfers.get(parameters.key)) is not None and transfer.state != "landed":
+                transfer.state = "failed"
 
-    def answer(self, head: Head, work: Work, *tokens: int, **fields: object) -> None:
-        position = work.known if work.submit.room is not None else -1
-        head.outbox.append(
+    def answer(self, engine: Engine, work: Work, *tokens: int, **fields: object) -> None:
+        position = work.known if work.submit.transfer is not None else -1
+        engine.outbox.append(
             m.TokenEvent(
                 sequence=work.submit.sequence,
                 attempt=work.submit.attempt,
@@ -267,174 +267,186 @@ class Model:
         )
         work.known += len(tokens)
 
-    def works(self, head: Head) -> None:
-        sequence = self.rng.choice(list(head.work))
-        work = head.work[sequence]
-        room = self.rooms[work.submit.room.key] if work.submit.room is not None else None
+    def works(self, engine: Engine) -> None:
+        sequence = self.rng.choice(list(engine.work))
+        work = engine.work[sequence]
+        transfer = self.transfers[work.submit.transfer.key] if work.submit.transfer is not None else None
         # A blocked sequence does nothing. Afterwards the engine may return the sequence at any time.
-        if self.images(head, work):
+        if self.images(engine, work):
             return
-        if room is not None and not work.landed and self.lost_room(head, work, work.submit.room):
+        if (
+            transfer is not None
+            and not work.received
+            and self.lost_transfer(engine, work, work.submit.transfer)
+        ):
             return
         if self.rng.random() < self.gives_back:
-            del head.work[sequence]
+            del engine.work[sequence]
             self.cancel(work)
-            self.answer(head, work, finish="evicted")
-            self.count(f"evicted by {head.role}")
-        elif room is None or work.landed:
-            self.decodes(head, work, self.rng.choice((1, 1, 2, 3)))
-        elif head.role == "prefill":
-            self.prefills(head, work, room)
-        elif room.state == "done":
-            work.landed = True
-            room.state = "landed"
-            self.decodes(head, work, 1)
+            self.answer(engine, work, finish="evicted")
+            self.count(f"evicted by {engine.role}")
+        elif transfer is None or work.received:
+            self.decodes(engine, work, self.rng.choice((1, 1, 2, 3)))
+        elif engine.role == "prefill":
+            self.prefills(engine, work, transfer)
+        elif transfer.state == "done":
+            work.received = True
+            transfer.state = "landed"
+            self.decodes(engine, work, 1)
 
-    def images(self, head: Head, work: Work) -> bool:
+    def images(self, engine: Engine, work: Work) -> bool:
         """Return True if missing images block the sequence."""
-        tickets = [item.room for item in work.submit.media if item.room is not None]
-        for ticket in tickets:
-            if self.rooms[ticket.key].state != "landed" and self.lost_room(head, work, ticket):
+        parameter_lists = [item.transfer for item in work.submit.media if item.transfer is not None]
+        for parameters in parameter_lists:
+            if self.transfers[parameters.key].state != "landed" and self.lost_transfer(
+                engine, work, parameters
+            ):
                 return True
-        states = {self.rooms[ticket.key].state for ticket in tickets}
-        if head.role != "encode":
-            for ticket in tickets:
-                room = self.rooms[ticket.key]
-                if room.state == "done":
-                    room.state = "landed"
+        states = {self.transfers[parameters.key].state for parameters in parameter_lists}
+        if engine.role != "encode":
+            for parameters in parameter_lists:
+                transfer = self.transfers[parameters.key]
+                if transfer.state == "done":
+                    transfer.state = "landed"
                     return True
             return bool(states - {"landed"})
         if self.rng.random() < self.gives_back:
-            del head.work[work.submit.sequence]
+            del engine.work[work.submit.sequence]
             self.cancel(work)
-            self.answer(head, work, finish="evicted")
+            self.answer(engine, work, finish="evicted")
             self.count("evicted by encode")
         elif "open" in states:
-            next(self.rooms[one.key] for one in tickets if self.rooms[one.key].state == "open").state = "done"
+            next(
+                self.transfers[one.key] for one in parameter_lists if self.transfers[one.key].state == "open"
+            ).state = "done"
         elif states == {"landed"}:
-            del head.work[work.submit.sequence]
-            self.answer(head, work, finish="moved")
+            del engine.work[work.submit.sequence]
+            self.answer(engine, work, finish="moved")
             self.count("encoded")
         return True
 
-    def lost_room(self, head: Head, work: Work, ticket: RoomTicket | None) -> bool:
+    def lost_transfer(self, engine: Engine, work: Work, parameters: TransferParameters | None) -> bool:
         """Return True if the transfer has failed, which each end notices at some time."""
-        assert ticket is not None
-        room = self.rooms[ticket.key]
-        gone = not self.peer(ticket).alive and room.state != "done"
-        if room.state == "done" and self.rng.random() < self.gives_back:
-            room.state = "failed"
-        if room.state != "failed" and not gone:
+        assert parameters is not None
+        transfer = self.transfers[parameters.key]
+        gone = not self.peer(parameters).alive and transfer.state != "done"
+        if transfer.state == "done" and self.rng.random() < self.gives_back:
+            transfer.state = "failed"
+        if transfer.state != "failed" and not gone:
             return False
         self.cancel(work)
-        del head.work[work.submit.sequence]
-        gone = not self.peer(ticket).alive
+        del engine.work[work.submit.sequence]
+        gone = not self.peer(parameters).alive
         error = PeerEnded("the other end was lost").info() if gone else None
-        self.answer(head, work, finish="evicted", error=error)
+        self.answer(engine, work, finish="evicted", error=error)
         self.count("rooms failed, the peer has ended" if gone else "rooms failed")
         return True
 
-    def tells_prompt(self, head: Head, work: Work) -> bool:
+    def tells_prompt(self, engine: Engine, work: Work) -> bool:
         """Return True if another piece of prompt logprobs was reported."""
         submit = work.submit
         if submit.params.prompt_logprobs < 0 or submit.choice or work.known or work.prompt_told == PROMPT - 1:
             return False
         count = self.rng.randint(1, PROMPT - 1 - work.prompt_told)
-        self.answer(head, work, prompt_logprobs=columns(work.prompt_told, count))
+        self.answer(engine, work, prompt_logprobs=columns(work.prompt_told, count))
         work.prompt_told += count
         return True
 
-    def prefills(self, head: Head, work: Work, room: Room) -> None:
-        if self.tells_prompt(head, work):
+    def prefills(self, engine: Engine, work: Work, transfer: Transfer) -> None:
+        if self.tells_prompt(engine, work):
             return
         sequence = work.submit.sequence
-        del head.work[sequence]
+        del engine.work[sequence]
         last = work.known + 1 == work.submit.params.max_tokens
-        room.state = "failed" if last else "done"
-        self.answer(head, work, token_of(sequence, work.known), finish="length" if last else "moved")
+        transfer.state = "failed" if last else "done"
+        self.answer(engine, work, token_of(sequence, work.known), finish="length" if last else "moved")
         self.count("ended at prefill" if last else "moved")
 
-    def decodes(self, head: Head, work: Work, count: int) -> None:
-        if work.submit.room is None and self.tells_prompt(head, work):
+    def decodes(self, engine: Engine, work: Work, count: int) -> None:
+        if work.submit.transfer is None and self.tells_prompt(engine, work):
             return
         sequence, most = work.submit.sequence, work.submit.params.max_tokens
         count = min(count, most - work.known)
         tokens = [token_of(sequence, work.known + number) for number in range(count)]
         last = work.known + count == most
         if last:
-            del head.work[sequence]
-        self.answer(head, work, *tokens, finish="length" if last else None)
+            del engine.work[sequence]
+        self.answer(engine, work, *tokens, finish="length" if last else None)
 
-    def speaks(self, head: Head) -> None:
+    def speaks(self, engine: Engine) -> None:
         """Deliver some of the engine's messages."""
-        count = self.rng.randint(1, len(head.outbox))
-        events = tuple(head.outbox.popleft() for _ in range(count))
+        count = self.rng.randint(1, len(engine.outbox))
+        events = tuple(engine.outbox.popleft() for _ in range(count))
         for event in events:
-            if event.finish is not None and self.placed[event.sequence].get(head.link) == event.attempt:
-                del self.placed[event.sequence][head.link]
-        self.feed(e.Received(head.name, head.link, m.Tokens(step=0, events=events)))
+            if event.finish is not None and self.placed[event.sequence].get(engine.link) == event.attempt:
+                del self.placed[event.sequence][engine.link]
+        self.feed(e.Received(engine.name, engine.link, m.Tokens(step=0, events=events)))
 
     # -- what happens
 
     def step(self) -> None:
         rng = self.rng
-        head = rng.choice(list(self.heads.values()))
+        engine = rng.choice(list(self.engines.values()))
         dice = rng.random()
         if dice < 0.08 and len(self.streams) < 24:
             self.opens()
         elif dice < 0.14 and self.streams:
             self.client()
-        elif dice < 0.16 and self.kills and head.alive:
+        elif dice < 0.16 and self.kills and engine.alive:
             self.kills -= 1
-            self.kill(head)
+            self.kill(engine)
         elif dice < 0.21:
             self.now += rng.choice((0.1, 1.0))
             self.feed(e.Tick())
         elif dice < 0.22:
-            self.drain(head)
+            self.drain(engine)
         elif dice < 0.25:
-            self.revive(rng.choice(list(self.heads.values())))
+            self.revive(rng.choice(list(self.engines.values())))
         else:
-            self.moves(head)
+            self.moves(engine)
 
-    def moves(self, head: Head) -> bool:
+    def moves(self, engine: Engine) -> bool:
         """Let one thing happen at an engine or its link. Return False if nothing can happen."""
         able = [
             act
-            for act, there in ((self.hears, head.inbox), (self.works, head.work), (self.speaks, head.outbox))
-            if there and head.alive
+            for act, there in (
+                (self.hears, engine.inbox),
+                (self.works, engine.work),
+                (self.speaks, engine.outbox),
+            )
+            if there and engine.alive
         ]
         if able:
-            self.rng.choice(able)(head)
+            self.rng.choice(able)(engine)
         return bool(able)
 
-    def kill(self, head: Head) -> None:
+    def kill(self, engine: Engine) -> None:
         how = self.rng.randrange(3)
         if how == 0:
-            while head.outbox:
-                self.speaks(head)
+            while engine.outbox:
+                self.speaks(engine)
         else:  # others notice before its messages arrive; how == 2: and before the API server does
-            head.alive = how == 1
+            engine.alive = how == 1
             for _ in range(20):
-                self.moves(self.rng.choice([one for one in self.heads.values() if one is not head]))
-        head.alive = False
-        head.outbox.clear()
+                self.moves(self.rng.choice([one for one in self.engines.values() if one is not engine]))
+        engine.alive = False
+        engine.outbox.clear()
         for places in self.placed.values():
-            places.pop(head.link, None)
-        self.count(f"killed {head.role}")
-        self.feed(e.Lost(head.name, head.link, EngineDead("killed")))
+            places.pop(engine.link, None)
+        self.count(f"killed {engine.role}")
+        self.feed(e.Lost(engine.name, engine.link, EngineDead("killed")))
 
-    def revive(self, head: Head) -> None:
-        if self.fleet.table.instances[head.name].state is InstanceState.DOWN:
-            self.start(head.name)
+    def revive(self, engine: Engine) -> None:
+        if self.fleet.table.instances[engine.name].state is InstanceState.DOWN:
+            self.start(engine.name)
 
-    def drain(self, head: Head) -> None:
+    def drain(self, engine: Engine) -> None:
         """Drain an engine, if another engine has the same role."""
         roles = list(self.roles.values())
-        if self.drains and roles.count(head.role) > 1:
+        if self.drains and roles.count(engine.role) > 1:
             self.drains -= 1
             self.count("drained")
-            self.feed(e.Draining(head.name))
+            self.feed(e.Draining(engine.name))
 
     def opens(self) -> None:
         if self.fleet.refusal() is not None:
@@ -494,8 +506,8 @@ class Model:
         for _ in range(self.rng.choice((200, 600))):
             self.step()
         self.gives_back = 0.0
-        for head in list(self.heads.values()):
-            self.revive(head)
+        for engine in list(self.engines.values()):
+            self.revive(engine)
         for sequence, stream in self.streams.items():
             if stream.paused:
                 stream.paused = False
@@ -503,7 +515,7 @@ class Model:
         for _ in range(20000):
             self.now += 0.01
             self.feed(e.Tick())
-            moved = [self.moves(head) for head in self.heads.values()]
+            moved = [self.moves(engine) for engine in self.engines.values()]
             if True not in moved and self.fleet._parked.deadline() == math.inf:
                 break
         self.check()
@@ -515,5 +527,5 @@ class Model:
         assert self.fleet.open.requests == {}
         for name, instance in self.fleet.table.instances.items():
             assert instance.load == 0, f"load of {name}"
-        for head in self.heads.values():
-            assert not head.work, f"{head.name} was not told of an end"
+        for engine in self.engines.values():
+            assert not engine.work, f"{engine.name} was not told of an end"

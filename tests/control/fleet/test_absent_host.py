@@ -6,7 +6,7 @@ import pytest
 
 from tests.control.fleet.driver import Driver
 from tests.control.fleet.test_pairs import ROLES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import ABSENT_S
 from weft.types import messages as m
 
@@ -26,7 +26,7 @@ def passes(one: Driver, seconds: float) -> bool:
     one.now += seconds
     for name, instance in one.fleet.table.instances.items():
         if instance.alive:
-            one.say(name, m.Heartbeat(idle=True, stats=m.HeadStats()))
+            one.say(name, m.Heartbeat(idle=True, stats=m.EngineStats()))
     one.on(e.Tick())
     return one.of(e.Complete) == [e.Complete()]
 

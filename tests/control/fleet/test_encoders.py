@@ -12,15 +12,15 @@ from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of
 from tests.control.fleet.test_pairs import finished, missing, over, said, submitted, where
 from weft.common.errors import EndedElsewhere, ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
-from weft.control.fleet.encoders import MARGIN, choose, room_of
+from weft.control.fleet import fleet_events as e
+from weft.control.fleet.encoders import MARGIN, choose, transfer_of
 from weft.control.fleet.instances import PROMPT_TOKENS, Instance, InstanceState
 from weft.control.fleet.ledger import LedgerEntry
 from weft.control.fleet.open_sequences import MOST_REFUSALS
 from weft.types import messages as m
-from weft.types.media import MediaItem, without_pixels
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.media_item import MediaItem, without_pixels
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 ROLES: dict[str, m.Role] = {
     "p": "prefill",
@@ -108,20 +108,22 @@ def test_three_instances_have_a_part_in_a_sequence_with_an_image() -> None:
     assert [name for name, _ in parts] == ["d", "p", "x"]  # the receiving instance knows a transfer first
     decode, prefill, encode = (submit for _, submit in parts)
     assert decode.media == without_pixels(pictures(1))
-    key = RoomKey(room_of(5, 0), 0, one.link["x"])
+    key = TransferKey(transfer_of(5, 0), 0, one.link["x"])
     there, here = Peer("ipc://p-embeddings", one.link["p"]), Peer("ipc://x-embeddings", one.link["x"])
     (received,), (sent,) = prefill.media, encode.media
-    assert received == replace(image(0), pixels=b"", room=RoomTicket(key, False, here, PATIENCE.transfer))
-    assert sent == replace(image(0), room=RoomTicket(key, True, there, PATIENCE.transfer))
-    assert (encode.sequence, encode.attempt, encode.room) == (5, 0, None)
+    assert received == replace(
+        image(0), pixels=b"", transfer=TransferParameters(key, False, here, PATIENCE.transfer)
+    )
+    assert sent == replace(image(0), transfer=TransferParameters(key, True, there, PATIENCE.transfer))
+    assert (encode.sequence, encode.attempt, encode.transfer) == (5, 0, None)
     assert (encode.prompt_ids, encode.params, encode.session, encode.explain) == (
         b"",
         TokenParams(),
         "",
         False,
     )
-    assert prefill.room is not None
-    assert prefill.room.sends
+    assert prefill.transfer is not None
+    assert prefill.transfer.sends
     assert prefill.prompt_ids == decode.prompt_ids != b""
     assert one.fleet.encodes == {"first": 1, "again": 0}
     loads = dict(zip(("x", "p", "d"), one.loads(), strict=True))
@@ -137,9 +139,9 @@ def test_three_instances_have_a_part_in_a_sequence_with_an_image() -> None:
 def test_one_instance_computes_and_decodes_what_another_one_has_encoded() -> None:
     one = rig("x", "u")
     (_, unified), (_, encode) = ask(one, 5)
-    assert unified.room is None
+    assert unified.transfer is None
     assert [item.pixels for item in unified.media] == [b""]
-    assert [item.room is not None and item.room.sends for item in encode.media] == [True]
+    assert [item.transfer is not None and item.transfer.sends for item in encode.media] == [True]
     one.tokens("x", 5, finish="moved")
     one.tokens("u", 5, 7)
     assert said(one) == [((7,), None)]
@@ -164,10 +166,10 @@ def test_images_of_one_prompt_go_to_those_they_belong_to() -> None:
     assert set(by_key.values()) == {"x", "y", "z"}
     compute = parts[0][1]
     assert [item.key for item in compute.media] == [item.key for item in pictures(12)]
-    peers = {item.key: item.room.peer.name for item in compute.media if item.room is not None}
+    peers = {item.key: item.transfer.peer.name for item in compute.media if item.transfer is not None}
     assert peers == {key: f"ipc://{name}-embeddings" for key, name in by_key.items()}
-    rooms = [item.room.key for item in compute.media if item.room is not None]
-    assert len({key.room for key in rooms}) == 12
+    transfers = [item.transfer.key for item in compute.media if item.transfer is not None]
+    assert len({key.transfer for key in transfers}) == 12
     other = rig("u", "z", "y", "x")  # another API server, with another order of instances
     again = ask(other, 9, request=3, media=pictures(12))
     assert {item.key: name for name, submit in again[1:] for item in submit.media} == by_key
@@ -213,13 +215,13 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
     parts = ask(one, 5, 6, 7)
     assert [(name, submit.sequence) for name, submit in parts if name == "x"] == [("x", 5)]
     computes = {submit.sequence: submit.media for name, submit in parts if name == "p"}
-    assert computes[5][0].room is not None
+    assert computes[5][0].transfer is not None
     assert computes[6] == computes[7] == without_pixels(pictures(1))
     one.give_back("p", 6)  # the instance found that the image is missing
     parts = submitted(one)
     assert [name for name, _ in parts] == ["d", "p", "x"]
     assert {submit.sequence for _, submit in parts} == {6}
-    assert parts[1][1].media[0].room is not None
+    assert parts[1][1].media[0].transfer is not None
     assert parts[2][1].media[0].pixels
 
 
@@ -399,8 +401,10 @@ def test_images_of_one_that_is_lost_are_encoded_elsewhere() -> None:
     assert set(again) == {"y", "p", "d"}
     assert len(again["y"].media) == 6
     assert {submit.attempt for submit in again.values()} == {1}
-    rooms = {item.room.key for each in (parts, again) for item in each["p"].media if item.room is not None}
-    assert len(rooms) == 12  # no transfer is used twice
+    transfers = {
+        item.transfer.key for each in (parts, again) for item in each["p"].media if item.transfer is not None
+    }
+    assert len(transfers) == 12  # no transfer is used twice
     assert one.fleet.entries[5].losses == 1
     assert one.fleet.encodes == {"first": 6, "again": 6}
     one.tokens("p", 5, finish="evicted", attempt=0, error=PeerEnded("gone").info())
@@ -479,7 +483,7 @@ def test_one_without_room_is_avoided_while_there_is_another_and_then_waited_for(
         while 5 in one.fleet._parked:
             one.now = one.fleet._parked.deadline()
             for each in ("x", "y", "u"):
-                one.say(each, m.Heartbeat(idle=True, stats=m.HeadStats()))
+                one.say(each, m.Heartbeat(idle=True, stats=m.EngineStats()))
             one.on(e.Tick())
     (who,) = entry_of(one).encoders
     one.refuse(who, 5)
@@ -631,7 +635,7 @@ def test_one_that_died_in_a_row_gets_one_sequence_at_a_time() -> None:
     assert where(one) == ["u", "x"]
 
 
-def test_rooms_have_numbers_of_their_own() -> None:
-    numbers = {room_of(sequence, image) for sequence in range(300) for image in range(30)}
+def test_transfers_have_numbers_of_their_own() -> None:
+    numbers = {transfer_of(sequence, image) for sequence in range(300) for image in range(30)}
     assert len(numbers) == 9000
     assert max(numbers) < 1 << 64

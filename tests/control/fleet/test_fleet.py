@@ -9,7 +9,7 @@ import pytest
 from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of, ids
 from weft.common.errors import ErrorInfo
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import HEALTHY_S
 from weft.control.fleet.instances import InstanceState
 from weft.control.fleet.open_sequences import LATE, MOST_REFUSALS
@@ -82,7 +82,7 @@ def test_a_loss_that_is_told_twice_counts_once() -> None:
     one.lose("a")
     one.lose("a")
     assert one.actions == []
-    one.say("a", m.HeadFailed(error=DIED.info()))
+    one.say("a", m.EngineFailed(error=DIED.info()))
     assert one.actions == []
     assert one.fleet.entries[1].losses == 1
     assert one.fleet.table.instances["a"].deaths == 1
@@ -132,7 +132,7 @@ def test_what_comes_over_an_old_link_changes_nothing() -> None:
     one.expect("a")
     one.say("a", one.welcome("a"), link=old)
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
-    one.say("a", m.HeadFailed(error=DIED.info()), link=old)
+    one.say("a", m.EngineFailed(error=DIED.info()), link=old)
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
 
 
@@ -160,8 +160,8 @@ def test_silence_and_standing_still_count_as_death(caplog: pytest.LogCaptureFixt
     one = Driver("a", "b").up()
     one.open(1)
     one.now += PATIENCE.engine / 2
-    one.say("b", m.Heartbeat(idle=True, stats=m.HeadStats()))
-    one.say("a", m.Heartbeat(idle=False, stats=m.HeadStats()))  # no step since the last one
+    one.say("b", m.Heartbeat(idle=True, stats=m.EngineStats()))
+    one.say("a", m.Heartbeat(idle=False, stats=m.EngineStats()))  # no step since the last one
     one.now += PATIENCE.engine / 2
     assert one.fleet.next_deadline() == one.now
     one.on(e.Tick())
@@ -271,10 +271,10 @@ def test_a_front_that_joins_knows_of_those_that_are_retired() -> None:
     assert not one.fleet.table.whole
     one.links += 1
     one.link["a"] = one.links
-    one.on(e.Expected("a", one.links, domain="all"))
+    one.on(e.Expected("a", one.links, expert_group="all"))
     one.on(e.Linked("a", one.link["a"]))
     one.say("a", one.welcome("a"))
-    assert one.fleet.table.instances["a"].domain == "all"
+    assert one.fleet.table.instances["a"].expert_group == "all"
     assert one.open(2, request=2) == "a"
 
 
@@ -303,7 +303,7 @@ def test_one_that_fails_to_start_fails_the_fleet() -> None:
 @pytest.mark.requirement("E2")
 def test_another_incarnation_behind_a_link_is_a_loss() -> None:
     one = Driver("a", "b").up()
-    one.say("a", m.Heartbeat(idle=True, stats=m.HeadStats()))
+    one.say("a", m.Heartbeat(idle=True, stats=m.EngineStats()))
     one.link["a"] += 10
     other = one.welcome("a")
     one.link["a"] -= 10
@@ -460,8 +460,8 @@ def test_who_resumes_when_all_patience_is_used_up_hears_so_at_once() -> None:
 # -- domains, draining, retirement
 
 
-def test_those_of_a_domain_work_together_or_not_at_all() -> None:
-    one = Driver("a", "b", domain="d").up()
+def test_those_of_an_expert_group_work_together_or_not_at_all() -> None:
+    one = Driver("a", "b", expert_group="d").up()
     one.open(1)
     one.lose("b")
     assert one.open(2, request=2) is None
@@ -538,7 +538,7 @@ def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
 
 
 @pytest.mark.parametrize(("shutdown", "message"), [(False, m.Goodbye()), (True, m.Shutdown())])
-def test_closing_ends_what_is_open_and_tells_instances(shutdown: bool, message: m.ToHead) -> None:
+def test_closing_ends_what_is_open_and_tells_instances(shutdown: bool, message: m.ToEngine) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.on(e.Closing(shutdown))
@@ -590,8 +590,8 @@ def test_a_front_that_joins_serves_with_what_lives_and_gives_up_for_no_loss() ->
     assert one.fleet.failure is not None
 
 
-def test_a_domain_that_is_joined_is_waited_for() -> None:
-    one = Driver("a", "b", domain="all", joining=True).up("a")
+def test_an_expert_group_that_is_joined_is_waited_for() -> None:
+    one = Driver("a", "b", expert_group="all", joining=True).up("a")
     assert one.fleet.refusal() is not None
     one.up("b")
     assert one.fleet.refusal() is None

@@ -27,7 +27,7 @@ from weft.types.messages import (
     OLDEST,
     VERSION,
     CacheMiss,
-    HeadStats,
+    EngineStats,
     Heartbeat,
     LogprobColumns,
     Submit,
@@ -89,12 +89,12 @@ def test_a_long_prompt_counts_as_several_sequences_until_it_is_computed() -> Non
 def test_heartbeats_tell_the_load_of_other_fronts() -> None:
     instances, policy = fleet_of(2), LeastLoad()
     instances[0].begin(1, 0)
-    instances[0].heartbeat(Heartbeat(idle=False, stats=HeadStats(steps=3, running=4, waiting=2)), 1.0)
+    instances[0].heartbeat(Heartbeat(idle=False, stats=EngineStats(steps=3, running=4, waiting=2)), 1.0)
     assert (instances[0].elsewhere, instances[0].load) == (5, 6)
     for sequence in range(2, 8):
         assert policy.choose(instances, NO_HASHES) is instances[1]
         instances[1].begin(sequence, 0)
-    instances[0].heartbeat(Heartbeat(idle=False, stats=HeadStats(steps=4, running=1)), 2.0)
+    instances[0].heartbeat(Heartbeat(idle=False, stats=EngineStats(steps=4, running=1)), 2.0)
     assert policy.choose(instances, NO_HASHES) is instances[0]
 
 
@@ -125,7 +125,7 @@ def test_progress() -> None:
 
     def heartbeat(steps: int, idle: bool, now: float) -> None:
         one.heard = now
-        one.heartbeat(Heartbeat(idle=idle, stats=HeadStats(steps=steps)), now)
+        one.heartbeat(Heartbeat(idle=idle, stats=EngineStats(steps=steps)), now)
 
     assert one.overdue(10, 9.9) is None
     assert "silent" in (one.overdue(10, 10) or "")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.control.fleet.driver import PATIENCE, Driver
 from weft.common.errors import EngineDead
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.types import messages as m
 
 
@@ -26,9 +26,9 @@ def test_a_death_is_one_error_and_a_planned_end_is_none(caplog: pytest.LogCaptur
     assert errors(caplog) == []
 
 
-def test_a_head_that_says_why_it_fails_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_says_why_it_fails_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
     one = Driver("a", "b").up()
-    one.say("a", m.HeadFailed(error=EngineDead("no memory").info()))
+    one.say("a", m.EngineFailed(error=EngineDead("no memory").info()))
     assert errors(caplog) == ["engine a is lost: no memory"]
 
 
@@ -36,7 +36,7 @@ def test_the_first_start_leaves_the_last_line_to_who_waits_for_it(caplog: pytest
     one = Driver("a")
     one.expect("a")
     one.on(e.Linked("a", one.link["a"]))
-    one.say("a", m.HeadFailed(error=EngineDead("--kv-cache-memory is too small").info()))
+    one.say("a", m.EngineFailed(error=EngineDead("--kv-cache-memory is too small").info()))
     assert one.fleet.failure is not None
     assert one.fleet.failure.message == "--kv-cache-memory is too small"
     assert errors(caplog) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.control.fleet.driver import Driver
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instances import InstanceState
 from weft.types import messages as m
 

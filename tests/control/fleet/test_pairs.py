@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from tests.control.fleet.driver import DIED, PATIENCE, Driver, error_of, ids
 from weft.common.errors import EndedElsewhere, ErrorInfo, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import HEALTHY_S
 from weft.control.fleet.instances import InstanceState
 from weft.control.fleet.open_sequences import LATE, LONGEST_WAIT_S, MOST_REFUSALS, NO_ROLE, UNFIT
 from weft.control.fleet.policy import DEFAULT_BLOCK
 from weft.types import messages as m
-from weft.types.media import MediaItem
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 ROLES: dict[str, m.Role] = {"p": "prefill", "q": "prefill", "d": "decode", "f": "decode"}
 
@@ -85,13 +85,15 @@ def over(one: Driver) -> None:
 # -- what is sent
 
 
-def test_both_of_a_pair_get_the_sequence_and_a_room() -> None:
+def test_both_of_a_pair_get_the_sequence_and_a_transfer() -> None:
     one = pairs("p", "d")
     (first, receives), (second, sends) = ask(one, 5)
     assert (first, second) == ("d", "p")
-    key = RoomKey(5, 0, one.link["p"])
-    assert receives.room == RoomTicket(key, False, Peer("ipc://p", one.link["p"]), PATIENCE.transfer)
-    assert sends.room == RoomTicket(key, True, Peer("ipc://d", one.link["d"]), PATIENCE.transfer)
+    key = TransferKey(5, 0, one.link["p"])
+    assert receives.transfer == TransferParameters(
+        key, False, Peer("ipc://p", one.link["p"]), PATIENCE.transfer
+    )
+    assert sends.transfer == TransferParameters(key, True, Peer("ipc://d", one.link["d"]), PATIENCE.transfer)
     assert (receives.attempt, sends.attempt, one.fleet.paired) == (0, 0, 1)
     prefill, decode = one.loads()
     assert prefill > decode == 1  # the prompt is computed at one instance
@@ -229,12 +231,12 @@ def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None
     over(one)
 
 
-def test_choices_go_to_one_pair_each_with_its_room() -> None:
+def test_choices_go_to_one_pair_each_with_its_transfer() -> None:
     one = pairs("p", "q", "d", "f")
     sent = ask(one, 1, 2, 3)
     assert [name for name, _ in sent] == ["d", "p"] * 3
-    assert {submit.room.key for _, submit in sent if submit.room} == {
-        RoomKey(number, 0, one.link["p"]) for number in (1, 2, 3)
+    assert {submit.transfer.key for _, submit in sent if submit.transfer} == {
+        TransferKey(number, 0, one.link["p"]) for number in (1, 2, 3)
     }
     ask(one, 4, request=2)
     assert where(one) == ["f", "q"]
@@ -259,7 +261,7 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
     assert where(one) == ["d", "p"]
     one.lose("p")
     assert where(one) == ["a"]
-    assert submitted(one)[0][1].room is None
+    assert submitted(one)[0][1].transfer is None
     assert one.fleet.refusal() is None
 
 
@@ -281,7 +283,7 @@ def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.L
     assert one.fleet.table.unpaired == 2  # the decode instance has no partner either
 
 
-def test_one_that_takes_no_rooms_is_never_paired(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_takes_no_transfers_is_never_paired(caplog: pytest.LogCaptureFixture) -> None:
     one = Driver("p", "d", roles={"p": "prefill", "d": "decode"}, fingerprints={"p": "", "d": ""}).up()
     assert ask(one, 1) == []
     assert "has no KV transfers" in caplog.text
@@ -442,7 +444,7 @@ def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
     assert "d" in where(one)
 
 
-def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_landed() -> None:
+def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_received() -> None:
     """The receiver reports the loss first. Nothing is sent to the sender.
 
     The later loss of the sender's link is no second loss, even after the time-out of a transfer.
@@ -532,13 +534,13 @@ def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
     rest(one, "d", 1)
 
 
-@pytest.mark.parametrize("landed", [False, True])
-def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -> None:
+@pytest.mark.parametrize("received", [False, True])
+def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(received: bool) -> None:
     """A receiver on another host may not see the loss. The receiver has the time-out of a transfer."""
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
-    if landed:
+    if received:
         one.tokens("d", 1, 7, position=0)
     one.lose("p")
     one.up("p")
@@ -546,8 +548,8 @@ def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -
     assert one.fleet.entries[1].losses == 0
     one.now += 1.0
     one.on(e.Tick())
-    assert one.fleet.entries[1].losses == (0 if landed else 1)
-    if landed:
+    assert one.fleet.entries[1].losses == (0 if received else 1)
+    if received:
         rest(one, "d", 1)
         return
     assert finished(one) == ["d"]
@@ -709,7 +711,7 @@ def test_who_is_not_read_leaves_both_and_starts_again_at_both(moved: bool) -> No
 def test_a_pinned_sequence_has_no_room(name: str) -> None:
     one = pairs("p", "d")
     assert one.open(1, pinned=name) == name
-    assert submitted(one)[0][1].room is None
+    assert submitted(one)[0][1].transfer is None
     one.tokens(name, 1, 7, finish="length")
     assert said(one) == [((7,), "length")]
     assert one.fleet.local_prefills == 0
@@ -780,7 +782,7 @@ def test_without_one_that_prefills_those_that_decode_do_it_after_a_while() -> No
     assert one.fleet.next_deadline() <= one.now + 1
     one.wait(1)
     (sent,) = submitted(one)
-    assert (sent[0], sent[1].room, one.fleet.local_prefills) == ("d", None, 1)
+    assert (sent[0], sent[1].transfer, one.fleet.local_prefills) == ("d", None, 1)
     assert one.fleet.refusal() is None
     assert one.fleet.table.alive
     assert not one.fleet.table.whole
@@ -947,7 +949,7 @@ def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None
     """Such sequences have no transfer, with or without a decode instance."""
     one = pairs(*names)
     ((name, submit),) = ask(one, 5, pooling="mean")
-    assert (name, submit.room, submit.pooling) == ("p", None, "mean")
+    assert (name, submit.transfer, submit.pooling) == ("p", None, "mean")
     one.say(name, m.Tokens(step=1, events=(m.TokenEvent(sequence=5, embedding=b"1234", finish="stop"),)))
     (event,) = one.told()
     assert (event.embedding, event.finish) == (b"1234", "stop")

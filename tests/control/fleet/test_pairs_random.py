@@ -13,7 +13,7 @@ from weft.control.fleet import pairs
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry
-from weft.types.messages import Finish, Submit, ToHead, TokenEvent
+from weft.types.messages import Finish, Submit, ToEngine, TokenEvent
 
 SEEDS = range(320)
 SEEN_BY = {"_nobody_misses_the_sender": 302}
@@ -97,7 +97,7 @@ def _nobody_misses_the_sender(patch: pytest.MonkeyPatch) -> None:
 def _one_finish_is_enough(patch: pytest.MonkeyPatch) -> None:
     send = Fleet._send
 
-    def change(self: Fleet, instance: Instance, message: ToHead) -> None:
+    def change(self: Fleet, instance: Instance, message: ToEngine) -> None:
         if not isinstance(message, Finish) or instance.role != "decode":
             send(self, instance, message)
 
@@ -111,7 +111,7 @@ def _a_place_is_left_in_the_books(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_depart", change)
 
 
-def _rooms_are_used_again(patch: pytest.MonkeyPatch) -> None:
+def _transfers_are_used_again(patch: pytest.MonkeyPatch) -> None:
     divide = pairs.divided_submit
 
     def change(
@@ -128,7 +128,7 @@ def _rooms_are_used_again(patch: pytest.MonkeyPatch) -> None:
 def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
     send = Fleet._send
 
-    def change(self: Fleet, instance: Instance, message: ToHead) -> None:
+    def change(self: Fleet, instance: Instance, message: ToEngine) -> None:
         if not isinstance(message, Finish) or instance.role != "encode":
             send(self, instance, message)
 
@@ -139,7 +139,7 @@ def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "plant",
     [
-        _rooms_are_used_again,
+        _transfers_are_used_again,
         _encoders_hear_of_no_end,
         _no_positions,
         _nothing_is_held,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.control.fleet.driver import Driver
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet import prefix_index
 from weft.control.fleet.policy import make_policies
 from weft.control.fleet.prefix_index import PrefixReports, PrefixView
@@ -126,11 +126,11 @@ def test_what_was_evicted_no_longer_counts_though_this_front_sent_it_there() -> 
     assert ask(driver, 3) == "b", "of equal loads the one chosen least often"
 
 
-def test_what_was_sent_and_never_cached_is_forgotten_when_the_head_is_idle() -> None:
+def test_what_was_sent_and_never_cached_is_forgotten_when_the_engine_is_idle() -> None:
     driver = fleet()
     assert ask(driver, 1) == "a"
     driver.on(e.Closed((1,)))  # before the prompt was computed
-    driver.say("a", m.Heartbeat(idle=True, stats=m.HeadStats(steps=1)))
+    driver.say("a", m.Heartbeat(idle=True, stats=m.EngineStats(steps=1)))
     assert ask(driver, 2) == "b"
 
 
@@ -140,7 +140,7 @@ def test_what_is_still_to_be_computed_there_is_not() -> None:
     long = m.ids_to_bytes(list(range(2000)))
     assert ask(driver, 1, long) == "a"
     assert [ask(driver, number) for number in (2, 3, 4)] == ["b"] * 3
-    driver.say("a", m.Heartbeat(idle=True, stats=m.HeadStats(waiting=1)))
+    driver.say("a", m.Heartbeat(idle=True, stats=m.EngineStats(waiting=1)))
     assert ask(driver, 5, long) == "a"
 
 
@@ -157,7 +157,7 @@ def test_a_gap_is_asked_about_and_decisions_say_what_was_known() -> None:
     assert driver.fleet.router.decisions == {"exact": 1, "degraded": 1, "fallback": 0}
 
 
-def test_another_process_of_a_head_begins_with_nothing() -> None:
+def test_another_process_of_an_engine_begins_with_nothing() -> None:
     driver = fleet()
     driver.say("b", m.PrefixIndex(number=1, positions=4, added=b"".join(BLOCKS)))
     driver.lose("b")

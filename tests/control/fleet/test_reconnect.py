@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from tests.control.fleet.driver import Driver, ids
-from tests.control.fleet.test_head_protocol import head, hello, submit
+from tests.control.fleet.test_engine_protocol import engine, hello, submit
 from tests.control.fleet.test_pairs import ask, pairs
 from weft.common.errors import NotGreeted, Unavailable
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instances import InstanceState
 from weft.types import messages as m
 
 HELLO = m.Hello(versions=(m.OLDEST, m.VERSION), front="front")
 
 
-def linked(one: Driver, name: str) -> list[m.ToHead]:
+def linked(one: Driver, name: str) -> list[m.ToEngine]:
     """There is another connection; the messages that are sent."""
     one.on(e.Linked(name, one.link[name]))
     return one.sent()
@@ -40,7 +40,7 @@ def test_a_front_greets_again_and_goes_on_from_the_tokens_that_came() -> None:
     assert [event.token_ids for event in one.told()] == [(8,)]
 
 
-def test_a_head_that_loads_is_greeted_again_and_has_as_long_as_before() -> None:
+def test_an_engine_that_loads_is_greeted_again_and_has_as_long_as_before() -> None:
     one = Driver("a")
     one.expect("a")
     assert linked(one, "a") == [HELLO]
@@ -62,7 +62,7 @@ def test_a_connection_to_another_process_is_a_loss() -> None:
     assert list(one.fleet.entries[1].places) == ["b"]
 
 
-def test_the_refusal_of_a_head_that_was_not_greeted_reaches_no_reader() -> None:
+def test_the_refusal_of_an_engine_that_was_not_greeted_reaches_no_reader() -> None:
     one = Driver("a").up()
     one.open(1, 2)
     one.tokens("a", 1, 7)
@@ -104,8 +104,8 @@ def test_a_stale_link_changes_nothing() -> None:
         assert (one.actions, one.fleet.table.instances["a"].state) == ([], InstanceState.DOWN)
 
 
-def test_a_head_forgets_the_connection_before_with_the_first_hello_of_the_next() -> None:
-    one = head()
+def test_an_engine_forgets_the_connection_before_with_the_first_hello_of_the_next() -> None:
+    one = engine()
     for sequence, (connection, name) in enumerate(((b"old", "front"), (b"other", "other"))):
         one.on(connection, hello(name))
         one.on(connection, submit(sequence))
@@ -115,8 +115,8 @@ def test_a_head_forgets_the_connection_before_with_the_first_hello_of_the_next()
     assert {front for front, _ in one.heartbeats()} == {b"new", b"other"}
 
 
-def test_a_head_that_was_not_greeted_says_so() -> None:
-    ((_, answer),) = head().on(b"new", submit(1))
+def test_an_engine_that_was_not_greeted_says_so() -> None:
+    ((_, answer),) = engine().on(b"new", submit(1))
     assert isinstance(answer, m.Tokens)
     assert answer.events[0].error is not None
     assert answer.events[0].error.code == NotGreeted.code != Unavailable.code

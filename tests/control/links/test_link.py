@@ -13,10 +13,10 @@ import zmq.asyncio
 from tests.support.slowness import deadline
 from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import UNREACHABLE, SharedBytes
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.links.link import Address, Link
 from weft.types import messages as m
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 
 
@@ -25,16 +25,16 @@ class Lives:
         return None
 
 
-async def sent(head: zmq.asyncio.Socket, link: Link, one: m.Submit) -> list[bytes]:
+async def sent(engine: zmq.asyncio.Socket, link: Link, one: m.Submit) -> list[bytes]:
     """The frames behind the message."""
     link.send(one)
-    return list((await head.recv_multipart())[2:])
+    return list((await engine.recv_multipart())[2:])
 
 
 async def talk(folder: Path) -> None:
     context = zmq.asyncio.Context()
-    head = context.socket(zmq.ROUTER)
-    head.bind(f"ipc://{folder}/head")
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(f"ipc://{folder}/head")
     heard: asyncio.Queue[e.Event] = asyncio.Queue()
     link = Link("one", 1, Address(f"ipc://{folder}/head", Lives()), context, 30.0, heard.put_nowait)
     probe, image = SharedBytes(0), SharedBytes(48)
@@ -45,14 +45,14 @@ async def talk(folder: Path) -> None:
     )
 
     async def tell(message: m.ToFront) -> None:
-        await head.send_multipart([front, m.encode(message)])
+        await engine.send_multipart([front, m.encode(message)])
         while not isinstance(await heard.get(), e.Received):
             pass
 
     try:
         link.send(m.Hello(versions=(m.OLDEST, m.VERSION), front="f"))
-        front, _ = await head.recv_multipart()
-        assert await sent(head, link, one) == [bytes(48)]  # nothing is known of the engine
+        front, _ = await engine.recv_multipart()
+        assert await sent(engine, link, one) == [bytes(48)]  # nothing is known of the engine
         welcome = m.Welcome(
             versions=(m.OLDEST, m.VERSION),
             vocab_size=9,
@@ -62,25 +62,25 @@ async def talk(folder: Path) -> None:
             incarnation=1,
         )
         await tell(welcome)
-        assert await sent(head, link, one) == [bytes(48)]  # an older engine
+        assert await sent(engine, link, one) == [bytes(48)]  # an older engine
         elsewhere = msgspec.structs.replace(probe.name, pid=1 << 30)
         await tell(msgspec.structs.replace(welcome, probe=elsewhere))
-        assert await sent(head, link, one) == [bytes(48)]  # another host
+        assert await sent(engine, link, one) == [bytes(48)]  # another host
         await tell(msgspec.structs.replace(welcome, probe=probe.name))
-        assert await sent(head, link, one) == []
+        assert await sent(engine, link, one) == []
         for code, frames in ((PixelsLost.code, []), (UNREACHABLE, [bytes(48)])):
             error = PixelsLost("gone", code=code).info()
             event = m.TokenEvent(sequence=1, finish="evicted", error=error)
             await tell(m.Tokens(step=-1, events=(event,)))
-            assert await sent(head, link, one) == frames
+            assert await sent(engine, link, one) == frames
     finally:
         await link.close(flush=False)
-        head.close()
+        engine.close()
         context.term()
         probe.close()
         image.close()
 
 
 @pytest.mark.requirement("D6")
-def test_images_are_named_where_the_head_can_open_them(tmp_path: Path) -> None:
+def test_images_are_named_where_the_engine_can_open_them(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(talk(tmp_path), deadline(30)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.front.fake_server import FakeHeads
+from tests.front.fake_server import FakeEngines
 from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.folder import private_folder
 from weft.control.fleet.instance_table import Patience
@@ -31,15 +31,15 @@ class Owner:
 
     def __init__(self, count: int, roles: Sequence[m.Role] = ()) -> None:
         self.folder: Path = private_folder()
-        self.heads = FakeHeads(str(self.folder), count, [], False, roles)
+        self.engines = FakeEngines(str(self.folder), count, [], False, roles)
         self.so: dict[str, Address | WeftError] = {}
         self.lost: list[tuple[str, int]] = []
         self.fails = False
-        for name in self.heads.members:
+        for name in self.engines.members:
             self.start(name, 1)
 
     def start(self, name: str, incarnation: int) -> None:
-        self.so[name] = self.heads.start(name, incarnation)
+        self.so[name] = self.engines.start(name, incarnation)
 
     def change(self, name: str, **changes: bool) -> None:
         address = self.so[name]
@@ -76,7 +76,7 @@ def with_links(
                 await work(links, owner)
         finally:
             await links.close()
-            owner.heads.close()
+            owner.engines.close()
             shutil.rmtree(owner.folder, ignore_errors=True)
 
     asyncio.run(run())
@@ -221,7 +221,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
         tokens: list[int] = []
         flow = submit(links, 1)
         await read(flow, tokens, 5)
-        for name in owner.heads.members:
+        for name in owner.engines.members:
             owner.so[name] = EngineDead("it died too often")
         errors: list[str] = []
         while not errors:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 
 from tests.control.links.test_links import LENGTH, PROMPT, read, submit, until
-from tests.front.fake_server import FakeHeads
+from tests.front.fake_server import FakeEngines
 from tests.support.slowness import deadline
 from tests.support.tcp_proxy import TcpProxy
 from weft.common.errors import WeftError
@@ -40,14 +40,14 @@ class RemoteOwner:
 
 def over_tcp(
     work: Callable[[Links, RemoteOwner, list[TcpProxy]], Awaitable[None]],
-    heads: int = 1,
+    engines: int = 1,
     timeout: float = 10.0,
 ) -> None:
     """Runs ``work`` with links to so many scripted heads, each behind a proxy."""
 
     async def run() -> None:
         folder = private_folder()
-        made = FakeHeads(str(folder), heads, [], False)
+        made = FakeEngines(str(folder), engines, [], False)
         addresses = {name: made.start(name, 1) for name in made.members}
         proxies = {name: TcpProxy(str(address.endpoint)) for name, address in addresses.items()}
         try:
@@ -113,7 +113,7 @@ def test_requests_that_come_while_connections_are_refused_wait() -> None:
     over_tcp(work)
 
 
-def test_new_requests_go_to_a_head_that_can_be_reached() -> None:
+def test_new_requests_go_to_an_engine_that_can_be_reached() -> None:
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:
         proxies[0].refuses = True
         proxies[0].reset()
@@ -124,7 +124,7 @@ def test_new_requests_go_to_a_head_that_can_be_reached() -> None:
         await until(lambda: len(links.fleet.table.takers()) == 2)
         assert owner.lost == []
 
-    over_tcp(work, heads=2)
+    over_tcp(work, engines=2)
 
 
 def test_a_connection_that_carries_nothing_any_more_is_made_anew() -> None:

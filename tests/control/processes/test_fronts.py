@@ -84,7 +84,7 @@ def whole() -> str:
     return (PROMPT * LENGTH)[:LENGTH]
 
 
-def heads(server: Running) -> list[ProcessRecord]:
+def engines(server: Running) -> list[ProcessRecord]:
     """Return the engines in the registry."""
     (pid, *_) = fronts(server)
     for path in Path("/tmp").glob("weft-*/registry"):
@@ -132,7 +132,7 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
         return False
 
     server.wait(at_the_new_one, PATIENCE)
-    assert [record.incarnation for record in heads(server)] == [1]
+    assert [record.incarnation for record in engines(server)] == [1]
     # Whichever is scraped answers for both.
     page = server.http.get("/metrics").text
     counted = re.findall(r'^weft:request_success_total{.*front="(\d)".*} (\S+)$', page, re.M)
@@ -175,7 +175,7 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
 
 
 @mostly_slow("death", [signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL], ids=lambda d: d.name)
-def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
+def test_an_engine_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
     """Streams of both API servers continue. A stopped engine is noticed only by API servers and replaced
     once.
     """
@@ -184,26 +184,26 @@ def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals)
     with stream_at(server, {one}) as first, stream_at(server, {other}) as second:
         first.read(10)
         second.read(10)
-        (head,) = heads(server)
-        assert head.pid is not None
-        os.kill(head.pid, death)
+        (engine,) = engines(server)
+        assert engine.pid is not None
+        os.kill(engine.pid, death)
         assert first.read() == whole()
         assert second.read() == whole()
     time.sleep(1.0)  # wait for late reports
-    assert [record.incarnation for record in heads(server)] == [2]
+    assert [record.incarnation for record in engines(server)] == [2]
     assert fronts(server) == [one, other]
-    assert not is_alive(head.pid)
+    assert not is_alive(engine.pid)
     assert server.stop(seconds=PATIENCE) == 0
 
 
-def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> None:
+def test_the_server_ends_when_no_engine_is_left(start_fake: Any, script: Any) -> None:
     server = start_fake(fronts=2, restarts=0)
     pids = fronts(server)
     with stream_at(server, set(pids), seed=script.HANG_AFTER) as stream:
         stream.read(3)
-        (head,) = heads(server)
-        assert head.pid is not None
-        os.kill(head.pid, signal.SIGKILL)
+        (engine,) = engines(server)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(AssertionError, match="engine_dead"):
             stream.read()
     assert server.process.wait(PATIENCE) == 1
@@ -211,11 +211,11 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> None:
+def test_an_engine_that_was_given_up_is_revived(start_fake: Any, count: int) -> None:
     """Both the route and the command revive, also for an API server that started while the engine was
     retired.
     """
-    server = start_fake(fronts=count, heads=2, restarts=0 if count == 1 else 1, admin_key=["admin"])
+    server = start_fake(fronts=count, engines=2, restarts=0 if count == 1 else 1, admin_key=["admin"])
     pid = server.process.pid
 
     def up(number: int) -> bool:
@@ -224,14 +224,14 @@ def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> Non
 
     if count == 1:
         victims = [
-            child for child in children(pid) if "fake_head" in Path(f"/proc/{child}/cmdline").read_text()
+            child for child in children(pid) if "fake_engine" in Path(f"/proc/{child}/cmdline").read_text()
         ]
         os.kill(victims[0], signal.SIGKILL)
     else:
         for _ in range(2):  # the budget of both heads together
-            os.kill(next(one.pid for one in heads(server) if one.name == "0"), signal.SIGKILL)
-            server.wait(lambda: heads(server)[0].incarnation == 2, PATIENCE)
-        server.wait(lambda: heads(server)[0].state == "retired", PATIENCE)
+            os.kill(next(one.pid for one in engines(server) if one.name == "0"), signal.SIGKILL)
+            server.wait(lambda: engines(server)[0].incarnation == 2, PATIENCE)
+        server.wait(lambda: engines(server)[0].state == "retired", PATIENCE)
         before = fronts(server)
         os.kill(before[0], signal.SIGKILL)  # the next one joins
         server.wait(lambda: len(fronts(server)) == 2 and fronts(server) != before, PATIENCE)

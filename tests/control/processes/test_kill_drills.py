@@ -16,13 +16,13 @@ import httpx
 import pytest
 
 from tests.control.processes.test_fronts import PATIENCE, fronts, stream_at
-from tests.front.fake_server import FakeHeads, engine_config, write_tokenizer
+from tests.front.fake_server import FakeEngines, engine_config, write_tokenizer
 from tests.support.processes import children, is_alive, with_role
 from weft.cli.processes.front_main import FrontSetup, start_front
 from weft.common.folder import private_folder
 from weft.config.sections.all import FrontSection
 from weft.control.processes import channel, process_registry
-from weft.front.server import bind
+from weft.front.front_server import bind
 
 LONG = {"prompt": "Tom has 12 apples and buys 7 more.", "max_tokens": 150, "ignore_eos": True}
 FLAGS = ("--fronts", "2", "--dtype", "float64", "--device", "cpu", "--rank-timeout", "20")
@@ -66,16 +66,16 @@ def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> Non
     server.wait(lambda: not any(map(is_alive, left)), 60)
 
 
-def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> None:
+def test_a_front_that_drains_leaves_the_engines_to_the_other(tmp_path: Path) -> None:
     """The test acts as the supervisor of an engine and two API servers."""
     write_tokenizer(tmp_path)
     config = engine_config(tmp_path, {})
     folder = private_folder()
-    heads = FakeHeads(str(folder), 1, [], False)
+    engines = FakeEngines(str(folder), 1, [], False)
     running: list[subprocess.Popen[bytes]] = []
     links: list[socket.socket] = []
     try:
-        address = heads.start("0", 1)
+        address = engines.start("0", 1)
         assert isinstance(address.endpoint, str)
         record = process_registry.ProcessRecord(
             role="head", name="0", incarnation=1, state="running", endpoint=address.endpoint
@@ -106,8 +106,8 @@ def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> No
         for process in running:
             process.kill()
             process.wait()
-        heads.kill("0", 1)
-        heads.close()
+        engines.kill("0", 1)
+        engines.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

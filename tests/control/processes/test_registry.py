@@ -18,10 +18,10 @@ from weft.control.processes.process_registry import (
     RegistryReader,
     write,
 )
-from weft.engine.server.heads import group_folder
+from weft.engine.server.engine_processes import group_folder
 
 
-def head(incarnation: int, state: str = "running", endpoint: str | None = "ipc:///x") -> ProcessRecord:
+def engine(incarnation: int, state: str = "running", endpoint: str | None = "ipc:///x") -> ProcessRecord:
     error = EngineDead("it died").info() if state == "retired" else None
     return ProcessRecord(
         role="head", name="0", incarnation=incarnation, state=state, endpoint=endpoint, pid=1, error=error
@@ -31,37 +31,39 @@ def head(incarnation: int, state: str = "running", endpoint: str | None = "ipc:/
 def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     reader = RegistryReader(tmp_path)
     assert reader.read() == ProcessRegistry()
-    first = ProcessRegistry((head(1), ProcessRecord(role="front", name="0", incarnation=3, state="running")))
+    first = ProcessRegistry(
+        (engine(1), ProcessRecord(role="front", name="0", incarnation=3, state="running"))
+    )
     write(tmp_path, first)
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
     assert reader.read() == first
     assert reader.read() is reader.read()
     assert [record.incarnation for record in first.of("front")] == [3]
-    write(tmp_path, ProcessRegistry((head(2),)))
-    assert reader.read().of("head") == [head(2)]
+    write(tmp_path, ProcessRegistry((engine(2),)))
+    assert reader.read().of("head") == [engine(2)]
     (tmp_path / NAME).unlink()  # the server ends
-    assert reader.read().of("head") == [head(2)]
+    assert reader.read().of("head") == [engine(2)]
 
 
-def test_what_a_front_sees_of_heads(tmp_path: Path) -> None:
+def test_what_a_front_sees_of_engines(tmp_path: Path) -> None:
     lost: list[tuple[str, int]] = []
     owner = RegistryOwner(
         RegistryReader(tmp_path), lambda name, incarnation, _: lost.append((name, incarnation))
     )
-    write(tmp_path, ProcessRegistry((head(1, endpoint=None),)))
+    write(tmp_path, ProcessRegistry((engine(1, endpoint=None),)))
     address = owner.present()["0"]
     assert isinstance(address, Address)
     assert callable(address.endpoint)
     assert address.endpoint() is None
-    write(tmp_path, ProcessRegistry((head(1),)))
+    write(tmp_path, ProcessRegistry((engine(1),)))
     assert address.endpoint() == "ipc:///x"
     owner.replace("0", 1, EngineDead("gone"))
     assert lost == [("0", 1)]
-    write(tmp_path, ProcessRegistry((head(2, "draining"),)))
+    write(tmp_path, ProcessRegistry((engine(2, "draining"),)))
     address = owner.present()["0"]
     assert isinstance(address, Address)
     assert (address.incarnation, address.draining) == (2, True)
-    write(tmp_path, ProcessRegistry((head(2, "retired"),)))
+    write(tmp_path, ProcessRegistry((engine(2, "retired"),)))
     error = owner.present()["0"]
     assert isinstance(error, WeftError)
     assert error.message == "it died"
@@ -88,7 +90,7 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
             while told != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
         heard = channel.hear(ours)
-        lost = channel.HeadLost("0", 7, EngineDead("gone").info())
+        lost = channel.EngineLost("0", 7, EngineDead("gone").info())
         assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
         async with asyncio.timeout(deadline(30)):

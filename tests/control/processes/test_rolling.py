@@ -84,7 +84,7 @@ def test_work_that_does_not_end_and_processes_that_do_not_are_not_waited_for() -
     assert not rolling.active
 
 
-def test_those_of_a_domain_go_together() -> None:
+def test_those_of_an_expert_group_go_together() -> None:
     table, rolling = made({"a": Member("d"), "b": Member("d"), "c": Member()})
     rolling.begin()
     answer(table, rolling)
@@ -117,7 +117,7 @@ def test_it_ends_where_one_does_not_come_back() -> None:
     assert not table.entries["1"].draining
 
 
-def test_what_a_head_said_before_fronts_knew_that_it_drains_proves_nothing() -> None:
+def test_what_an_engine_said_before_fronts_knew_that_it_drains_proves_nothing() -> None:
     table, rolling = made(["0"])
     rolling.begin()
     answer(table, rolling)
@@ -130,7 +130,7 @@ def test_what_a_head_said_before_fronts_knew_that_it_drains_proves_nothing() -> 
     assert rolling.tick(1.0 + 3 * SETTLE_S) == [Quit("0", 1)]
 
 
-def test_of_a_domain_that_does_not_come_back_nobody_drains_for_ever() -> None:
+def test_of_an_expert_group_that_does_not_come_back_nobody_drains_for_ever() -> None:
     table, rolling = made({"0": Member("all", "g"), "1": Member("all", "g")})
     rolling.begin()
     answer(table, rolling)

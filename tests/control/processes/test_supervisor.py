@@ -25,28 +25,28 @@ from weft.control.processes.table import (
 GONE = EngineDead("the process ended")
 
 
-def started(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
+def started(engines: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
     """Return a supervisor whose processes started at time 0."""
     made = Supervisor(
-        {str(n): Member("all" if together else "") for n in range(heads)},
+        {str(n): Member("all" if together else "") for n in range(engines)},
         [str(n) for n in range(fronts)],
         restarts=restarts,
         drain_timeout=30.0,
     )
-    assert len(made.start(0.0)) == heads + fronts
+    assert len(made.start(0.0)) == engines + fronts
     return made
 
 
-def serving(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
+def serving(engines: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
     """Return a supervisor whose API servers are ready."""
-    made = started(heads, fronts, restarts, together)
+    made = started(engines, fronts, restarts, together)
     for number in range(fronts):
         actions = made.on(s.FrontIsReady(str(number), 1), 1.0)
         assert actions == ([s.Announce()] if number == fronts - 1 else [])
     return made
 
 
-def test_heads_start_before_fronts_and_have_numbers() -> None:
+def test_engines_start_before_fronts_and_have_numbers() -> None:
     made = Supervisor(["0"], ["0", "1"], restarts=1, drain_timeout=1.0)
     assert made.start(0.0) == [Start("head", "0", 1), Start("front", "0", 1), Start("front", "1", 1)]
 
@@ -58,12 +58,12 @@ def test_nothing_is_tried_twice_at_the_first_start(role: str) -> None:
     assert started().on(s.ProcessEnded(role, "0", 1, 2), 1.0) == [s.Exit(2)]
 
 
-def test_a_head_that_all_report_is_replaced_once() -> None:
+def test_an_engine_that_all_report_is_replaced_once() -> None:
     made = serving()
-    assert made.on(s.FrontLostHead("0", 1, GONE), 2.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
-    assert made.on(s.FrontLostHead("0", 1, GONE), 2.1) == []
+    assert made.on(s.FrontLostEngine("0", 1, GONE), 2.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert made.on(s.FrontLostEngine("0", 1, GONE), 2.1) == []
     assert made.on(s.ProcessEnded("head", "0", 1, -9), 2.2) == []
-    assert made.on(s.FrontLostHead("0", 2, GONE), 3.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
+    assert made.on(s.FrontLostEngine("0", 2, GONE), 3.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
 
 
 def test_a_front_that_ends_is_started_again_and_the_server_is_announced_once() -> None:
@@ -78,7 +78,7 @@ def test_a_front_that_ends_is_started_again_and_the_server_is_announced_once() -
     assert made.on(s.ProcessEnded("front", "0", 1, 0), 4.0) == [Kill("front", "0", 1), Start("front", "0", 2)]
 
 
-def test_fronts_and_heads_have_budgets_of_their_own() -> None:
+def test_fronts_and_engines_have_budgets_of_their_own() -> None:
     made = serving(restarts=1)
     assert Start("front", "0", 2) in made.on(s.ProcessEnded("front", "0", 1, 1), 2.0)
     assert Start("head", "0", 2) in made.on(s.ProcessEnded("head", "0", 1, 1), 2.0)
@@ -88,21 +88,21 @@ def test_fronts_and_heads_have_budgets_of_their_own() -> None:
     assert made.on(s.Signalled(signal.SIGTERM), 5.0) == []
 
 
-def test_without_a_head_fronts_end_by_themselves_and_then_the_server() -> None:
+def test_without_an_engine_fronts_end_by_themselves_and_then_the_server() -> None:
     made = serving(restarts=0)
     assert made.on(s.ProcessEnded("head", "0", 1, -9), 2.0) == [Kill("head", "0", 1)]
-    assert made.heads.over
+    assert made.engines.over
     assert made.on(s.ProcessEnded("front", "0", 1, 1), 3.0) == []
     assert made.on(s.ProcessEnded("front", "1", 1, 1), 3.0) == [s.Exit(1)]
 
 
-def test_of_heads_that_need_each_other_none_is_left_alone() -> None:
-    made = serving(heads=2, restarts=0, together=True)
+def test_of_engines_that_need_each_other_none_is_left_alone() -> None:
+    made = serving(engines=2, restarts=0, together=True)
     made.on(s.ProcessEnded("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in made.heads.entries.values()] == [ProcessState.RETIRED] * 2
-    alone = serving(heads=2, restarts=0)
+    assert [entry.state for entry in made.engines.entries.values()] == [ProcessState.RETIRED] * 2
+    alone = serving(engines=2, restarts=0)
     alone.on(s.ProcessEnded("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in alone.heads.entries.values()] == [
+    assert [entry.state for entry in alone.engines.entries.values()] == [
         ProcessState.RETIRED,
         ProcessState.RUNNING,
     ]
@@ -114,7 +114,7 @@ def test_a_signal_drains_and_a_second_one_cuts() -> None:
     assert made.on(s.Signalled(signal.SIGHUP), 2.1) == []
     assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.0) == []
     assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.1) == []
-    assert Start("head", "0", 2) in made.on(s.FrontLostHead("0", 1, GONE), 3.5)  # for the remaining streams
+    assert Start("head", "0", 2) in made.on(s.FrontLostEngine("0", 1, GONE), 3.5)  # for the remaining streams
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == [s.Tell("1", "stop")]
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == []
     assert made.on(s.ProcessEnded("front", "1", 1, 130), 5.0) == [s.Exit(130)]
@@ -142,12 +142,12 @@ def test_a_front_that_is_not_ready_again_has_nothing_to_drain() -> None:
 def test_fronts_that_do_not_end_are_not_waited_for() -> None:
     made = serving()
     made.on(s.Signalled(signal.SIGTERM), 2.0)
-    assert made.on(s.Tick(), 2.0 + 30.0) == []
-    assert made.on(s.Tick(), 2.0 + 30.0 + s.END_S) == [s.Exit(1)]
+    assert made.on(s.SupervisorTick(), 2.0 + 30.0) == []
+    assert made.on(s.SupervisorTick(), 2.0 + 30.0 + s.END_S) == [s.Exit(1)]
     forced = serving()
     forced.on(s.Signalled(signal.SIGTERM), 2.0)
     forced.on(s.Signalled(signal.SIGTERM), 3.0)
-    assert forced.on(s.Tick(), 3.0 + s.END_S) == [s.Exit(130)]
+    assert forced.on(s.SupervisorTick(), 3.0 + s.END_S) == [s.Exit(130)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -159,7 +159,7 @@ def ticks(made: Supervisor, begin: float, end: float, alive: str = "") -> list[s
     actions: list[s.Action] = []
     now = begin
     while now < end:
-        actions += made.on(s.Tick(), now)
+        actions += made.on(s.SupervisorTick(), now)
         if alive:
             made.on(s.FrontIsAlive(alive, 1), now)
         now += 0.5
@@ -264,7 +264,9 @@ def test_a_retired_group_is_revived_with_a_new_budget() -> None:
 
 
 def test_those_that_need_each_other_are_revived_together() -> None:
-    members = {name: Member(domain, name[0]) for name, domain in [("a0", "a"), ("a1", "a"), ("b", "")]}
+    members = {
+        name: Member(expert_group, name[0]) for name, expert_group in [("a0", "a"), ("a1", "a"), ("b", "")]
+    }
     for name in ("a", "a1"):
         table = ProcessTable("head", members, 0)
         table.start(0.0)
@@ -285,10 +287,10 @@ def test_who_can_be_revived_is_said_by_name() -> None:
 
 
 def test_a_supervisor_revives_while_it_serves() -> None:
-    made = serving(heads=2, restarts=0)
+    made = serving(engines=2, restarts=0)
     assert made.on(s.ProcessEnded("head", "0", 1, 1), 2.0) == [Kill("head", "0", 1)]
     assert made.on(s.ReviveAsked("0"), 3.0) == [Start("head", "0", 2)]
-    assert made.heads.entries["0"].state is ProcessState.RUNNING
+    assert made.engines.entries["0"].state is ProcessState.RUNNING
     made.on(s.ProcessEnded("head", "0", 2, 1), 4.0)
     made.on(s.Signalled(signal.SIGTERM), 5.0)
     assert made.on(s.ReviveAsked("0"), 6.0) == []
@@ -299,53 +301,53 @@ def test_a_switch_waits_until_the_server_is_ready() -> None:
     made = started()
     made.on(s.SwitchAsked(), 0.5)
     for now in (1.0, 3.0, 5.0):
-        made.on(s.HeadSeen("0", 1, True), now)
-        assert made.on(s.Tick(), now) == []
-    assert not made.heads.entries["0"].draining
+        made.on(s.EngineSeen("0", 1, True), now)
+        assert made.on(s.SupervisorTick(), now) == []
+    assert not made.engines.entries["0"].draining
     for number in ("0", "1"):
         made.on(s.FrontIsReady(number, 1), 6.0)
     for now in (6.1, 7.0, 7.2):
-        made.on(s.HeadSeen("0", 1, True), now)
-        actions = made.on(s.Tick(), now)
+        made.on(s.EngineSeen("0", 1, True), now)
+        actions = made.on(s.SupervisorTick(), now)
     assert actions == [Switch(), Quit("0", 1)]
 
 
 def test_a_rolling_restart_is_the_supervisors() -> None:
-    made = serving(heads=2)
+    made = serving(engines=2)
     made.on(s.RestartAsked(), 2.0)
     for name in ("0", "1"):
-        made.on(s.HeadSeen(name, 1, True), 2.0)
-    assert made.on(s.Tick(), 2.0) == []
-    made.on(s.HeadSeen("0", 1, True), 2.0)
-    assert made.on(s.Tick(), 4.0) == [Quit("0", 1)]
+        made.on(s.EngineSeen(name, 1, True), 2.0)
+    assert made.on(s.SupervisorTick(), 2.0) == []
+    made.on(s.EngineSeen("0", 1, True), 2.0)
+    assert made.on(s.SupervisorTick(), 4.0) == [Quit("0", 1)]
     assert made.on(s.ProcessEnded("head", "0", 1, 0), 5.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
     made.on(s.Signalled(signal.SIGTERM), 6.0)
-    made.on(s.HeadSeen("0", 2, True), 6.5)
-    assert made.on(s.Tick(), 7.0) == []
+    made.on(s.EngineSeen("0", 2, True), 6.5)
+    assert made.on(s.SupervisorTick(), 7.0) == []
     assert not made.rolling.active  # the other one is not replaced
-    assert not made.heads.entries["1"].draining
-    early = started(heads=2)
+    assert not made.engines.entries["1"].draining
+    early = started(engines=2)
     early.on(s.RestartAsked(), 0.5)
     assert not early.rolling.active
 
 
 def test_a_signal_ends_the_drain_of_engines() -> None:
-    made = serving(heads=1)
+    made = serving(engines=1)
     made.on(s.RestartAsked(), 2.0)
-    made.on(s.HeadSeen("0", 1, False), 2.0)
-    made.on(s.Tick(), 2.0)
-    assert made.heads.entries["0"].draining
+    made.on(s.EngineSeen("0", 1, False), 2.0)
+    made.on(s.SupervisorTick(), 2.0)
+    assert made.engines.entries["0"].draining
     made.on(s.Signalled(signal.SIGTERM), 2.5)
-    assert not made.heads.entries["0"].draining
-    assert made.on(s.Tick(), 20.0) == []
+    assert not made.engines.entries["0"].draining
+    assert made.on(s.SupervisorTick(), 20.0) == []
 
 
 def test_an_engine_with_the_order_to_end_is_replaced_although_the_server_drains() -> None:
-    made = serving(heads=1)
+    made = serving(engines=1)
     made.on(s.RestartAsked(), 2.0)
     for now in (2.0, 4.0):
-        made.on(s.HeadSeen("0", 1, True), now)
-        actions = made.on(s.Tick(), now)
+        made.on(s.EngineSeen("0", 1, True), now)
+        actions = made.on(s.SupervisorTick(), now)
     assert actions == [Quit("0", 1)]
     made.on(s.Signalled(signal.SIGTERM), 4.5)
-    assert made.on(s.Tick(), 4.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert made.on(s.SupervisorTick(), 4.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]

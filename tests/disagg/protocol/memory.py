@@ -13,7 +13,7 @@ from weft.config.sharding import share, share_of_kv
 from weft.config.spec import CacheSpec, StatePart
 from weft.disagg.protocol.group_layout import blocks_of, placed
 from weft.disagg.protocol.spans import Side
-from weft.types.rooms import GroupDims, KindDims, TensorDims
+from weft.types.transfer import CacheGroupDims, GroupDims, TensorDims
 
 DTYPE = "bfloat16"
 
@@ -60,7 +60,7 @@ class Group:
         self.dims = GroupDims(
             ranks=self.ranks,
             kinds=tuple(
-                KindDims(
+                CacheGroupDims(
                     kind=spec.kind,
                     layers=spec.layers,
                     block_size=self.block_size,

@@ -15,14 +15,14 @@ from weft.disagg.protocol.coverage import Coverage
 from weft.disagg.protocol.group_layout import blocks_of, compatible, embedding_dims, placed, tensors_of
 from weft.disagg.protocol.sender import TransferRefused, check_bound
 from weft.disagg.protocol.spans import Side, SpanPlan, arriving
-from weft.disagg.protocol.volume import room_bytes
-from weft.types import rooms as r
-from weft.types.media import BLOCK_ROWS
-from weft.types.rooms import GroupDims, RoomKey, RoomMessageError
+from weft.disagg.protocol.volume import transfer_bytes
+from weft.types import transfer as r
+from weft.types.media_item import BLOCK_ROWS
+from weft.types.transfer import GroupDims, TransferKey, TransferMessageError
 
 LEVELS, WIDTH, BLOCKS = 3, 5, 40
 ROW = LEVELS * WIDTH * 2
-KEY = RoomKey(1, 0, 9)
+KEY = TransferKey(1, 0, 9)
 
 
 def dims(ranks: int, shards: bool = False, **more: int) -> GroupDims:
@@ -152,7 +152,7 @@ def test_the_volume_is_what_ranks_expect(ranks: tuple[int, int], shards: bool) -
         there = side(receiver, table(np.random.default_rng(0), rows), start, rows)
         arrive = [arriving(there, to, sender, start, rows) for to in range(ranks[1])]
         expected = sum(int(spans[:, 1].sum()) for each in arrive for spans in each.values())
-        assert room_bytes(sender, receiver, start, rows) == expected
+        assert transfer_bytes(sender, receiver, start, rows) == expected
 
 
 def test_where_the_receiver_has_all_of_it_no_block_is_named_and_nothing_moves() -> None:
@@ -166,7 +166,7 @@ def test_where_the_receiver_has_all_of_it_no_block_is_named_and_nothing_moves() 
         for rank in range(2):
             assert Coverage(arriving(there, rank, sender, 100, 100)).nbytes == 0
             assert SpanPlan(there, 0, there, rank, 100, 100).entries(0, range(LEVELS), 0, 100) == []
-    with pytest.raises(RoomMessageError, match="end before position 100"):
+    with pytest.raises(TransferMessageError, match="end before position 100"):
         placed((blocks_of([]),), sender, 99, 100)
 
 
@@ -186,11 +186,11 @@ def test_no_cache_of_sequences_has_shares() -> None:
 
     (kind,) = Group([KINDS["latent"]], 2, 4, 8).dims.kinds
     wrong = GroupDims(ranks=2, kinds=(msgspec.structs.replace(kind, shards=True),))
-    with pytest.raises(RoomMessageError, match="must have all rows"):
+    with pytest.raises(TransferMessageError, match="must have all rows"):
         tensors_of(wrong)
     offer = r.Admitted(key=KEY, num_prompt=3, dims=GroupDims(ranks=2, kinds=(kind,)))
     ends = (r.Endpoint("shm", "a", 1), r.Endpoint("shm", "b", 2))
-    with pytest.raises((RoomMessageError, TransferRefused), match="must have all rows"):
+    with pytest.raises((TransferMessageError, TransferRefused), match="must have all rows"):
         check_bound(offer, r.Bound(key=KEY, start=0, dims=wrong, blocks=(blocks_of([1]),), endpoints=ends))
 
 

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from tests.disagg.protocol.test_rooms import BOUND, KEY, OFFER, D, P, names, receiver, sender
+from tests.disagg.protocol.test_transfers import BOUND, KEY, OFFER, D, P, names, receiver, sender
 from tests.disagg.protocol.world import ERROR, GROUP, PATIENCE
-from weft.disagg.protocol import events as ev
-from weft.disagg.protocol.receiver import ReceivingRooms
+from weft.disagg.protocol import transfer_events as ev
+from weft.disagg.protocol.receiver import TransferReceiver
 from weft.disagg.protocol.tombstones import Tombstones
-from weft.types import rooms as r
-from weft.types.rooms import RoomKey
+from weft.types import transfer as r
+from weft.types.transfer import TransferKey
 
 
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
@@ -27,22 +27,22 @@ def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
     }
     assert out.on(events[proof], 2.0) == []
     for later in (5.0, 100.0, 10_000.0):
-        assert out.on(ev.Tick(), later) in ([], [ev.Stop(KEY)])
+        assert out.on(ev.TransferTick(), later) in ([], [ev.StopRanks(KEY)])
     assert out.on(ev.RankStopped(KEY, 0), 10_000.0) == []
-    assert names(out.on(ev.RankStopped(KEY, 1), 10_000.0)) == ["RoomFreed"]
+    assert names(out.on(ev.RankStopped(KEY, 1), 10_000.0)) == ["TransferFreed"]
 
 
 def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() -> None:
     out = sender()
     out.on(ev.Cancel(KEY, ERROR), 0.0)
-    at: dict[str, list[float]] = {"Fence": [], "Revoke": [], "Stop": []}
+    at: dict[str, list[float]] = {"Fence": [], "Revoke": [], "StopRanks": []}
     now = 0.0
     while now < 20 * PATIENCE.remember:
         due = out.next_due()
         assert due is not None
         assert due > now
         now = due
-        for name in names(out.on(ev.Tick(), now)):
+        for name in names(out.on(ev.TransferTick(), now)):
             at[name].append(now)
     for times in at.values():
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -56,13 +56,13 @@ def test_a_fence_that_nothing_waits_for_is_given_up() -> None:
     into.on(ev.Cancel(KEY, ERROR), 0.0)
     for rank in (0, 1):
         into.on(ev.RankStopped(KEY, rank), 0.0)
-    assert names(into.on(ev.Tick(), PATIENCE.retry)) == ["Fence"]
-    into.on(ev.Tick(), PATIENCE.remember)
+    assert names(into.on(ev.TransferTick(), PATIENCE.retry)) == ["Fence"]
+    into.on(ev.TransferTick(), PATIENCE.remember)
     assert into.next_due() is None
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_rank_that_is_gone_before_the_room_is_bound_fails_it(back: bool) -> None:
+def test_a_rank_that_is_gone_before_the_transfer_is_bound_fails_it(back: bool) -> None:
     out, into = sender("new"), receiver("new")
     for event in (ev.RankGone(1), ev.RankBack(1))[: 1 + back]:
         assert out.on(event, 0.0) == into.on(event, 0.0) == []
@@ -70,23 +70,23 @@ def test_a_rank_that_is_gone_before_the_room_is_bound_fails_it(back: bool) -> No
     into.on(ev.Heard(P, OFFER), 0.0)
     bound, reserved = names(out.on(ev.Heard(D, BOUND), 0.0)), names(into.on(ev.Reserve(BOUND), 0.0))
     if back:
-        assert (bound, reserved) == (["Push", "RoomBound"], ["Expect", "Bound"])
+        assert (bound, reserved) == (["Push", "TransferBound"], ["Expect", "Bound"])
         return
-    assert bound == reserved == ["RoomFailed", "Stop", "Fence"]
-    assert names(into.on(ev.RankStopped(KEY, 0), 0.0)) == ["RoomFreed"]
+    assert bound == reserved == ["TransferFailed", "StopRanks", "Fence"]
+    assert names(into.on(ev.RankStopped(KEY, 0), 0.0)) == ["TransferFreed"]
 
 
 def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
     known = Tombstones[str](100.0, most=1000)
     known.add(KEY, "ours", 0.0)
     for number in range(50):
-        known.add_of("a", RoomKey(100 + number, 0, 1), "theirs", 100, 1.0)
-    known.add_of("b", RoomKey(500, 0, 1), "theirs", 100, 1.0)
-    known.add_of("b", RoomKey(501, 0, 1), "theirs", 5000, 1.0)
+        known.add_of("a", TransferKey(100 + number, 0, 1), "theirs", 100, 1.0)
+    known.add_of("b", TransferKey(500, 0, 1), "theirs", 100, 1.0)
+    known.add_of("b", TransferKey(501, 0, 1), "theirs", 5000, 1.0)
     assert KEY in known
     assert len(known) == 1 + 10
-    assert RoomKey(149, 0, 1) in known
-    assert RoomKey(139, 0, 1) not in known
+    assert TransferKey(149, 0, 1) in known
+    assert TransferKey(139, 0, 1) not in known
     known.expire(101.0)
     assert len(known) == 0
     assert not known._of
@@ -102,7 +102,7 @@ def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
 
 def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
     """The request or the answer may have been lost with a connection, and no step shows the loss."""
-    into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
+    into = TransferReceiver(GROUP.dims, patience=PATIENCE)
     into.on(ev.Open(KEY, P, 1000.0), 0.0)
     into.on(ev.Heard(P, OFFER), 0.0)
     into.on(ev.Reserve(BOUND), 0.0)
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
         assert due is not None
         assert due > now
         now = due
-        told += [now for action in into.on(ev.Tick(), now) if action == ev.Stop(KEY)]
+        told += [now for action in into.on(ev.TransferTick(), now) if action == ev.StopRanks(KEY)]
     assert told == [15.0, 25.0, 45.0]
-    assert names(into.on(ev.RankStopped(KEY, 1), now)) == ["RoomFreed"]
-    assert ev.Stop(KEY) not in into.on(ev.Tick(), now + 1000.0)
+    assert names(into.on(ev.RankStopped(KEY, 1), now)) == ["TransferFreed"]
+    assert ev.StopRanks(KEY) not in into.on(ev.TransferTick(), now + 1000.0)

@@ -10,12 +10,12 @@ import pytest
 from weft.common.errors import EngineDead
 from weft.disagg.protocol.outbox import Outbox, Slotted
 from weft.disagg.protocol.pushes import Write
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
-KEY, OTHER = RoomKey(1, 0, 1), RoomKey(2, 0, 1)
+KEY, OTHER = TransferKey(1, 0, 1), TransferKey(2, 0, 1)
 
 
-def write(number: int, peer: str = "a", key: RoomKey = KEY) -> Write:
+def write(number: int, peer: str = "a", key: TransferKey = KEY) -> Write:
     return Write(key, peer, number, (), np.empty(0, np.uint64))
 
 
@@ -96,12 +96,12 @@ def test_a_connection_that_ends_gives_back_what_was_sent_over_it() -> None:
 def test_no_slot_is_used_by_two_and_all_come_back() -> None:
     for seed in range(60):
         draw, box = random.Random(seed), Outbox(6)
-        copying, sent, cancelled, number = list[Slotted](), list[Slotted](), set[RoomKey](), 0
-        order: dict[tuple[str, RoomKey], int] = {}
+        copying, sent, cancelled, number = list[Slotted](), list[Slotted](), set[TransferKey](), 0
+        order: dict[tuple[str, TransferKey], int] = {}
         for _ in range(400):
             match draw.randrange(6):
                 case 0 | 1:
-                    key = RoomKey(draw.randrange(50), 0, 1)
+                    key = TransferKey(draw.randrange(50), 0, 1)
                     if key not in cancelled:
                         number += 1
                         box.put(write(number, draw.choice("abc"), key))
@@ -123,7 +123,7 @@ def test_no_slot_is_used_by_two_and_all_come_back() -> None:
                     one = sent.pop(draw.randrange(len(sent)))
                     box.ended(one.write.peer, one.write.key, one.write.number)
                 case 5 if draw.random() < 0.2:
-                    key = RoomKey(draw.randrange(50), 0, 1)
+                    key = TransferKey(draw.randrange(50), 0, 1)
                     cancelled.add(key)
                     box.cancel(key)
                     assert box.quiet(key) == all(one.write.key != key for one in copying)

@@ -17,11 +17,11 @@ from weft.disagg.protocol import pushes as p
 from weft.disagg.protocol.coverage import Coverage, Positions
 from weft.disagg.protocol.memory_leases import MemoryLease, Ring
 from weft.disagg.protocol.outcomes import Outcomes
-from weft.disagg.protocol.spans import Part, SpanPlan
+from weft.disagg.protocol.spans import SpanPart, SpanPlan
 from weft.disagg.protocol.tombstones import Parking, Tombstones
-from weft.types.rooms import Outcome, RoomKey
+from weft.types.transfer import Outcome, TransferKey
 
-KEY, OTHER = RoomKey(1, 0, 1), RoomKey(2, 0, 1)
+KEY, OTHER = TransferKey(1, 0, 1), TransferKey(2, 0, 1)
 ERROR = Unavailable("planted").info()
 
 
@@ -100,7 +100,7 @@ def test_tombstones_and_parking_forget_in_time() -> None:
 
 
 class TestDigests:
-    SEED = digests.room_seed(KEY)
+    SEED = digests.transfer_seed(KEY)
 
     def of(self, data: np.ndarray, seed: int | None = None) -> int:
         return digests.digest(data, self.SEED if seed is None else seed)
@@ -129,11 +129,11 @@ class TestDigests:
             blocks = np.concatenate([memory[1024:2048], memory[:1024], memory[2048:]])
             assert self.of(blocks) != whole
 
-    def test_room_attempt_incarnation_place_and_length_are_part_of_it(self) -> None:
-        keys = [KEY, KEY._replace(room=9), KEY._replace(attempt=1), KEY._replace(incarnation=2)]
+    def test_transfer_attempt_incarnation_place_and_length_are_part_of_it(self) -> None:
+        keys = [KEY, KEY._replace(transfer=9), KEY._replace(attempt=1), KEY._replace(incarnation=2)]
         places = [(0, 0, 64), (1, 0, 64), (0, 8, 64), (0, 0, 72)]
         seeds = {
-            int(digests.span_seeds(digests.room_seed(key), region, np.array([at]), np.array([size]))[0])
+            int(digests.span_seeds(digests.transfer_seed(key), region, np.array([at]), np.array([size]))[0])
             for key in keys
             for region, at, size in places
         }
@@ -175,7 +175,9 @@ KNOWN = [
 
 
 class TestArrivals:
-    def write(self, number: int, begin: int, size: int, source: str = "s", key: RoomKey = KEY) -> a.Incoming:
+    def write(
+        self, number: int, begin: int, size: int, source: str = "s", key: TransferKey = KEY
+    ) -> a.Incoming:
         return a.Incoming(key, source, number, ((0, np.array([[begin, size]])),), 100)
 
     def coverage(self) -> Coverage:
@@ -184,28 +186,28 @@ class TestArrivals:
     def names(self, actions: list[a.Action]) -> list[str]:
         return [type(action).__name__ for action in actions]
 
-    def test_a_room_is_done_when_all_has_come_once(self) -> None:
+    def test_a_transfer_is_done_when_all_has_come_once(self) -> None:
         into = a.Arrivals()
-        into.on(a.Expected(KEY, self.coverage()), 0.0)
+        into.on(a.ExpectedArrival(KEY, self.coverage()), 0.0)
         first, last = self.write(0, 0, 10), self.write(1, 10, 20)
-        assert self.names(into.on(first, 0.0)) == ["Report", "Copy"]
+        assert self.names(into.on(first, 0.0)) == ["ArrivalReport", "Copy"]
         assert self.names(into.on(a.Copied(first, None), 0.0)) == ["Answer"]
         assert self.names(into.on(first, 0.0)) == ["Answer"]  # again: nothing is copied
         assert self.names(into.on(last, 0.0)) == ["Copy"]
         actions = into.on(a.Copied(last, None), 0.0)
-        assert actions[-1] == a.Report(KEY, Outcome.done)
+        assert actions[-1] == a.ArrivalReport(KEY, Outcome.done)
         assert self.names(into.on(self.write(5, 0, 10), 0.0)) == ["Answer"]
         assert into.dropped == 1
 
-    def test_nothing_is_copied_of_a_stopped_room(self) -> None:
+    def test_nothing_is_copied_of_a_stopped_transfer(self) -> None:
         into = a.Arrivals(remember_s=50.0)
         assert into.on(self.write(0, 0, 10), 0.0) == []
-        assert self.names(into.on(a.Stopped(KEY), 0.0)) == ["Answer"]
+        assert self.names(into.on(a.ArrivalStopped(KEY), 0.0)) == ["Answer"]
         assert self.names(into.on(self.write(1, 0, 10), 1.0)) == ["Answer"]
-        assert into.on(a.Expected(KEY, self.coverage()), 2.0) == []
+        assert into.on(a.ExpectedArrival(KEY, self.coverage()), 2.0) == []
         assert self.names(into.on(self.write(1, 0, 10), 3.0)) == ["Answer"]
         assert into.next_due() == 50.0
-        into.on(a.Tick(), 50.0)
+        into.on(a.ArrivalTick(), 50.0)
         assert into.next_due() is None
 
     def test_parking_is_bounded_in_bytes_and_time(self) -> None:
@@ -213,18 +215,20 @@ class TestArrivals:
         assert into.on(self.write(0, 0, 10), 0.0) == []
         assert into.on(self.write(1, 10, 10), 0.0) == []
         assert self.names(into.on(self.write(2, 20, 10), 0.0)) == ["Answer"]
-        assert self.names(into.on(a.Tick(), 5.0)) == ["Answer", "Answer"]
+        assert self.names(into.on(a.ArrivalTick(), 5.0)) == ["Answer", "Answer"]
         assert into.parked == 0
 
-    def test_a_digest_that_is_wrong_fails_the_room(self) -> None:
+    def test_a_digest_that_is_wrong_fails_the_transfer(self) -> None:
         into = a.Arrivals()
-        into.on(a.Expected(KEY, self.coverage()), 0.0)
+        into.on(a.ExpectedArrival(KEY, self.coverage()), 0.0)
         write = self.write(0, 0, 30)
         into.on(write, 0.0)
-        assert into.on(a.Copied(write, ERROR), 0.0)[-1] == a.Report(KEY, Outcome.failed, ERROR)
+        assert into.on(a.Copied(write, ERROR), 0.0)[-1] == a.ArrivalReport(KEY, Outcome.failed, ERROR)
 
     def test_a_rank_that_gets_nothing_is_done_at_once(self) -> None:
-        assert a.Arrivals().on(a.Expected(KEY, Coverage({})), 0.0) == [a.Report(KEY, Outcome.done)]
+        assert a.Arrivals().on(a.ExpectedArrival(KEY, Coverage({})), 0.0) == [
+            a.ArrivalReport(KEY, Outcome.done)
+        ]
 
 
 class TestPushes:
@@ -236,7 +240,7 @@ class TestPushes:
         return SpanPlan(sides[0], 0, sides[1], 0, start, 20)
 
     def pushes(self, **more: int) -> p.Pushes:
-        def digest(key: RoomKey, peer: str, parts: tuple[Part, ...]) -> np.ndarray:
+        def digest(key: TransferKey, peer: str, parts: tuple[SpanPart, ...]) -> np.ndarray:
             return np.zeros(sum(len(part.spans) for part in parts), np.uint64)
 
         return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], digest, states=[1], **more)
@@ -257,14 +261,14 @@ class TestPushes:
                 return done
             queue = out.on(p.More(late))
 
-    def test_rooms_that_are_bound_late_take_turns(self) -> None:
+    def test_transfers_that_are_bound_late_take_turns(self) -> None:
         out = self.pushes()
         for key in (KEY, OTHER):
             for layer in (1, 2):
                 assert out.on(p.Computed(key, (layer,), 0, 20)) == []
             assert out.on(p.Begin(key, {"peer": self.plan()}, 20)) == []
         out.on(p.Computed(KEY, (1,), 0, 20))  # behind the earlier report
-        late, order = out.behind(), list[RoomKey]()
+        late, order = out.behind(), list[TransferKey]()
         while late is not None:
             order.append(late)
             out.on(p.More(late))
@@ -289,8 +293,8 @@ class TestPushes:
             assert [write.number for write in writes] == list(range(len(writes)))
             assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
             assert all(sum(part.nbytes for part in write.parts) <= 600 for write in writes)
-            assert actions[-1] == p.Report(KEY, Outcome.done)
-            out.on(p.Stopped(KEY))
+            assert actions[-1] == p.PushReport(KEY, Outcome.done)
+            out.on(p.PushStopped(KEY))
             assert len(out) == out.under_way == 0
 
     @pytest.mark.parametrize("bound_after", range(5))
@@ -301,7 +305,7 @@ class TestPushes:
         actions = [action for event in events for action in self.run(out, out.on(event), 1 << 30)]
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
-        assert actions[-1] == p.Report(KEY, Outcome.done)
+        assert actions[-1] == p.PushReport(KEY, Outcome.done)
 
     def test_a_state_is_pushed_to_a_receiver_that_has_every_position(self) -> None:
         out = self.pushes()
@@ -313,7 +317,7 @@ class TestPushes:
             actions += self.run(out, out.on(p.Computed(KEY, (layer,), 13, 20)), 1 << 30)
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == states > 0
-        assert actions[-1] == p.Report(KEY, Outcome.done)
+        assert actions[-1] == p.PushReport(KEY, Outcome.done)
 
     def test_a_rank_is_not_done_while_positions_lack(self) -> None:
         out = self.pushes()
@@ -322,10 +326,10 @@ class TestPushes:
         for begin, end in ((5, 13), (13, 20), (5, 20)):
             for layer in (1, 2):
                 actions += self.run(out, out.on(p.Computed(KEY, (layer,), begin, end)), 1 << 30)
-        assert p.Report(KEY, Outcome.done) not in actions
+        assert p.PushReport(KEY, Outcome.done) not in actions
         for layer in (1, 2):
             actions += self.run(out, out.on(p.Computed(KEY, (layer,), 0, 7)), 1 << 30)
-        assert actions[-1] == p.Report(KEY, Outcome.done)
+        assert actions[-1] == p.PushReport(KEY, Outcome.done)
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
 
@@ -341,13 +345,13 @@ class TestPushes:
             for low in range(21):
                 assert all(have.has(low, high) == (set(range(low, high)) <= want) for high in range(low, 21))
 
-    def test_what_is_computed_of_a_stopped_room_is_not_kept(self) -> None:
+    def test_what_is_computed_of_a_stopped_transfer_is_not_kept(self) -> None:
         out = self.pushes()
         for number in range(p.MOST_STOPPED + 10):
-            out.on(p.Stopped(RoomKey(100 + number, 0, 1)))
+            out.on(p.PushStopped(TransferKey(100 + number, 0, 1)))
         out.on(p.Computed(KEY, (1,), 0, 20))
         assert len(out) == 1
-        out.on(p.Stopped(KEY))
+        out.on(p.PushStopped(KEY))
         assert out.on(p.Computed(KEY, (2,), 0, 20)) == []
         assert len(out) == 0
         assert len(out._stopped) == p.MOST_STOPPED
@@ -363,40 +367,42 @@ class TestPushes:
             for layer in (1, 2)
             for action in self.run(out, out.on(p.Computed(OTHER, (layer,), 0, 20)), 1200)
         ]
-        assert fast[-1] == p.Report(OTHER, Outcome.done)
-        out.on(p.Stopped(KEY))
+        assert fast[-1] == p.PushReport(OTHER, Outcome.done)
+        out.on(p.PushStopped(KEY))
         assert out.under_way == 0
 
-    def test_rooms_of_one_peer_take_turns(self) -> None:
+    def test_transfers_of_one_peer_take_turns(self) -> None:
         out = self.pushes(write_bytes=200, window=400)
         for key in (KEY, OTHER):
             out.on(p.Begin(key, {"peer": self.plan()}, 20))
         first = out.on(p.Computed(KEY, (1,), 0, 20)) + out.on(p.Computed(OTHER, (1,), 0, 20))
-        rooms = [action.key for action in self.run(out, first, 400) if isinstance(action, p.Write)]
-        assert rooms.index(OTHER) < len(rooms) - 1 - rooms[::-1].index(KEY)
+        transfers = [action.key for action in self.run(out, first, 400) if isinstance(action, p.Write)]
+        assert transfers.index(OTHER) < len(transfers) - 1 - transfers[::-1].index(KEY)
 
-    def test_a_write_that_fails_fails_the_room_and_no_more_is_sent(self) -> None:
+    def test_a_write_that_fails_fails_the_transfer_and_no_more_is_sent(self) -> None:
         out = self.pushes(write_bytes=200, window=200)
         out.on(p.Begin(KEY, {"peer": self.plan()}, 20))
         write = next(x for x in out.on(p.Computed(KEY, (1,), 0, 20)) if isinstance(x, p.Write))
-        assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == [p.Report(KEY, Outcome.failed, ERROR)]
+        assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == [
+            p.PushReport(KEY, Outcome.failed, ERROR)
+        ]
         assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == []
         assert out.under_way == 0
 
     def test_writes_of_tiny_spans_are_bounded_in_number(self) -> None:
         begins = np.arange(3000, dtype=np.int64) * 16
-        part = Part(0, 0, np.stack([begins, begins, np.full(3000, 8)], axis=1))
+        part = SpanPart(0, 0, np.stack([begins, begins, np.full(3000, 8)], axis=1))
         groups = p.packed([part._replace(target=number) for number in range(8)], 1 << 20)
         assert max(sum(len(part.spans) for part in group) for group in groups) <= 4096
         assert sum(len(part.spans) for group in groups for part in group) == 24_000
 
     def test_packing_keeps_every_byte_in_order(self) -> None:
         rng = np.random.default_rng(0)
-        parts = list[Part]()
+        parts = list[SpanPart]()
         for number in range(3):
             sizes = rng.integers(1, 3000, 20)
             ends = np.cumsum(sizes + 1)
-            parts.append(Part(0, number, np.stack([ends - sizes, 7 + ends - sizes, sizes], axis=1)))
+            parts.append(SpanPart(0, number, np.stack([ends - sizes, 7 + ends - sizes, sizes], axis=1)))
         groups = p.packed(parts, 1000)
         assert all(0 < sum(part.nbytes for part in group) <= 1000 for group in groups)
         for number, part in enumerate(parts):

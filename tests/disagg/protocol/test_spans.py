@@ -13,7 +13,7 @@ from weft.config.spec import CacheSpec
 from weft.disagg.protocol.coverage import BadSpans, Coverage
 from weft.disagg.protocol.group_layout import compatible, group_dims, tensors_of
 from weft.disagg.protocol.spans import SpanPlan, arriving, first_position, merged, split
-from weft.types.rooms import RoomMessageError
+from weft.types.transfer import TransferMessageError
 
 BLOCKS = 24
 
@@ -150,7 +150,7 @@ def test_positions_in_the_null_block_are_an_error() -> None:
     case = Case(0, ["full"], (1, 1), (4, 4), 0, 20)
     case.tables[0][0][2] = 0
     side = case.sender.side(case.tables[0], 0, 20)
-    with pytest.raises(RoomMessageError, match="null block"):
+    with pytest.raises(TransferMessageError, match="null block"):
         list(SpanPlan(side, 0, case.sides[1], 0, 0, 20).everything())
 
 
@@ -161,7 +161,7 @@ def test_positions_in_the_null_block_are_an_error() -> None:
 )
 def test_blocks_that_cannot_be_are_refused(table: list[int], message: str) -> None:
     group = Group([KINDS["full"]], 1, 4, BLOCKS)
-    with pytest.raises(RoomMessageError, match=message):
+    with pytest.raises(TransferMessageError, match=message):
         group.side([table], 0, 12)
 
 
@@ -212,7 +212,7 @@ def test_dims_that_contradict_a_kind_are_refused() -> None:
             ),
         ),
     ):
-        with pytest.raises(RoomMessageError):
+        with pytest.raises(TransferMessageError):
             tensors_of(msgspec.structs.replace(dims, kinds=(wrong,)))
 
 

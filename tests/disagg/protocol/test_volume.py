@@ -9,7 +9,7 @@ import pytest
 from tests.disagg.protocol.memory import KINDS
 from tests.disagg.protocol.test_spans import Case
 from weft.disagg.protocol.spans import arriving
-from weft.disagg.protocol.volume import room_bytes
+from weft.disagg.protocol.volume import transfer_bytes
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -20,4 +20,4 @@ def test_all_ranks_get_so_many_bytes(kind: str, ranks: tuple[int, int]) -> None:
         dims = case.sender.dims
         arrive = [arriving(case.sides[1], to, dims, start, end) for to in range(ranks[1])]
         expected = sum(int(spans[:, 1].sum()) for each in arrive for spans in each.values())
-        assert room_bytes(dims, case.receiver.dims, start, end) == expected
+        assert transfer_bytes(dims, case.receiver.dims, start, end) == expected

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 from tests.disagg.protocol.memory import KINDS, Group
 from weft.common.errors import Unavailable
-from weft.disagg.protocol import events as ev
+from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.group_layout import blocks_of
-from weft.disagg.protocol.receiver import ReceivingRooms
-from weft.disagg.protocol.room_table import FenceBy, Patience
-from weft.disagg.protocol.sender import SendingRooms
-from weft.types import rooms as r
-from weft.types.rooms import Outcome, Peer, RoomKey, State
+from weft.disagg.protocol.receiver import TransferReceiver
+from weft.disagg.protocol.sender import TransferSender
+from weft.disagg.protocol.transfer_table import FenceBy, TransferPatience
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, Peer, State, TransferKey
 
 RANKS, RANKS_TO, BLOCKS, PROMPT = 2, 2, 64, 10
 LONGEST = 40.0
 ERROR = Unavailable("planted").info()
 GROUP = Group([KINDS["full"]], RANKS, 4, BLOCKS)
-PATIENCE = Patience(retry=0.5, bind=20.0, fence=3.0, remember=120.0)
+PATIENCE = TransferPatience(retry=0.5, bind=20.0, fence=3.0, remember=120.0)
 
 
 class Violation(AssertionError):
@@ -39,37 +39,37 @@ class Memory:
     def __init__(self, what: str) -> None:
         self.what = what
         self.free = list(range(1, BLOCKS))
-        self.tenant: dict[int, RoomKey] = {}
-        self.of: dict[RoomKey, list[int]] = {}
+        self.tenant: dict[int, TransferKey] = {}
+        self.of: dict[TransferKey, list[int]] = {}
 
-    def take(self, key: RoomKey) -> list[int] | None:
+    def take(self, key: TransferKey) -> list[int] | None:
         if len(self.free) < 3:
             return None
         self.of[key] = [self.free.pop(0) for _ in range(3)]
         self.tenant.update(dict.fromkeys(self.of[key], key))
         return self.of[key]
 
-    def give_back(self, key: RoomKey) -> None:
+    def give_back(self, key: TransferKey) -> None:
         for block in self.of.pop(key, []):
             del self.tenant[block]
             self.free.append(block)
 
-    def touch(self, key: RoomKey, blocks: list[int]) -> None:
+    def touch(self, key: TransferKey, blocks: list[int]) -> None:
         if any(self.tenant.get(block) != key for block in blocks):
             raise Violation(f"{self.what}: bytes of {key} touch memory that it no longer has")
 
 
-class Head:
+class Engine:
     """The common part of both engines: state machine, process state, and events of the scheduler."""
 
     def __init__(self, world: World, name: str, incarnation: int) -> None:
         self.world, self.peer = world, Peer(name, incarnation)
         self.alive, self.paused_until = True, 0.0
-        self.told: dict[RoomKey, list[str]] = {}
-        self.opened: set[RoomKey] = set()
+        self.told: dict[TransferKey, list[str]] = {}
+        self.opened: set[TransferKey] = set()
         self.memory = Memory(name)
         self.machine: Any = None
-        self.quiet: set[RoomKey] = set()
+        self.quiet: set[TransferKey] = set()
         """Rooms of which no rank here moves anything any more."""
 
     def feed(self, event: Any) -> None:
@@ -90,15 +90,15 @@ class Head:
     def tick(self) -> None:
         due = self.machine.next_due()
         if due is not None and due <= self.world.now:
-            self.feed(ev.Tick())
+            self.feed(ev.TransferTick())
 
     def carry_out(self, action: ev.Action) -> None:
         match action:
-            case ev.Send(peer, message):
+            case ev.SendToPeer(peer, message):
                 self.world.send(self, peer, message)
-            case ev.Stop(key):
+            case ev.StopRanks(key):
                 self.world.stop(self, key)
-            case ev.Tell(event):
+            case ev.TellScheduler(event):
                 self.note(event.key, type(event).__name__)
                 self.tell(event)
             case ev.Revoke(key, peer):
@@ -106,32 +106,32 @@ class Head:
             case _:
                 self.start(action)
 
-    def note(self, key: RoomKey, what: str) -> None:
+    def note(self, key: TransferKey, what: str) -> None:
         said = self.told.setdefault(key, [])
         said.append(what)
-        for once in ("RoomLanded", "RoomFailed", "RoomBound"):
+        for once in ("TransferReceived", "TransferFailed", "TransferBound"):
             if said.count(once) > 1:
                 raise Violation(f"{self.peer.name}: {once} twice for {key}: {said}")
-        if "RoomLanded" in said and "RoomFailed" in said:
+        if "TransferReceived" in said and "TransferFailed" in said:
             raise Violation(f"{self.peer.name}: {key} has landed and failed: {said}")
-        if what == "RoomFreed" and said.count(what) > 1 + ("reserved late" in said):
+        if what == "TransferFreed" and said.count(what) > 1 + ("reserved late" in said):
             raise Violation(f"{self.peer.name}: freed twice: {key}: {said}")
 
-    def tell(self, event: r.RoomEvent) -> None:
-        if isinstance(event, r.RoomFreed | r.RoomLanded):
+    def tell(self, event: r.TransferEvent) -> None:
+        if isinstance(event, r.TransferFreed | r.TransferReceived):
             self.memory.give_back(event.key)
 
     def start(self, action: ev.Action) -> None:
         raise NotImplementedError
 
 
-class Sender(Head):
+class Sender(Engine):
     def __init__(self, world: World, incarnation: int) -> None:
         super().__init__(world, "P", incarnation)
-        self.machine = SendingRooms(RANKS, world.fence, PATIENCE)
-        self.receivers: dict[RoomKey, Peer] = {}
+        self.machine = TransferSender(RANKS, world.fence, PATIENCE)
+        self.receivers: dict[TransferKey, Peer] = {}
 
-    def open(self, key: RoomKey, seconds: float) -> None:
+    def open(self, key: TransferKey, seconds: float) -> None:
         if not self.alive or key in self.opened:
             return
         self.opened.add(key)
@@ -139,7 +139,7 @@ class Sender(Head):
         self.feed(ev.Open(key, self.world.receiver.peer, seconds))
         self.world.at(self.world.rng.random() * 3, lambda: self.admit(key))
 
-    def admit(self, key: RoomKey) -> None:
+    def admit(self, key: TransferKey) -> None:
         """The scheduler admits the sequence, as soon as there are blocks."""
         if self.alive and self.paused_until > self.world.now:
             self.world.at(self.paused_until - self.world.now + 2e-6, lambda: self.admit(key))
@@ -159,23 +159,23 @@ class Sender(Head):
             self.world.push(self, rank, action)
 
 
-class Receiver(Head):
+class Receiver(Engine):
     def __init__(self, world: World, incarnation: int) -> None:
         super().__init__(world, "D", incarnation)
-        self.machine = ReceivingRooms(GROUP.dims, world.fence, PATIENCE)
-        self.got: dict[tuple[RoomKey, int], set[int]] = {}
+        self.machine = TransferReceiver(GROUP.dims, world.fence, PATIENCE)
+        self.got: dict[tuple[TransferKey, int], set[int]] = {}
 
-    def open(self, key: RoomKey, seconds: float) -> None:
+    def open(self, key: TransferKey, seconds: float) -> None:
         if self.alive and key not in self.opened:
             self.opened.add(key)
             self.feed(ev.Open(key, self.world.sender.peer, seconds))
 
-    def tell(self, event: r.RoomEvent) -> None:
+    def tell(self, event: r.TransferEvent) -> None:
         super().tell(event)
-        if isinstance(event, r.RoomWanted):
+        if isinstance(event, r.TransferWanted):
             self.world.at(self.world.rng.random() * 0.5, lambda: self.decide(event.key))
 
-    def decide(self, key: RoomKey) -> None:
+    def decide(self, key: TransferKey) -> None:
         """The scheduler's answer."""
         if not self.alive or key in self.memory.of:
             return
@@ -183,7 +183,7 @@ class Receiver(Head):
             self.world.at(self.paused_until - self.world.now + 1e-6, lambda: self.decide(key))
             return
         draw = self.world.rng.random()
-        if "RoomFailed" in self.told[key]:
+        if "TransferFailed" in self.told[key]:
             draw = 0.5
         blocks = self.memory.take(key) if draw > 0.2 else None
         if draw < 0.03:
@@ -196,13 +196,13 @@ class Receiver(Head):
             bound = r.Bound(
                 key=key, start=0, dims=GROUP.dims, blocks=(blocks_of(blocks),), endpoints=endpoints
             )
-            if "RoomFailed" in self.told[key]:
+            if "TransferFailed" in self.told[key]:
                 self.told[key].append("reserved late")
             self.feed(ev.Reserve(bound))
 
-    def look_again(self, key: RoomKey) -> None:
+    def look_again(self, key: TransferKey) -> None:
         """Answer a postponed transfer, unless the scheduler has answered already."""
-        if key not in self.memory.of and "RoomFailed" not in self.told[key]:
+        if key not in self.memory.of and "TransferFailed" not in self.told[key]:
             self.decide(key)
 
     def start(self, action: ev.Action) -> None:
@@ -218,7 +218,7 @@ class Write(NamedTuple):
     receiver: Receiver
     rank: int
     to: int
-    key: RoomKey
+    key: TransferKey
     own: list[int]
     blocks: list[int]
     fails: bool
@@ -232,9 +232,9 @@ class World:
         self.now, self._count = 0.0, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.sender, self.receiver = Sender(self, 1), Receiver(self, 2)
-        self.past: list[Head] = []
-        self.late: list[RoomKey] = []
-        self.cut: set[RoomKey] = set()
+        self.past: list[Engine] = []
+        self.late: list[TransferKey] = []
+        self.cut: set[TransferKey] = set()
         """Transfers whose one-sided writes have no effect any more."""
         self.happened: set[str] = set()
 
@@ -248,12 +248,14 @@ class World:
             do()
         self.now = until
 
-    def head(self, peer: Peer) -> Head | None:
-        return next((head for head in (self.sender, self.receiver) if head.peer == peer and head.alive), None)
+    def engine(self, peer: Peer) -> Engine | None:
+        return next(
+            (engine for engine in (self.sender, self.receiver) if engine.peer == peer and engine.alive), None
+        )
 
     # ---- the network
 
-    def send(self, source: Head, peer: Peer, message: r.RoomMessage) -> None:
+    def send(self, source: Engine, peer: Peer, message: r.TransferMessage) -> None:
         data = r.encode(message)
         if self.rng.random() < 0.15 * self.harm:
             self.happened.add("lost")
@@ -264,9 +266,9 @@ class World:
             self.at(delay, lambda: self.deliver(source.peer, peer, data))
 
     def deliver(self, source: Peer, peer: Peer, data: bytes) -> None:
-        head = self.head(peer)
-        if head is not None:
-            head.feed(ev.Heard(source, r.decode(data)))
+        engine = self.engine(peer)
+        if engine is not None:
+            engine.feed(ev.Heard(source, r.decode(data)))
 
     # ---- ranks
 
@@ -275,7 +277,7 @@ class World:
         key = action.key
         blocks = [int(b) for b in memoryview(action.bound.blocks[0].ids).cast("i")]
         own = sender.memory.of[key]
-        receiver = self.head(sender.machine._rooms[key].peer)
+        receiver = self.engine(sender.machine._transfers[key].peer)
         if not isinstance(receiver, Receiver):
             return
         for to in range(RANKS_TO):
@@ -320,49 +322,49 @@ class World:
             delay = self.rng.random() * 0.3
             self.at(delay, lambda: receiver.feed(ev.RankReport(key, to, outcome)))
 
-    def stop(self, head: Head, key: RoomKey) -> None:
+    def stop(self, engine: Engine, key: TransferKey) -> None:
         """Stop the ranks, each after a random time of further work."""
-        count = RANKS if head is self.sender else RANKS_TO
+        count = RANKS if engine is self.sender else RANKS_TO
         left = set(range(count))
 
         def stopped(rank: int) -> None:
             left.discard(rank)
             if not left:
-                head.quiet.add(key)
-            head.feed(ev.RankStopped(key, rank))
+                engine.quiet.add(key)
+            engine.feed(ev.RankStopped(key, rank))
 
         for rank in range(count):
             self.at(self.rng.random(), lambda rank=rank: stopped(rank))  # type: ignore[misc]
 
     # ---- faults
 
-    def revoke(self, head: Head, key: RoomKey, peer: Peer) -> None:
+    def revoke(self, engine: Engine, key: TransferKey, peer: Peer) -> None:
         """End the peer's process, or take its access away."""
         self.happened.add("revoked")
-        other = self.head(peer)
+        other = self.engine(peer)
         if self.rng.random() < 0.5 or other is None:
             self.cut.add(key)
-            if isinstance(head, Sender):
+            if isinstance(engine, Sender):
                 self.receiver.quiet.add(key)
-            self.at(0.1, lambda: head.feed(ev.Revoked(key)))
+            self.at(0.1, lambda: engine.feed(ev.Revoked(key)))
         else:
             self.kill(other)
 
-    def kill(self, head: Head) -> None:
-        if not head.alive:
+    def kill(self, engine: Engine) -> None:
+        if not engine.alive:
             return
         self.happened.add("killed")
-        head.alive = False
-        self.past.append(head)
-        if head is self.sender:
+        engine.alive = False
+        self.past.append(engine)
+        if engine is self.sender:
             self.sender = Sender(self, self._count + 10)
-            others: list[Head] = [self.receiver]
+            others: list[Engine] = [self.receiver]
         else:
             self.receiver = Receiver(self, self._count + 10)
             others = [self.sender]
         for other in others:
-            self.at(self.rng.random() * 2, partial(other.feed, ev.PeerLost(head.peer)))
+            self.at(self.rng.random() * 2, partial(other.feed, ev.PeerLost(engine.peer)))
 
-    def pause(self, head: Head, seconds: float) -> None:
+    def pause(self, engine: Engine, seconds: float) -> None:
         self.happened.add("paused")
-        head.paused_until = max(head.paused_until, self.now + seconds)
+        engine.paused_until = max(engine.paused_until, self.now + seconds)

@@ -14,18 +14,18 @@ import torch
 
 from tests.disagg.protocol.memory import KINDS, Group, reference
 from tests.support.slowness import deadline
-from weft.disagg.protocol.events import RankReport, RankStopped
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.spans import first_position
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
 from weft.disagg.transport.base import Transport
 from weft.disagg.transport.copies import Copies, HostCopies
-from weft.disagg.transport.memory import Sizes, Staged
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
-from weft.disagg.transport.worker import RankTransfer
-from weft.types import rooms as r
-from weft.types.rooms import Outcome, RoomKey
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, TransferKey
 
 SECRET = b"sixteen bytes at least"
 TABLES = [[3, 9, 1, 7, 12], [5, 2, 11, 4, 8, 10, 6, 13, 1, 14]]
@@ -40,7 +40,7 @@ class Rank:
         self.transport = transport
         self.transfer = RankTransfer(rank, group.dims, transport, self.told.put, start=start)
 
-    def wait(self, key: RoomKey, seconds: float = 20.0) -> RankReport:
+    def wait(self, key: TransferKey, seconds: float = 20.0) -> RankReport:
         """Wait for the end of a transfer. Return its outcome on this rank."""
         until = time.monotonic() + deadline(seconds)
         while True:
@@ -48,7 +48,7 @@ class Rank:
             if isinstance(said, RankReport) and said.key == key and said.outcome is not Outcome.pending:
                 return said
 
-    def wait_stopped(self, key: RoomKey, seconds: float = 20.0) -> None:
+    def wait_stopped(self, key: TransferKey, seconds: float = 20.0) -> None:
         until = time.monotonic() + deadline(seconds)
         while not isinstance(said := self.told.get(timeout=max(0.0, until - time.monotonic())), RankStopped):
             pass
@@ -167,10 +167,10 @@ class Pair:
         size = -(-self.end // group.block_size)
         return [[1 + which] if spec.kind == "state" else TABLES[which][:size] for spec in group.caches]
 
-    def offer(self, key: RoomKey) -> r.Admitted:
+    def offer(self, key: TransferKey) -> r.Admitted:
         return r.Admitted(key=key, num_prompt=self.end, dims=self.sender.dims)
 
-    def bound(self, key: RoomKey) -> r.Bound:
+    def bound(self, key: TransferKey) -> r.Bound:
         blocks = tuple(blocks_of(table) for table in self.tables(self.receiver, 1))
         ends = tuple(rank.transport.endpoint for rank in self.receivers)
         return r.Bound(key=key, start=self.start, dims=self.receiver.dims, blocks=blocks, endpoints=ends)
@@ -181,11 +181,11 @@ class Pair:
         tables = self.tables(self.sender, 0), self.tables(self.receiver, 1)
         return reference(self.sender, self.receiver, *tables, positions)
 
-    def expect(self, key: RoomKey) -> None:
+    def expect(self, key: TransferKey) -> None:
         for rank in self.receivers:
             rank.transfer.expect(self.offer(key), self.bound(key))
 
-    def begin(self, key: RoomKey) -> None:
+    def begin(self, key: TransferKey) -> None:
         self.push(self.bound(key))
 
     def push(self, bound: r.Bound, have: int | None = None, num_cached: int = 0) -> None:
@@ -195,25 +195,25 @@ class Pair:
         for rank in self.senders:
             rank.transfer.begin(self.offer(bound.key), bound, blocks, num_cached)
 
-    def grow(self, key: RoomKey, first: int, count: int) -> None:
+    def grow(self, key: TransferKey, first: int, count: int) -> None:
         """The sender gets ``count`` more blocks of each kind, from entry ``first`` on."""
         tables = zip(self.sender.caches, self.tables(self.sender, 0), strict=True)
         more = [[] if spec.kind == "state" else table[first : first + count] for spec, table in tables]
         for rank in self.senders:
             rank.transfer.grow(key, tuple(blocks_of(table, first) for table in more))
 
-    def compute(self, key: RoomKey, chunks: Sequence[int] = (13, 20), begin: int | None = None) -> None:
+    def compute(self, key: TransferKey, chunks: Sequence[int] = (13, 20), begin: int | None = None) -> None:
         first = self.start if begin is None else begin
         for start, end in zip([first, *chunks], [*chunks, self.end], strict=True):
             self.chunk(key, start, end)
 
-    def chunk(self, key: RoomKey, begin: int, end: int) -> None:
+    def chunk(self, key: TransferKey, begin: int, end: int) -> None:
         layers = sorted({layer for kind in self.sender.dims.kinds for layer in kind.layers})
         for layer in layers:
             for rank in self.senders:
                 rank.transfer.computed(key, (layer,), begin, end)
 
-    def transfer(self, key: RoomKey) -> list[RankReport]:
+    def transfer(self, key: TransferKey) -> list[RankReport]:
         """Run a transfer from beginning to end. Return the outcome of each rank of the receiver."""
         self.expect(key)
         self.begin(key)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.disagg.transport.rig import Pair
-from weft.types import rooms as r
+from weft.types import transfer as r
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from weft.disagg.transport import wire as f
-from weft.disagg.transport.connection import Connection, Got
-from weft.types.rooms import RoomKey
+from weft.disagg.transport.peer_connection import Got, PeerConnection
+from weft.types.transfer import TransferKey
 
-ROOMS = [RoomKey(number, 0, 1) for number in range(3)]
+TRANSFERS = [TransferKey(number, 0, 1) for number in range(3)]
 PAYLOAD = 40
 
 
@@ -32,8 +32,8 @@ class Trickle:
         return len(data)
 
 
-def connection(sock: Any) -> Connection:
-    made = Connection(sock, lambda size: torch.empty(size, dtype=torch.uint8), False)
+def connection(sock: Any) -> PeerConnection:
+    made = PeerConnection(sock, lambda size: torch.empty(size, dtype=torch.uint8), False)
     made.proven = True
     return made
 
@@ -49,20 +49,20 @@ def heard(data: bytes, proven: bool = True) -> list[Got]:
         return list(into.receive(1 << 20))
 
 
-def frames(room: RoomKey) -> f.WriteFrame:
-    return f.WriteFrame(room, 0, (), b"")
+def frames(transfer: TransferKey) -> f.WriteFrame:
+    return f.WriteFrame(transfer, 0, (), b"")
 
 
 @pytest.mark.requirement("E18")
-@pytest.mark.parametrize("cancelled", ROOMS)
-def test_a_room_that_is_cancelled_at_any_byte_takes_no_other_with_it(cancelled: RoomKey) -> None:
-    whole = len(f.pack(frames(ROOMS[0]), 0, f.NO_KEY, PAYLOAD)) + PAYLOAD
+@pytest.mark.parametrize("cancelled", TRANSFERS)
+def test_a_transfer_that_is_cancelled_at_any_byte_takes_no_other_with_it(cancelled: TransferKey) -> None:
+    whole = len(f.pack(frames(TRANSFERS[0]), 0, f.NO_KEY, PAYLOAD)) + PAYLOAD
     for taken in range(3 * whole + 1):
         sock = Trickle()
         out = connection(sock)
-        for room in ROOMS:
-            content = bytes([room.room + 1]) * PAYLOAD
-            out.send(frames(room), [memoryview(content[:15]), memoryview(content[15:])], room)
+        for transfer in TRANSFERS:
+            content = bytes([transfer.transfer + 1]) * PAYLOAD
+            out.send(frames(transfer), [memoryview(content[:15]), memoryview(content[15:])], transfer)
         sock.left = taken
         out.flush()
         before = len(sock.out)
@@ -71,14 +71,14 @@ def test_a_room_that_is_cancelled_at_any_byte_takes_no_other_with_it(cancelled: 
         out.flush()
         got = heard(bytes(sock.out))
         found = {each.frame.key: each.payload for each in got if isinstance(each.frame, f.WriteFrame)}
-        begin, end = whole * cancelled.room, whole * (cancelled.room + 1)
+        begin, end = whole * cancelled.transfer, whole * (cancelled.transfer + 1)
         assert (cancelled in found) == (before > begin)
-        for room in ROOMS:
-            if room != cancelled:
-                assert found[room].tolist() == [room.room + 1] * PAYLOAD  # type: ignore[union-attr]
+        for transfer in TRANSFERS:
+            if transfer != cancelled:
+                assert found[transfer].tolist() == [transfer.transfer + 1] * PAYLOAD  # type: ignore[union-attr]
         if begin < before < end:
             out_then = min(PAYLOAD, max(0, before - (end - PAYLOAD)))
-            want = [cancelled.room + 1] * out_then + [0] * (PAYLOAD - out_then)
+            want = [cancelled.transfer + 1] * out_then + [0] * (PAYLOAD - out_then)
             assert found[cancelled].tolist() == want  # type: ignore[union-attr]
         assert not out.wants_to_write
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.disagg.transport import rig
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport.copies import CudaCopies
 from weft.disagg.transport.shared_memory import SharedMemory
-from weft.types.rooms import Outcome, RoomKey
+from weft.types.transfer import Outcome, TransferKey
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 GPU = torch.device("cuda", 0)
 KINDS = ("full", "window", "latent, fp8", "compressed", "state")
-KEY = RoomKey(7, 0, 1)
+KEY = TransferKey(7, 0, 1)
 
 
 class Pair(rig.Pair):
@@ -109,7 +109,7 @@ def test_copies_do_not_wait_for_what_computes_beside_them(copies: CudaCopies) ->
     wait: Any = torch.cuda._sleep
     wait(6_000_000_000)  # seconds: other processes may have the GPU meanwhile
     later = copies.mark()
-    copy = copies.out([caches], [Part(0, 0, spans)], memory.tensor, mark)
+    copy = copies.out([caches], [SpanPart(0, 0, spans)], memory.tensor, mark)
     while not copies.ended(copy):
         pass
     assert not later.query()

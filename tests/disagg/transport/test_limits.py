@@ -20,9 +20,9 @@ from weft.disagg.transport import sockets
 from weft.disagg.transport.newcomers import Newcomers
 from weft.disagg.transport.shm import ShmTransport
 from weft.disagg.transport.tcp import TcpTransport
-from weft.types.rooms import Endpoint, RoomKey
+from weft.types.transfer import Endpoint, TransferKey
 
-WRITE = Write(RoomKey(1, 0, 1), "", 0, (), np.empty(0, np.uint64))
+WRITE = Write(TransferKey(1, 0, 1), "", 0, (), np.empty(0, np.uint64))
 
 
 @pytest.fixture

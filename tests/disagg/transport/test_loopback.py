@@ -10,22 +10,22 @@ import torch
 
 from tests.disagg.protocol.memory import KINDS, Group
 from tests.disagg.transport.rig import TABLES
-from weft.disagg.protocol.events import RankReport, RankStopped
 from weft.disagg.protocol.group_layout import blocks_of
-from weft.disagg.protocol.room_table import FenceBy
-from weft.disagg.transport.loopback import Faults, LoopbackNetwork, LoopbackTransport
-from weft.disagg.transport.worker import RankTransfer
-from weft.types import rooms as r
-from weft.types.rooms import Outcome, RoomKey
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
+from weft.disagg.protocol.transfer_table import FenceBy
+from weft.disagg.transport.loopback_transport import LoopbackFaults, LoopbackNetwork, LoopbackTransport
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, TransferKey
 
-KEY = RoomKey(3, 0, 1)
+KEY = TransferKey(3, 0, 1)
 END = 37
 
 
 class Pair:
     """One rank on each side, on virtual time."""
 
-    def __init__(self, faults: Faults, seed: int = 0, fence: FenceBy = "copy") -> None:
+    def __init__(self, faults: LoopbackFaults, seed: int = 0, fence: FenceBy = "copy") -> None:
         self.time = 0.0
         self.network = LoopbackNetwork(lambda: self.time, seed, faults)
         caches = [KINDS["full"], KINDS["latent"], KINDS["state"]]
@@ -43,7 +43,7 @@ class Pair:
                 RankTransfer(0, group.dims, transport, tell, start=False, clock=lambda: self.time)
             )
 
-    def begin(self, key: RoomKey = KEY) -> None:
+    def begin(self, key: TransferKey = KEY) -> None:
         sender, receiver = self.groups
         tables = [[TABLES[which][:5], TABLES[which][:5], [1]] for which in (0, 1)]
         offer = r.Admitted(key=key, num_prompt=END, dims=sender.dims)
@@ -77,7 +77,7 @@ class Pair:
 def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: FenceBy) -> None:
     caught = planted = 0
     for seed in range(100):
-        pair = Pair(Faults(**{damage: 1.0}), seed, fence)
+        pair = Pair(LoopbackFaults(**{damage: 1.0}), seed, fence)
         pair.begin()
         pair.run(1.0)
         said = pair.outcome()
@@ -91,7 +91,7 @@ def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: Fence
 def test_a_stale_state_is_caught_every_time() -> None:
     """The data of another attempt, or of another place, differs."""
     for seed in range(100):
-        pair = Pair(Faults(delay=0.5), seed)
+        pair = Pair(LoopbackFaults(delay=0.5), seed)
         pair.begin()
         pair.ranks[0].turn(0.0)
         for region in pair.groups[0].regions_of(2):
@@ -107,7 +107,7 @@ def test_a_stale_state_is_caught_every_time() -> None:
 @pytest.mark.requirement("E30")
 def test_a_block_that_is_reassigned_before_it_is_read_is_caught_every_time() -> None:
     for seed in range(100):
-        pair = Pair(Faults(delay=0.5), seed)
+        pair = Pair(LoopbackFaults(delay=0.5), seed)
         pair.begin()
         pair.ranks[0].turn(0.0)
         rng = np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def test_a_block_that_is_reassigned_before_it_is_read_is_caught_every_time() -> 
 @pytest.mark.parametrize("fence", ["copy", "connection"])
 def test_repeated_and_overtaking_writes_change_nothing(fence: FenceBy) -> None:
     for seed in range(20):
-        pair = Pair(Faults(delay=1.0, repeated=0.5), seed, fence)
+        pair = Pair(LoopbackFaults(delay=1.0, repeated=0.5), seed, fence)
         pair.begin()
         pair.run(5.0)
         said = pair.outcome()
@@ -130,15 +130,15 @@ def test_repeated_and_overtaking_writes_change_nothing(fence: FenceBy) -> None:
         assert said.outcome is Outcome.done
 
 
-def test_a_lost_write_leaves_the_room_pending() -> None:
-    pair = Pair(Faults(lost=0.5), 1)
+def test_a_lost_write_leaves_the_transfer_pending() -> None:
+    pair = Pair(LoopbackFaults(lost=0.5), 1)
     pair.begin()
     pair.run(5.0)
     assert pair.outcome() is None
 
 
-def test_a_late_write_of_a_stopped_room_lands_nowhere_if_receivers_copy() -> None:
-    pair = Pair(Faults(late=1.0, late_s=50.0))
+def test_a_late_write_of_a_stopped_transfer_lands_nowhere_if_receivers_copy() -> None:
+    pair = Pair(LoopbackFaults(late=1.0, late_s=50.0))
     pair.begin()
     pair.run(1.0)
     pair.ranks[1].stop(KEY)
@@ -152,7 +152,7 @@ def test_a_late_write_of_a_stopped_room_lands_nowhere_if_receivers_copy() -> Non
 def test_a_late_one_sided_write_lands_unless_its_connection_is_cut() -> None:
     """Why time alone fences nothing."""
     for cut in (False, True):
-        pair = Pair(Faults(late=1.0, late_s=50.0), fence="connection")
+        pair = Pair(LoopbackFaults(late=1.0, late_s=50.0), fence="connection")
         pair.begin()
         pair.run(1.0)
         pair.ranks[1].stop(KEY)

@@ -17,11 +17,11 @@ import pytest
 from tests.disagg.transport.rig import Pair
 from tests.support.slowness import deadline
 from weft.common.env import child_environment
-from weft.types import rooms as r
-from weft.types.rooms import Outcome, RoomKey
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, TransferKey
 
 ROOT = Path(__file__).parents[3]
-KEY = RoomKey(7, 0, 1)
+KEY = TransferKey(7, 0, 1)
 AGAIN = KEY._replace(attempt=1)
 
 
@@ -78,16 +78,16 @@ def sender(kind: str, folder: Path) -> Iterator[Sender]:
     one.close()
 
 
-def begin(pair: Pair, sender: Sender, key: RoomKey) -> None:
+def begin(pair: Pair, sender: Sender, key: TransferKey) -> None:
     pair.expect(key)
     sender.say(r.encode(pair.bound(key)).hex())
     assert sender.hear() == "half"
 
 
-def wait_for_half(pair: Pair, key: RoomKey) -> None:
-    room = pair.receivers[0].transfer.arrivals._rooms[key]
+def wait_for_half(pair: Pair, key: TransferKey) -> None:
+    transfer = pair.receivers[0].transfer.arrivals._transfers[key]
     until = time.monotonic() + deadline(20)
-    while room.coverage.landed_bytes < room.coverage.nbytes // 2:
+    while transfer.coverage.received_bytes < transfer.coverage.nbytes // 2:
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -101,7 +101,7 @@ def equal(pair: Pair, expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(want, have) for want, have in pairs)
 
 
-def stop(pair: Pair, key: RoomKey) -> None:
+def stop(pair: Pair, key: TransferKey) -> None:
     pair.receivers[0].transfer.stop(key)
     pair.receivers[0].wait_stopped(key)
 

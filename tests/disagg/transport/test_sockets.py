@@ -28,10 +28,10 @@ from weft.disagg.transport.shared_memory import SharedMemory, map_read_only
 from weft.disagg.transport.shm import ShmTransport
 from weft.disagg.transport.sockets import SocketTransport
 from weft.disagg.transport.tcp import TcpTransport
-from weft.types import rooms as r
-from weft.types.rooms import Outcome, RoomKey
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, TransferKey
 
-KEY = RoomKey(7, 0, 1)
+KEY = TransferKey(7, 0, 1)
 KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
 
 
@@ -73,7 +73,7 @@ def test_a_sequence_arrives(pair: Callable[..., Pair], kind: str, ranks: tuple[i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_before_their_room_are_parked_and_later_ones_dropped(
+def test_bytes_before_their_transfer_are_parked_and_later_ones_dropped(
     pair: Callable[..., Pair], kind: str
 ) -> None:
     one = pair(kind)
@@ -201,7 +201,7 @@ def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: 
 
 
 @pytest.mark.parametrize("grown", [None, 3])
-def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown: int | None) -> None:
+def test_positions_without_blocks_fail_the_transfer(pair: Callable[..., Pair], grown: int | None) -> None:
     """The positions are computed, and are added after a gap."""
     one = pair("shm", kinds=("full",))
     one.push(one.bound(KEY), have=2)
@@ -215,7 +215,7 @@ def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown
 
 
 @pytest.mark.requirement("E9")
-def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[..., Pair]) -> None:
+def test_a_receiver_that_stands_still_delays_only_its_own_transfers(pair: Callable[..., Pair]) -> None:
     """The other end does not read: the window fills, and the thread continues with other peers."""
     one, other = pair("tcp"), pair("tcp")
     with socket.create_server(("127.0.0.1", 0)) as still:
@@ -226,7 +226,7 @@ def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[.
         one.begin(KEY)
         one.compute(KEY)
         one.receivers[0].transport.endpoint = dead
-        again = RoomKey(8, 0, 1)
+        again = TransferKey(8, 0, 1)
         bound = other.bound(again)
         other.expect(again)
         one.senders[0].transfer.begin(
@@ -270,7 +270,7 @@ def test_what_goes_wrong_with_one_connection_ends_that_alone(
     one.begin(KEY)
     one.compute(KEY)
     assert one.senders[0].wait(KEY).outcome is Outcome.failed
-    again = RoomKey(8, 0, 1)
+    again = TransferKey(8, 0, 1)
     expected = one.expected()
     assert one.transfer(again)[0].outcome is Outcome.done
     assert same(one, expected)
@@ -278,11 +278,11 @@ def test_what_goes_wrong_with_one_connection_ends_that_alone(
 
 @pytest.mark.requirement("E18")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thread_that_fails_fails_its_rooms_and_answers_stop(
+def test_a_thread_that_fails_fails_its_transfers_and_answers_stop(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair(kind)
-    again = RoomKey(8, 0, 1)
+    again = TransferKey(8, 0, 1)
     one.expect(KEY)
     until = time.monotonic() + deadline(5)
     while not len(one.receivers[0].transfer.arrivals) and time.monotonic() < until:
@@ -350,8 +350,8 @@ def talk(listener: str, data: bytes) -> bytes:
 
 def hello(
     transport: str = "tcp", wanted: int = 1050, version: int = f.VERSION, nonce: bytes = b"n" * 32
-) -> f.Hello:
-    return f.Hello(version, transport, 5, wanted, 0, nonce)
+) -> f.PeerHello:
+    return f.PeerHello(version, transport, 5, wanted, 0, nonce)
 
 
 @pytest.mark.requirement("F28")
@@ -367,9 +367,9 @@ def hello(
         f.pack(hello("shm"), 0, f.NO_KEY),
         f.pack(hello(wanted=1), 0, f.NO_KEY),
         f.pack(hello(nonce=b"short"), 0, f.NO_KEY),
-        f.pack(f.Proof(), 0, f.NO_KEY),
-        f.pack(hello(), 0, f.NO_KEY) + f.pack(f.Proof(), 1, f.NO_KEY),
-        f.pack(hello(), 0, f.NO_KEY) + f.pack(f.Proof(), 1, b"k" * 32),
+        f.pack(f.KeyProof(), 0, f.NO_KEY),
+        f.pack(hello(), 0, f.NO_KEY) + f.pack(f.KeyProof(), 1, f.NO_KEY),
+        f.pack(hello(), 0, f.NO_KEY) + f.pack(f.KeyProof(), 1, b"k" * 32),
         f.pack(f.AnswerFrame(KEY, 0, None), 0, f.NO_KEY),
         b"\x80\x04\x95",
     ],
@@ -388,10 +388,10 @@ def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], p
     one = pair("tcp")
     receiver: Any = one.receivers[0].transport
     payload = b"x" * 64
-    spans = f.Spans(0, 0, np.array([(0, 0, 64)], "<i8").tobytes())
+    spans = f.SpansFrame(0, 0, np.array([(0, 0, 64)], "<i8").tobytes())
     frames = [
         f.pack(hello(), 0, f.NO_KEY),
-        f.pack(f.Proof(), 1, f.NO_KEY),
+        f.pack(f.KeyProof(), 1, f.NO_KEY),
         f.pack(f.WriteFrame(KEY, 0, (spans,), bytes(8)), 2, f.NO_KEY, len(payload)),
         payload,
     ]
@@ -419,16 +419,16 @@ def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], r
         with sock:
             sock.settimeout(0.5)
             first = sock.recv(65536)
-            answer = f.pack(f.Hello(f.VERSION, "tcp", real.incarnation, 0, 0, b"m" * 32), 0, f.NO_KEY)
+            answer = f.pack(f.PeerHello(f.VERSION, "tcp", real.incarnation, 0, 0, b"m" * 32), 0, f.NO_KEY)
             sock.sendall(answer)
             proof = sock.recv(65536)
             if reply != "hello":
-                sock.sendall(proof if reply == "echo" else f.pack(f.Proof(), 1, f.NO_KEY))
+                sock.sendall(proof if reply == "echo" else f.pack(f.KeyProof(), 1, f.NO_KEY))
             more = b""
             with contextlib.suppress(TimeoutError):
                 more = sock.recv(65536)
     assert first
-    assert len(proof) == len(f.pack(f.Proof(), 1, f.NO_KEY))
+    assert len(proof) == len(f.pack(f.KeyProof(), 1, f.NO_KEY))
     assert more == b""
     assert one.senders[0].wait(KEY).outcome is Outcome.failed
 
@@ -525,7 +525,7 @@ def test_forged_spans_are_refused_before_a_byte_is_touched(
     receiver = one.receivers[0].transport
     assert isinstance(receiver, ShmTransport)
     before = [part.copy() for part in one.receiver.regions[0]]
-    forged = f.Spans(0, region, np.array([span], "<i8").tobytes())
+    forged = f.SpansFrame(0, region, np.array([span], "<i8").tobytes())
     original = f.pack
 
     def pack(frame: f.Frame, *rest: Any) -> bytes:
@@ -543,7 +543,7 @@ def test_forged_spans_are_refused_before_a_byte_is_touched(
 
 
 @pytest.mark.requirement("F28")
-def test_spans_of_somebody_elses_blocks_fail_the_room(
+def test_spans_of_somebody_elses_blocks_fail_the_transfer(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The span lies inside a region, but outside the blocks of this transfer."""
@@ -553,7 +553,7 @@ def test_spans_of_somebody_elses_blocks_fail_the_room(
 
     def pack(frame: f.Frame, *rest: Any) -> bytes:
         if isinstance(frame, f.WriteFrame):
-            forged = f.Spans(0, 0, np.array([(0, 0, 8)], "<i8").tobytes())  # the null block
+            forged = f.SpansFrame(0, 0, np.array([(0, 0, 8)], "<i8").tobytes())  # the null block
             frame = f.WriteFrame(frame.key, frame.number, (forged,), bytes(8))
         return original(frame, *rest)
 

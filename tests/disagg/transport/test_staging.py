@@ -14,12 +14,12 @@ from tests.disagg.transport.rig import SMALL, LateCopies, Pair
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.disagg.protocol.pushes import Write
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport.copies import HostCopies, rows_of, unit_of
-from weft.disagg.transport.memory import Sizes, Staged
-from weft.types.rooms import Outcome, RoomKey
+from weft.disagg.transport.staging_memory import Sizes, Staged
+from weft.types.transfer import Outcome, TransferKey
 
-KEY, AGAIN = RoomKey(7, 0, 1), RoomKey(8, 0, 1)
+KEY, AGAIN = TransferKey(7, 0, 1), TransferKey(8, 0, 1)
 KINDS = ["staged shm", "staged tcp"]
 
 
@@ -83,7 +83,7 @@ def test_a_prompt_larger_than_the_ring_goes_over_as_receivers_answer(
 
 @pytest.mark.requirement("E8")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_have(
+def test_a_transfer_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_have(
     pair: Callable[..., Pair], kind: str
 ) -> None:
     one = pair(kind, copies=LateCopies)
@@ -99,7 +99,7 @@ def test_a_room_that_was_stopped_has_ended_when_the_copies_out_of_its_blocks_hav
         type(sender.told.get()).__name__ == "RankStopped" for _ in range(sender.told.qsize())
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.disagg.transport.worker._END_S", 0.1)
+        patch.setattr("weft.disagg.transport.transfer_thread._END_S", 0.1)
         with pytest.raises(EngineDead, match="does not stop"):
             sender.transfer.stop_all()
     copies_of(sender).go.set()
@@ -203,7 +203,7 @@ def test_a_thread_that_fails_ends_its_copies_before_it_says_that_it_has_stopped(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_cannot_be_copied_ends_its_room_alone(
+def test_what_cannot_be_copied_ends_its_transfer_alone(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair(kind, kinds=("full",))
@@ -232,7 +232,7 @@ def test_what_cannot_be_copied_ends_its_room_alone(
     until(lambda: memory_of(sender).outbox.free == SMALL.slots)
 
 
-def test_spans_longer_than_the_inbox_fail_their_room_with_words(pair: Callable[..., Pair]) -> None:
+def test_spans_longer_than_the_inbox_fail_their_transfer_with_words(pair: Callable[..., Pair]) -> None:
     one = pair("shm to staged shm", kinds=("full",))
     memory_of(one.receivers[0])._inbox.nbytes = 16
     one.expect(KEY)
@@ -269,7 +269,7 @@ def test_rows_of_spans() -> None:
 def test_bytes_go_out_and_in_as_parts_say() -> None:
     rng, copies = np.random.default_rng(4), HostCopies()
     regions = [torch.from_numpy(rng.integers(0, 256, 100, dtype=np.uint8)) for _ in range(2)]
-    parts = [Part(1, 0, np.array([[10, 0, 5], [90, 0, 10]])), Part(0, 0, np.array([[3, 0, 7]]))]
+    parts = [SpanPart(1, 0, np.array([[10, 0, 5], [90, 0, 10]])), SpanPart(0, 0, np.array([[3, 0, 7]]))]
     to = torch.zeros(32, dtype=torch.uint8)
     assert copies.ended(copies.out(regions, parts, to, None))
     wanted = torch.cat([regions[1][10:15], regions[1][90:100], regions[0][3:10]])

@@ -10,13 +10,13 @@ import pytest
 from tests.scheduler.encode.world import FAULT, World, ids, limits, play, submit
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.config.sections.all import SchedulerSection
-from weft.types.media import without_pixels
+from weft.types.media_item import without_pixels
 from weft.types.plan import Encode, MoveMedia, SendMedia, StepPlan
-from weft.types.rooms import OfferRoom, RoomKey
+from weft.types.transfer import OfferTransfer, TransferKey
 
 
-def key(sequence: int, number: int = 0) -> RoomKey:
-    return RoomKey(100 * sequence + number, 0, 7)
+def key(sequence: int, number: int = 0) -> TransferKey:
+    return TransferKey(100 * sequence + number, 0, 7)
 
 
 def encoded(plan: StepPlan) -> list[int]:
@@ -24,7 +24,7 @@ def encoded(plan: StepPlan) -> list[int]:
 
 
 def sent(plan: StepPlan) -> list[int]:
-    return [op.key.room for op in plan.ops if isinstance(op, SendMedia)]
+    return [op.key.transfer for op in plan.ops if isinstance(op, SendMedia)]
 
 
 def step(world: World) -> StepPlan:
@@ -34,15 +34,15 @@ def step(world: World) -> StepPlan:
 
 
 class TestOneSequence:
-    def test_rooms_are_offered_at_once(self) -> None:
+    def test_transfers_are_offered_at_once(self) -> None:
         world = World(limits())
         world.scheduler.add(submit(1, [(5, 3), (6, 2)]), 0.0)
-        assert world.scheduler.room_requests() == [
-            OfferRoom(key=key(1), num_prompt=3, num_cached=0),
-            OfferRoom(key=key(1, 1), num_prompt=2, num_cached=0),
+        assert world.scheduler.transfer_requests() == [
+            OfferTransfer(key=key(1), num_prompt=3, num_cached=0),
+            OfferTransfer(key=key(1, 1), num_prompt=2, num_cached=0),
         ]
 
-    def test_it_has_moved_when_all_of_its_rooms_have_landed(self) -> None:
+    def test_it_has_moved_when_all_of_its_transfers_have_received(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(5, 3), (6, 2)]))
         for number in (0, 1):
@@ -60,11 +60,11 @@ class TestOneSequence:
         world.submit(submit(1, [(5, 3)]))
         assert encoded(step(world)) == [5]
         assert not world.launch()
-        assert world.scheduler.awaiting
+        assert world.scheduler.blocked
         world.bind(key(1))
         plan = step(world)
         assert [type(op) for op in plan.ops] == [SendMedia]
-        assert world.scheduler.room_blocks(key(1))[0].ids == plan.ops[0].blocks  # type: ignore[union-attr]
+        assert world.scheduler.transfer_blocks(key(1))[0].ids == plan.ops[0].blocks  # type: ignore[union-attr]
         world.settle()
         assert world.finishes(1) == ["moved"]
 
@@ -78,14 +78,14 @@ class TestOneSequence:
         assert world.all == []
         world.check_idle()
 
-    def test_a_room_that_fails_ends_all_of_them(self) -> None:
+    def test_a_transfer_that_fails_ends_all_of_them(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(5, 3), (6, 2)]))
         world.bind(key(1))
         step(world)
         world.fail(key(1))
         assert [(e.finish, e.error) for e in world.events] == [("evicted", FAULT)]
-        assert world.rooms[key(1, 1)].failing == FAULT
+        assert world.transfers[key(1, 1)].failing == FAULT
         world.settle()
         assert world.finishes(1) == ["evicted"]
         world.check_idle()
@@ -112,7 +112,7 @@ class TestOneSequence:
         step(world)
         (event,) = world.finish(1)
         assert (event.finish, event.error) == ("abort", None)
-        assert {far.failing.code for far in world.rooms.values() if far.failing} == {"cancelled"}
+        assert {far.failing.code for far in world.transfers.values() if far.failing} == {"cancelled"}
         assert world.finish(1) == []
         assert world.finish(99) == []
         world.settle()
@@ -164,8 +164,8 @@ class TestBatches:
         world = World(limits())
         world.submit(submit(1, [(5, 3), (5, 3)]))
         world.submit(submit(2, [(5, 3)]))
-        for room in list(world.rooms):
-            world.bind(room)
+        for transfer in list(world.transfers):
+            world.bind(transfer)
         plan = step(world)
         assert encoded(plan) == [5]
         assert sent(plan) == [100, 101, 200]
@@ -216,7 +216,7 @@ class TestBatches:
         assert first.all == second.all
 
 
-class TestRoom:
+class TestTransfer:
     @pytest.mark.requirement("D9")
     def test_a_full_pool_defers_and_recovers(self) -> None:
         """No sequence is passed by meanwhile."""
@@ -376,10 +376,10 @@ class TestFailures:
         world.submit(submit(1, [(1, 4)]))
         world.scheduler.lose()
         world.submit(submit(2, [(2, 4)]))
-        assert world.rooms.keys() == {key(1)}
+        assert world.transfers.keys() == {key(1)}
         world.events += world.scheduler.requeue_all()
         world.ask()
-        assert world.rooms.keys() == {key(1), key(2)}
+        assert world.transfers.keys() == {key(1), key(2)}
         world.settle()
         assert (world.finishes(1), world.finishes(2)) == (["evicted"], ["moved"])
         world.check_idle()
@@ -413,21 +413,21 @@ class TestSubmits:
         world = World(limits())
         good = submit(1, [(1, 2)])
         (image,) = good.media
-        assert image.room is not None
-        receives = msgspec.structs.replace(image.room, sends=False)
-        forever = msgspec.structs.replace(image.room, seconds=1e9)
+        assert image.transfer is not None
+        receives = msgspec.structs.replace(image.transfer, sends=False)
+        forever = msgspec.structs.replace(image.transfer, seconds=1e9)
         change = msgspec.structs.replace
         for wrong, problem in (
             (change(good, media=()), "needs some"),
-            (change(good, room=image.room), "makes no tokens"),
+            (change(good, transfer=image.transfer), "makes no tokens"),
             (change(good, pooling="last"), "makes no tokens"),
-            (change(good, media=(change(image, room=None),)), "needs a room"),
-            (change(good, media=(change(image, room=receives),)), "needs a room"),
-            (change(good, media=(change(image, room=forever),)), "seconds"),
+            (change(good, media=(change(image, transfer=None),)), "needs a transfer"),
+            (change(good, media=(change(image, transfer=receives),)), "needs a transfer"),
+            (change(good, media=(change(image, transfer=forever),)), "seconds"),
             (change(good, media=without_pixels(good.media)), "pixels of an image"),
             (change(good, media=(change(image, key=b"x"),)), "16 bytes"),
             (change(good, media=(change(image, grid=(1, 3, 4)),)), "grid"),
-            (change(good, media=(image, change(image, start=2))), "room is known"),
+            (change(good, media=(image, change(image, start=2))), "transfer is known"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
                 world.submit(wrong)
@@ -435,7 +435,7 @@ class TestSubmits:
         world.submit(good)
         with pytest.raises(InvalidRequest, match="is live"):
             world.submit(submit(1, [(1, 2)], attempt=1))
-        with pytest.raises(InvalidRequest, match="room is known"):
+        with pytest.raises(InvalidRequest, match="transfer is known"):
             world.submit(change(good, sequence=2))
 
     def test_too_many_are_refused(self) -> None:
@@ -461,7 +461,7 @@ class TestSubmits:
             world.submit(submit(5, [(5, 2)]))
 
 
-def test_rooms_that_outlive_their_sequence_keep_no_pixels() -> None:
+def test_transfers_that_outlive_their_sequence_keep_no_pixels() -> None:
     """Receivers may read for long after the end. The limit counts the stored pixels."""
     world = World(limits())
     for number in (1, 2, 3):
@@ -472,8 +472,8 @@ def test_rooms_that_outlive_their_sequence_keep_no_pixels() -> None:
         if world.plans:
             world.commit()
     book = world.scheduler._book
-    assert len(book._rooms) == 3
-    assert sum(len(room.item.pixels) for room in book._rooms.values()) == book.pixels == 0
+    assert len(book._transfers) == 3
+    assert sum(len(transfer.item.pixels) for transfer in book._transfers.values()) == book.pixels == 0
     world.settle()
     world.check_idle()
 
@@ -483,14 +483,14 @@ def test_steps_out_of_turn() -> None:
     world.submit(submit(1, [(1, 2)]))
     builder = world.scheduler.build(0.0)
     assert builder is not None
-    with pytest.raises(EngineDead, match="never sealed"):
+    with pytest.raises(EngineDead, match="never frozen"):
         world.scheduler.build(0.0)
-    plan = world.scheduler.seal(builder)
+    plan = world.scheduler.freeze(builder)
     assert world.scheduler.admitted(plan) == [1]
     with pytest.raises(EngineDead, match="was built last"):
-        world.scheduler.seal(builder)
+        world.scheduler.freeze(builder)
     assert ids(plan.ops[0].blocks) == (1,)  # type: ignore[union-attr]
-    idle = world.scheduler.seal(world.scheduler.idle())
+    idle = world.scheduler.freeze(world.scheduler.idle())
     assert (idle.ops, idle.step) == ((), plan.step + 1)
     with pytest.raises(EngineDead, match="in flight already"):
         world.scheduler.build(0.0)

@@ -15,23 +15,23 @@ import numpy as np
 from weft.common.errors import ErrorInfo, ImageFailed, Unavailable
 from weft.config.resolved import MediaLimits
 from weft.config.sections.all import SchedulerSection
-from weft.scheduler.encode.scheduler import EncodeScheduler
-from weft.types.media import MediaItem
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
+from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, TokenEvent
 from weft.types.plan import EMPTY, Encode, MoveMedia, SendMedia, StepPlan, StepResult, column
-from weft.types.rooms import (
-    CancelRoom,
-    FinishRoom,
-    OfferRoom,
-    Peer,
-    RoomBound,
-    RoomFailed,
-    RoomFreed,
-    RoomKey,
-    RoomLanded,
-    RoomTicket,
-)
 from weft.types.sampling import TokenParams
+from weft.types.transfer import (
+    CancelTransfer,
+    FinishTransfer,
+    OfferTransfer,
+    Peer,
+    TransferBound,
+    TransferFailed,
+    TransferFreed,
+    TransferKey,
+    TransferParameters,
+    TransferReceived,
+)
 
 PATCH, MERGE, BLOCK = 2, 2, 4
 FAULT = Unavailable("a fault").info()
@@ -53,7 +53,7 @@ def limits(blocks: int = 12, host: int = 0, **more: int) -> MediaLimits:
     )
 
 
-def item(name: int, tokens: int, key: RoomKey, start: int = 0, seconds: float = 60.0) -> MediaItem:
+def item(name: int, tokens: int, key: TransferKey, start: int = 0, seconds: float = 60.0) -> MediaItem:
     """An image of one row of ``tokens``."""
     grid = (1, MERGE, MERGE * tokens)
     size = grid[1] * grid[2] * PATCH**2 * 3
@@ -63,7 +63,7 @@ def item(name: int, tokens: int, key: RoomKey, start: int = 0, seconds: float = 
         count=tokens,
         grid=grid,
         pixels=bytes([name % 256]) * size,
-        room=RoomTicket(key, True, Peer("there", 1), seconds),
+        transfer=TransferParameters(key, True, Peer("there", 1), seconds),
     )
 
 
@@ -71,7 +71,9 @@ def submit(sequence: int, images: list[tuple[int, int]], **more: int) -> Submit:
     """images: (name, tokens) of each."""
     media, start = [], 0
     for number, (name, tokens) in enumerate(images):
-        media.append(item(name, tokens, RoomKey(100 * sequence + number, more.get("attempt", 0), 7), start))
+        media.append(
+            item(name, tokens, TransferKey(100 * sequence + number, more.get("attempt", 0), 7), start)
+        )
         start += tokens + 1
     return Submit(
         sequence=sequence,
@@ -111,20 +113,20 @@ class World:
 
     def __post_init__(self) -> None:
         self.scheduler = EncodeScheduler(self.limits, self.section, 1 << 30)
-        self.rooms: dict[RoomKey, Far] = {}
+        self.transfers: dict[TransferKey, Far] = {}
         self.device: dict[int, bytes | None] = {}
         self.host: dict[int, bytes | None] = {}
         self.plans: deque[StepPlan] = deque()
         self.all: list[StepPlan] = []
         self.events: list[TokenEvent] = []
         self.now = 0.0
-        self.names: dict[RoomKey, int] = {}
+        self.names: dict[TransferKey, int] = {}
 
     # ---- what a head does
 
     def submit(self, one: Submit) -> None:
         self.events += self.scheduler.add(one, self.now)
-        self.names |= {item.room.key: item.pixels[0] for item in one.media if item.room is not None}
+        self.names |= {item.transfer.key: item.pixels[0] for item in one.media if item.transfer is not None}
         self.ask()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
@@ -134,21 +136,21 @@ class World:
         return told
 
     def ask(self) -> None:
-        while requests := self.scheduler.room_requests():
+        while requests := self.scheduler.transfer_requests():
             for request in requests:
                 match request:
-                    case OfferRoom(key, num_prompt):
-                        assert key not in self.rooms
-                        self.rooms[key] = Far(num_prompt)
-                    case FinishRoom(key):
-                        far = self.rooms.get(key)
+                    case OfferTransfer(key, num_prompt):
+                        assert key not in self.transfers
+                        self.transfers[key] = Far(num_prompt)
+                    case FinishTransfer(key):
+                        far = self.transfers.get(key)
                         if far is not None:
                             assert not far.finished
                             assert far.bound
                             assert far.sent is not None or far.start >= far.count
                             far.finished = True
-                    case CancelRoom(key, error):
-                        if (far := self.rooms.get(key)) is not None and far.failing is None:
+                    case CancelTransfer(key, error):
+                        if (far := self.transfers.get(key)) is not None and far.failing is None:
                             far.failing = error or FAULT
 
     def launch(self) -> bool:
@@ -158,7 +160,7 @@ class World:
         builder = self.scheduler.build(self.now)
         if builder is None:
             return False
-        plan = self.scheduler.seal(builder)
+        plan = self.scheduler.freeze(builder)
         assert plan.ops
         self.plans.append(plan)
         self.all.append(plan)
@@ -174,35 +176,35 @@ class World:
 
     # ---- what others do
 
-    def bind(self, key: RoomKey, start: int = 0) -> None:
-        far = self.rooms[key]
+    def bind(self, key: TransferKey, start: int = 0) -> None:
+        far = self.transfers[key]
         assert not far.bound
         far.bound, far.start = True, start
-        self._tell(RoomBound(key, start))
+        self._tell(TransferBound(key, start))
 
-    def can_bind(self, key: RoomKey) -> bool:
-        far = self.rooms[key]
+    def can_bind(self, key: TransferKey) -> bool:
+        far = self.transfers[key]
         return not far.bound and far.failing is None
 
-    def land(self, key: RoomKey) -> None:
+    def land(self, key: TransferKey) -> None:
         assert self.can_land(key)
-        del self.rooms[key]
-        self._tell(RoomLanded(key))
+        del self.transfers[key]
+        self._tell(TransferReceived(key))
 
-    def can_land(self, key: RoomKey) -> bool:
-        far = self.rooms[key]
+    def can_land(self, key: TransferKey) -> bool:
+        far = self.transfers[key]
         return far.bound and far.finished and far.failing is None
 
-    def fail(self, key: RoomKey, error: ErrorInfo = FAULT) -> None:
+    def fail(self, key: TransferKey, error: ErrorInfo = FAULT) -> None:
         """Fail the transfer; ``free`` follows later."""
-        far = self.rooms[key]
+        far = self.transfers[key]
         far.failing, far.told = far.failing or error, True
-        self._tell(RoomFailed(key, far.failing))
+        self._tell(TransferFailed(key, far.failing))
 
-    def free(self, key: RoomKey) -> None:
-        assert self.rooms[key].told
-        del self.rooms[key]
-        self._tell(RoomFreed(key))
+    def free(self, key: TransferKey) -> None:
+        assert self.transfers[key].told
+        del self.transfers[key]
+        self._tell(TransferFreed(key))
 
     def settle(self, turns: int = 1000) -> None:
         """Receivers take everything, in order, until nothing is left to do."""
@@ -211,8 +213,8 @@ class World:
             if self.plans:
                 self.commit()
                 moved = True
-            for key in list(self.rooms):
-                far = self.rooms.get(key)
+            for key in list(self.transfers):
+                far = self.transfers.get(key)
                 if far is None:
                     continue
                 if far.failing is not None:
@@ -232,9 +234,9 @@ class World:
     def check_idle(self) -> None:
         """Nothing is left of anything but the cache."""
         cache = self.scheduler.cache
-        assert not self.rooms
+        assert not self.transfers
         assert not self.scheduler.has_work()
-        assert not self.scheduler.awaiting
+        assert not self.scheduler.blocked
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
         held = [one for one in cache if not one.on_host]
@@ -248,8 +250,8 @@ class World:
 
     # ----
 
-    def _tell(self, event: RoomBound | RoomLanded | RoomFailed | RoomFreed) -> None:
-        self.events += self.scheduler.room(event, self.now)
+    def _tell(self, event: TransferBound | TransferReceived | TransferFailed | TransferFreed) -> None:
+        self.events += self.scheduler.transfer(event, self.now)
         self.ask()
 
     def _carry_out(self, plan: StepPlan) -> None:
@@ -277,13 +279,13 @@ class World:
 
     def _write(self, blocks: tuple[int, ...], label: bytes | None) -> None:
         for block in blocks:
-            readers = [key for key, far in self.rooms.items() if far.sent and block in far.sent]
+            readers = [key for key, far in self.transfers.items() if far.sent and block in far.sent]
             assert not readers, f"block {block} is written while {readers} read it"
             assert 0 < block <= self.limits.blocks
             self.device[block] = label
 
     def _send(self, op: SendMedia) -> None:
-        far = self.rooms.get(op.key)
+        far = self.transfers.get(op.key)
         assert far is not None
         assert far.bound
         assert far.sent is None
@@ -307,7 +309,7 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
     most = world.limits.blocks * BLOCK
     left = sequences
     for _ in range(100_000):
-        if not left and not world.rooms and not world.plans and not world.scheduler.has_work():
+        if not left and not world.transfers and not world.plans and not world.scheduler.has_work():
             return
         # Repeated names are more likely. Faults and aborts stay rare, so that transfers complete.
         deeds = ["launch", "launch", "commit", "commit", "bind", "bind", "land", "land", "free"]
@@ -316,7 +318,7 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
         if faults:
             deeds += ["fail"] * (source.random() < 0.2) + ["abort"] * (source.random() < 0.1)
         deed = source.choice(deeds)
-        keys = list(world.rooms)
+        keys = list(world.transfers)
         if deed == "submit":
             images = []
             for _ in range(source.randint(1, 4)):
@@ -329,21 +331,21 @@ def play(world: World, seed: int, sequences: int = 25, faults: bool = True) -> N
         elif deed == "commit" and world.plans:
             world.commit()
         elif deed == "bind" and (
-            open_ := [k for k in keys if not (f := world.rooms[k]).bound and not f.failing]
+            open_ := [k for k in keys if not (f := world.transfers[k]).bound and not f.failing]
         ):
             key = source.choice(open_)
-            world.bind(key, world.rooms[key].count if source.random() < 0.15 else 0)
+            world.bind(key, world.transfers[key].count if source.random() < 0.15 else 0)
         elif deed == "land" and (done := [key for key in keys if world.can_land(key)]):
             world.land(source.choice(done))
-        elif deed == "fail" and (live := [key for key in keys if not world.rooms[key].told]):
+        elif deed == "fail" and (live := [key for key in keys if not world.transfers[key].told]):
             world.fail(source.choice(live))
         elif deed == "free":
             for key in keys:
-                far = world.rooms[key]
+                far = world.transfers[key]
                 if far.failing is not None and not far.told:
                     world.fail(key)
                 elif far.told and source.random() < 0.5:
                     world.free(key)
         elif deed == "abort" and keys:
-            world.finish(source.choice(keys).room // 100)
+            world.finish(source.choice(keys).transfer // 100)
     raise AssertionError("it goes on for ever")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from tests.text.parsing.families import TOOLS, joined
 from weft.text.parsing.channels import MAX_UNKNOWN
 from weft.text.parsing.declaration import Kind, OutputFormat, Parameters
-from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import OutputSpec
+from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.tape import Tape
 
 _JSON_MARKUP = re.compile(

@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.text.parsing.declaration import OutputFormat, combined
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
-from weft.text.parsing.formats import CALLS, THOUGHTS
+from weft.text.parsing.formats import CALLS, REASONING
 from weft.text.parsing.parser import OutputSpec, Tool
 
 PROPERTIES: dict[str, Any] = {
@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasoningMarks:
     text: str
 
 
@@ -49,7 +49,7 @@ class Calls:
     calls: tuple[Call, ...]
 
 
-Part = str | Thought | Calls
+Part = str | ReasoningMarks | Calls
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Family:
 
     name: str
     calls: str
-    thoughts: str
+    reasoning: str
     write_calls: Callable[[Sequence[Call], int], str]
     """Writes calls. The second argument is the number of the first call within the output."""
     open: str = "<think>"
@@ -67,7 +67,7 @@ class Family:
 
     @property
     def declared(self) -> OutputFormat:
-        made = combined(THOUGHTS[self.thoughts], CALLS[self.calls])
+        made = combined(REASONING[self.reasoning], CALLS[self.calls])
         assert made is not None
         return made
 
@@ -78,7 +78,7 @@ class Family:
         text = ""
         number = 0
         for part in parts:
-            if isinstance(part, Thought):
+            if isinstance(part, ReasoningMarks):
                 text += f"\n{self.open}\n{part.text}\n{self.close}\n\n" if text else self._first(part)
             elif isinstance(part, Calls):
                 text += ("\n\n" if text and not text.endswith("\n") else "") + self.write_calls(
@@ -89,7 +89,7 @@ class Family:
                 text += part
         return text
 
-    def _first(self, part: Thought) -> str:
+    def _first(self, part: ReasoningMarks) -> str:
         return f"{self.open}\n{part.text}\n{self.close}\n\n"
 
     def expected(self, parts: Sequence[Part]) -> list[OutputEvent]:
@@ -97,7 +97,7 @@ class Family:
         events: list[OutputEvent] = []
         number = 0
         for part in parts:
-            if isinstance(part, Thought):
+            if isinstance(part, ReasoningMarks):
                 events.append(Reasoning(part.text))
             elif isinstance(part, Calls):
                 for call in part.calls:
@@ -292,7 +292,7 @@ def _kimi_k2(calls: Sequence[Call], first: int) -> str:
 def _render_channels(parts: Sequence[Part]) -> str:
     messages: list[str] = []
     for part in parts:
-        if isinstance(part, Thought):
+        if isinstance(part, ReasoningMarks):
             messages.append(f"<|channel|>analysis<|message|>{part.text}<|end|>")
         elif isinstance(part, Calls):
             messages += [

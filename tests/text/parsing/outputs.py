@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.text.parsing.families import TOOLS, Call, Calls, Family, Part, Thought
+from tests.text.parsing.families import TOOLS, Call, Calls, Family, Part, ReasoningMarks
 
 WORDS = (
     "sunny",
@@ -83,7 +83,7 @@ class Maker:
         """A thought perhaps, a text perhaps, calls perhaps."""
         made: list[Part] = []
         if self.source.random() < 0.6:
-            made.append(Thought(self.text(literals=False)))
+            made.append(ReasoningMarks(self.text(literals=False)))
         if self.source.random() < 0.6:
             made.append(self.text())
         if self.source.random() < 0.8 or not made:

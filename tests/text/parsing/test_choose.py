@@ -11,7 +11,7 @@ from tests.support.text_folders import write_tokenizer
 from tests.text.parsing.test_response_template import template
 from weft.common.errors import ConfigError
 from weft.text.model import TextModel
-from weft.text.parsing.choose import ModelHints, choose
+from weft.text.parsing.choose_parser import ModelHints, choose
 
 TEMPLATES = {
     "<tool_call>\n{{ x }}</tool_call>": "hermes",
@@ -36,11 +36,11 @@ def test_calls_by_the_template(source: str) -> None:
     assert declared is not None
     assert declared.name == TEMPLATES[source]
     assert declared.tells_calls
-    assert not declared.tells_thoughts
+    assert not declared.tells_reasoning
     assert choose("none", "none", ModelHints(template=source)) is None
 
 
-def test_thoughts_by_template_or_tokens() -> None:
+def test_reasoning_by_template_or_tokens() -> None:
     for hints, name in (
         (ModelHints(template="<think>\n"), "qwen3"),
         (ModelHints(added=frozenset({"<think>", "</think>"})), "qwen3"),
@@ -51,7 +51,7 @@ def test_thoughts_by_template_or_tokens() -> None:
         declared = choose("none", "auto", hints)
         assert declared is not None
         assert declared.name == name
-        assert declared.tells_thoughts
+        assert declared.tells_reasoning
         assert not declared.tells_calls
     assert choose("auto", "auto", ModelHints(template="{{ messages }}")) is None
 
@@ -60,7 +60,7 @@ def test_thoughts_by_template_or_tokens() -> None:
 def test_two_flags_make_one_declaration() -> None:
     declared = choose("hermes", "qwen3", ModelHints())
     assert declared is not None
-    assert declared.thoughts
+    assert declared.reasoning
     assert declared.calls
     assert declared.name == "qwen3+hermes"
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.text_folders import write_tokenizer
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, Thought, by_value, joined
+from tests.text.parsing.families import (
+    FAMILIES,
+    SPEC,
+    TOOLS,
+    Call,
+    Calls,
+    Family,
+    ReasoningMarks,
+    by_value,
+    joined,
+)
 from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent
@@ -17,7 +27,7 @@ from weft.types.messages import TokenEvent
 from weft.types.sampling import SamplingParams
 
 PARTS = [
-    Thought("Let me see 你好."),
+    ReasoningMarks("Let me see 你好."),
     "Looking it up.",
     Calls((Call("get_weather", {"city": "Zürich 😀", "days": 2}), Call("get", {}))),
 ]
@@ -36,7 +46,7 @@ def model(folder: Path, family: Family, special: bool) -> TextModel:
         write_tokenizer(folder, special=marks)
     else:
         write_tokenizer(folder, added=marks)
-    return TextModel.load(folder, None, family.calls, family.thoughts)
+    return TextModel.load(folder, None, family.calls, family.reasoning)
 
 
 def events_of(

@@ -18,7 +18,7 @@ import pytest
 from tests.support.slow import mostly_slow
 from tests.support.text_folders import write_tokenizer
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, Thought
+from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, ReasoningMarks
 from tests.text.parsing.outputs import Maker
 from weft.common.errors import InvalidRequest
 from weft.grammar.base import GrammarCompiler
@@ -135,7 +135,7 @@ def some_calls(held: Held, seed: int) -> list[Call]:
 
 def prefix(held: Held) -> str:
     """Return reasoning in the form of the family before a call."""
-    text = held.family.render([Thought("Let me see.")])
+    text = held.family.render([ReasoningMarks("Let me see.")])
     return text + "<|start|>assistant" if held.family.name == "gpt_oss" else text
 
 
@@ -203,7 +203,7 @@ def test_what_is_allowed_is_read_as_calls(held: Held, choice: Any) -> None:
     assert whole >= 3 or choice == "auto"
 
 
-def test_a_thought_holds_no_call(held: Held) -> None:
+def test_a_reasoning_holds_no_call(held: Held) -> None:
     """A call inside reasoning would be read as a call with unconstrained arguments."""
     call = held.family.declared.calls[0] if held.family.declared.calls else None
     if call is None or call.line_start:
@@ -218,7 +218,7 @@ def test_tools_that_are_not_strict_need_no_grammar(held: Held) -> None:
 
 
 @pytest.mark.requirement("G6")
-def test_an_answer_behind_a_thought(held: Held) -> None:
+def test_an_answer_behind_a_reasoning(held: Held) -> None:
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     grammar = held.output.answer_grammar(JsonSchema(schema=schema))
     final = "<|channel|>final<|message|>" if held.family.name == "gpt_oss" else ""

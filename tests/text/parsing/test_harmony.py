@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Calls, Part, Thought, by_value
+from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Calls, Part, ReasoningMarks, by_value
 from tests.text.parsing.outputs import Maker
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
@@ -69,7 +69,7 @@ def rendered(harmony: Any, parts: list[Part]) -> str:
 
     messages = []
     for part in parts:
-        if isinstance(part, Thought):
+        if isinstance(part, ReasoningMarks):
             made = [message(part.text).with_channel("analysis")]
         elif isinstance(part, Calls):
             made = [

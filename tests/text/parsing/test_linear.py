@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.slow import mostly_slow
 from tests.text.parsing.families import FAMILIES, SPEC
-from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.json_text import JsonObjectScanner
+from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.values import types_of
 
 FACTOR = 300

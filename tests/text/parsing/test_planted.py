@@ -12,14 +12,14 @@ from weft.text.parsing.declaration import (
     Call,
     JsonArguments,
     OutputFormat,
-    Thought,
+    ReasoningMarks,
     check_format,
     combined,
 )
-from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
-from weft.text.parsing.formats import CALLS, THOUGHTS
+from weft.text.parsing.formats import CALLS, REASONING
 from weft.text.parsing.parser import OutputSpec
+from weft.text.parsing.parsing_engine import OutputEngine
 
 HERMES = FAMILIES["hermes"].declared
 
@@ -79,7 +79,7 @@ def test_text_between_before_and_behind_calls_is_kept_in_order() -> None:
 
 
 @pytest.mark.requirement("G1")
-def test_a_call_inside_of_a_thought_and_a_thought_behind_content() -> None:
+def test_a_call_inside_of_a_reasoning_and_a_reasoning_behind_content() -> None:
     one = '<tool_call>{"name": "get", "arguments": {"days": 1}}</tool_call>'
     assert hermes(f"<think>a {one} b</think>c\n<think>d</think>e") == [
         Reasoning("a"),
@@ -139,11 +139,11 @@ def test_further_calls_are_text_where_only_one_may_come() -> None:
 def test_calls_are_text_where_none_are_looked_for() -> None:
     one = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
     assert hermes(one, OutputSpec(tools=TOOLS, reasoning=True)) == [Content(one)]
-    thought = OutputSpec(tools=TOOLS, tool_calls=True)
-    assert hermes("<think>a</think>" + one, thought) == [Content("<think>a</think>"), *call(0, "get", "{}")]
+    reasoning = OutputSpec(tools=TOOLS, tool_calls=True)
+    assert hermes("<think>a</think>" + one, reasoning) == [Content("<think>a</think>"), *call(0, "get", "{}")]
 
 
-def test_a_thought_that_the_prompt_opened() -> None:
+def test_a_reasoning_that_the_prompt_opened() -> None:
     spec = OutputSpec(reasoning=True, in_reasoning=True)
     assert hermes("\na\n</think>\n\nb", spec) == [Reasoning("a"), Content("b")]
     assert hermes("<think>\na</think>b", spec) == [Reasoning("a"), Content("b")]
@@ -268,12 +268,12 @@ def test_a_prompt_that_ended_inside_of_a_channel() -> None:
 
 
 def test_no_trigger_is_a_prefix_of_another() -> None:
-    for thinking in (None, *THOUGHTS.values()):
+    for thinking in (None, *REASONING.values()):
         for calling in (None, *CALLS.values()):
-            if thinking is not THOUGHTS["mistral"] or calling is not CALLS["pythonic"]:
+            if thinking is not REASONING["mistral"] or calling is not CALLS["pythonic"]:
                 combined(thinking, calling)
     with pytest.raises(ValueError, match="is a prefix of"):
-        combined(THOUGHTS["mistral"], CALLS["pythonic"])
+        combined(REASONING["mistral"], CALLS["pythonic"])
     head = ("<tool", BLANK, NAME)
     with pytest.raises(ValueError, match="is a prefix of"):
         check_format(
@@ -283,7 +283,10 @@ def test_no_trigger_is_a_prefix_of_another() -> None:
         check_format(OutputFormat(name="x", calls=(Call(head=(NAME,), arguments=JsonArguments()),)))
     with pytest.raises(ValueError, match="is a prefix of"):
         check_format(
-            OutputFormat(name="x", thoughts=(Thought(open="<a", close="b"), Thought(open="<a", close="c")))
+            OutputFormat(
+                name="x",
+                reasoning=(ReasoningMarks(open="<a", close="b"), ReasoningMarks(open="<a", close="c")),
+            )
         )
 
 

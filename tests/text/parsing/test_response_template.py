@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.text.parsing.checks import check_output, read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Part, Thought
+from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Part, ReasoningMarks
 from weft.text.parsing.events import CallArguments, CallBegin, Content, OutputEvent, Reasoning
 from weft.text.parsing.response_template import read_response_template
 
@@ -53,9 +53,9 @@ TEMPLATES: dict[str, dict[str, Any]] = {
 ONE = Calls((Call("get_weather", {"city": "Zürich", "days": 2, "exact": True}),))
 OUTPUTS: list[list[Part]] = [
     [ONE],
-    [Thought("Let me see."), ONE],
-    [Thought("Let me see."), "Here it is.", ONE],
-    [Thought("Nothing to call."), "Hello."],
+    [ReasoningMarks("Let me see."), ONE],
+    [ReasoningMarks("Let me see."), "Here it is.", ONE],
+    [ReasoningMarks("Nothing to call."), "Hello."],
 ]
 
 
@@ -107,14 +107,14 @@ def test_reads_what_transformers_reads(name: str, output: int) -> None:
     check_output(declared, SPEC, text[:-5] + "<think>" + text[5:], raw_arguments=False)
 
 
-def test_a_thought_that_nothing_opens() -> None:
+def test_a_reasoning_that_nothing_opens() -> None:
     declared = read_response_template(
         {"start_anchor": "x", "fields": {"thinking": {"close": "</think>"}, "content": {"open": "</think>"}}}
     )
     assert declared is None, "content with a mark of its own is more than a declaration says"
     declared = read_response_template({"start_anchor": "x", "fields": {"thinking": {"close": "</think>"}}})
     assert declared is not None
-    assert declared.thoughts[0].implied
+    assert declared.reasoning[0].implied
 
 
 @pytest.mark.parametrize(

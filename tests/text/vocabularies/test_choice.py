@@ -22,8 +22,8 @@ from tests.support.vocabularies import (
     trained,
 )
 from weft.common.errors import ConfigError
-from weft.text.files import read_text_files
 from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer_files import read_text_files
 from weft.text.vocabularies import tiktoken
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%064d\nsize 4\n" % 7

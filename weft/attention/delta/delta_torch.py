@@ -53,7 +53,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _DeltaRows:
     """State of a group's rows between passes."""
 
     past: Tensor
@@ -63,7 +63,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _DeltaTokens:
     """Inputs of the recurrence for n tokens: [B, v_heads, n, .]; keys and queries have length 1."""
 
     q: Tensor
@@ -128,7 +128,7 @@ class TorchDelta(DeltaBackend):
             _write(state, slots, 0, rows)
 
     def _tokens(
-        self, qkvz: Tensor, gates: Tensor, rows: _Rows, weights: DeltaWeights, real: Tensor | None
+        self, qkvz: Tensor, gates: Tensor, rows: _DeltaRows, weights: DeltaWeights, real: Tensor | None
     ) -> Tensor:
         """Return outputs [B, n, v_heads * v_dim] for qkvz [B, n, .] and gates [B, n, .]. Advances ``rows``.
 
@@ -151,7 +151,7 @@ class TorchDelta(DeltaBackend):
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
             log_decay = log_decay.masked_fill(filler, 0.0)
             beta = beta.masked_fill(filler, 0.0)
-        tokens = _Tokens(
+        tokens = _DeltaTokens(
             (q * k_dim**-0.5).repeat_interleave(group, dim=1),
             k.repeat_interleave(group, dim=1),
             v.view(batch, n, v_heads, v_dim).transpose(1, 2),
@@ -167,12 +167,12 @@ class TorchDelta(DeltaBackend):
         """Return x [B, n, heads, dim] with each head divided by its length."""
         return x * torch.rsqrt(self._sum(x.square(), 3) + LENGTH_EPS)
 
-    def _recur(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _recur(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, v_heads, n, v_dim], state after the last token)."""
         n = tokens.q.shape[2]
         return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
 
-    def _one_by_one(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _one_by_one(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, heads, n, v_dim], state after the last token).
 
         ``state`` is not changed in place.
@@ -200,7 +200,7 @@ class InvariantDelta(TorchDelta):
 
     invariant = True
 
-    def _recur(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _recur(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         return self._one_by_one(tokens, state)
 
     def _read(self, x: Tensor, state: Tensor) -> Tensor:
@@ -271,17 +271,17 @@ def _put(out: Tensor, made: Tensor, group: _Group, begin: int, n: int) -> None:
     out[places] = made.to(out.dtype)
 
 
-def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor) -> _Rows:
+def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor) -> _DeltaRows:
     """Return copies of the states of rows, zeros where a row is fresh."""
     *conv, recurrent = (part[slots, live] for part in state)
     flat = [part.transpose(1, 2).flatten(2) for part in conv]  # [B, conv - 1, heads * dim]
     past = torch.cat(flat, dim=2).to(recurrent.dtype)
-    return _Rows(
+    return _DeltaRows(
         past.masked_fill(fresh.view(-1, 1, 1), 0.0), recurrent.masked_fill(fresh.view(-1, 1, 1, 1), 0.0)
     )
 
 
-def _write(state: tuple[Tensor, ...], slots: Tensor, copy: int, rows: _Rows) -> None:
+def _write(state: tuple[Tensor, ...], slots: Tensor, copy: int, rows: _DeltaRows) -> None:
     """Write the states of ``rows`` to place ``copy`` of their slots, in place."""
     *conv, recurrent = state
     sizes = [part.shape[2] * part.shape[4] for part in conv]
@@ -324,7 +324,7 @@ def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -
     return made * _sigmoid(made), last
 
 
-def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the same as ``_one_by_one``, in chunks of ``CHUNK`` tokens.
 
     Return (outputs, state after the last token).

@@ -77,7 +77,7 @@ def _column(values: np.ndarray) -> Tensor:
 
 
 @dataclass(slots=True, weakref_slot=True)
-class _Prepared:
+class _FlashInferPrepared:
     """Plan of a segment: made at the first layer, because ``prepare`` does not know the heads."""
 
     wrapper: Any = None
@@ -86,7 +86,7 @@ class _Prepared:
 @dataclass(slots=True)
 class _Wrapper:
     wrapper: Any
-    user: weakref.ref[_Prepared]
+    user: weakref.ref[_FlashInferPrepared]
     staged: torch.cuda.Event
 
 
@@ -134,8 +134,8 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
-        return _Prepared()
+    ) -> _FlashInferPrepared:
+        return _FlashInferPrepared()
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
@@ -144,12 +144,14 @@ class FlashInferAttention(AttentionBackend):
         """
         if not core.segment.tokens:
             return
-        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _FlashInferPrepared) else _FlashInferPrepared()
         if prepared.wrapper is None:
             prepared.wrapper = self._plan(prepared, q, core, kind, spec)
         prepared.wrapper.run(q, core.caches[kind][0], out=out)
 
-    def _plan(self, prepared: _Prepared, q: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> Any:
+    def _plan(
+        self, prepared: _FlashInferPrepared, q: Tensor, core: CoreInput, kind: int, spec: CacheSpec
+    ) -> Any:
         """Plan the kernels for all layers of a step and return the library's wrapper.
 
         Copies to the device.
@@ -175,7 +177,7 @@ class FlashInferAttention(AttentionBackend):
         entry.staged.record()
         return entry.wrapper
 
-    def _take(self, user: _Prepared, device: torch.device) -> _Wrapper:
+    def _take(self, user: _FlashInferPrepared, device: torch.device) -> _Wrapper:
         """Return an unused wrapper, with its last plan staged. Makes a new wrapper if no other is free."""
         for entry in self._wrappers:
             # ``user`` is dead once the step of the last plan is gone; then no launch of the plan can follow.

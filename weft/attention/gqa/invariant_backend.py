@@ -76,7 +76,7 @@ class TileGroup:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _InvariantPrepared:
     """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     groups: tuple[TileGroup, ...] = ()
@@ -111,8 +111,8 @@ class InvariantAttention(AttentionBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
-        return _Prepared()
+    ) -> _InvariantPrepared:
+        return _InvariantPrepared()
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
@@ -124,11 +124,11 @@ class InvariantAttention(AttentionBackend):
             return
         cache = core.caches[kind][0]
         scales = core.caches[kind][1] if spec.fp8 else None
-        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _InvariantPrepared) else _InvariantPrepared()
         shared = q.shape[1] // spec.kv_heads
         if prepared.shared != shared:
             prepared.shapes = pair_shapes(spec.head_dim, spec.head_dim, wide(q.dtype))
-            memory = Memory(2 * spec.kv_heads, spec.head_dim, cache.shape[3], cache.dtype)
+            memory = PieceMemory(2 * spec.kv_heads, spec.head_dim, cache.shape[3], cache.dtype)
             prepared.groups = tuple(cut(segment, kind, spec, memory, shared, prepared.shapes[0].rows))
             prepared.shared = shared
         g = gcd(cache.shape[3], TILE)
@@ -153,7 +153,7 @@ def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShap
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PieceMemory:
     """Layout of one layer's cache: [blocks, planes, block, dim]."""
 
     planes: int
@@ -167,7 +167,7 @@ def cut(
     segment: SegmentInput,
     kind: int,
     spec: CacheSpec,
-    memory: Memory,
+    memory: PieceMemory,
     shared: int,
     rows: tuple[int, ...],
 ) -> Iterator[TileGroup]:
@@ -206,7 +206,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def make_group(
-    pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
+    pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: PieceMemory
 ) -> TileGroup:
     """Return ``pieces`` of at most ``n`` queries each as one group on the device, for all layers of KV cache
     group ``kind``.

@@ -48,7 +48,7 @@ BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class QueryPiece:
     """``count`` queries of ``row``, starting at its query ``offset``; ``first``: place of the first query."""
 
     row: int
@@ -78,7 +78,7 @@ class PieceGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class _TorchPrepared:
     groups: tuple[PieceGroup, ...]
 
 
@@ -100,12 +100,12 @@ class TorchAttention(AttentionBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
+    ) -> _TorchPrepared:
         """Return the queries in groups of equal shape, staged on the device for all layers of the group."""
         pieces = cut(segment, spec.window, block_size)
         planes = 2 * spec.kv_heads
         limit = GATHER // (planes * block_size * spec.head_dim)
-        return _Prepared(
+        return _TorchPrepared(
             groups=tuple(
                 make_group(g, segment, kind, spec, block_size, dtype, planes=planes)
                 for g in batches(pieces, limit)
@@ -117,7 +117,7 @@ class TorchAttention(AttentionBackend):
         cache = core.caches[kind][0]
         scales = core.caches[kind][1] if spec.fp8 else None
         prepared = core.prepared
-        if not isinstance(prepared, _Prepared):
+        if not isinstance(prepared, _TorchPrepared):
             prepared = self.prepare(core.segment, kind, spec, cache.shape[3], q.dtype)
         if not core.segment.tokens:
             return
@@ -126,7 +126,7 @@ class TorchAttention(AttentionBackend):
             out[group.tokens] = _attend(q[group.tokens], entries, group, spec, core.scale, core.sinks, scales)
 
 
-def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
+def cut(segment: SegmentInput, window: int, block_size: int) -> list[QueryPiece]:
     """Cut all queries of the segment into pieces, in order. Block counts come from upper bounds of the
     starts."""
     pieces = []
@@ -140,15 +140,15 @@ def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
             if window:
                 # n + window - 1 positions that begin anywhere in a block
                 width = min(width, (n + window - 2) // block_size + 2)
-            pieces.append(Piece(row, offset, n, begin + offset, width))
+            pieces.append(QueryPiece(row, offset, n, begin + offset, width))
         begin += count
     return pieces
 
 
-def batches(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
+def batches(pieces: list[QueryPiece], limit: int) -> Iterator[list[QueryPiece]]:
     """Yield pieces to compute together: equal counts, widths within a factor of two, at most ``limit``
     blocks."""
-    alike: dict[tuple[int, int], list[Piece]] = {}
+    alike: dict[tuple[int, int], list[QueryPiece]] = {}
     for piece in pieces:
         alike.setdefault((piece.count, piece.width.bit_length()), []).append(piece)
     for batch in alike.values():
@@ -162,7 +162,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def make_group(
-    pieces: list[Piece],
+    pieces: list[QueryPiece],
     segment: SegmentInput,
     kind: int,
     spec: CacheSpec,
@@ -208,7 +208,7 @@ def make_group(
     )
 
 
-def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
+def _places(pieces: list[QueryPiece], device: torch.device) -> Tensor | slice:
     """Return the tokens of the pieces, in order: a slice if consecutive, else int64 [B * n]."""
     n = pieces[0].count
     first = pieces[0].first

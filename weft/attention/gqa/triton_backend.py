@@ -41,7 +41,7 @@ STATES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TritonPart:
     """Tiles of one launch. With split keys, the tiles cover exactly the tokens [begin, end)."""
 
     tiles: Tensor
@@ -58,11 +58,11 @@ class Cut:
     split: int
     """Keys per split; 0: keys in one piece."""
     splits: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_TritonPart, ...]
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _TritonPrepared:
     """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     cut: Cut | None = None
@@ -100,8 +100,8 @@ class TritonAttention(AttentionBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
-        return _Prepared()
+    ) -> _TritonPrepared:
+        return _TritonPrepared()
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, kind: int, spec: CacheSpec) -> None:
         """Write ``out``; see ``AttentionBackend.attend``.
@@ -113,7 +113,7 @@ class TritonAttention(AttentionBackend):
             return
         from weft.ops.triton.attention import attend
 
-        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        prepared = core.prepared if isinstance(core.prepared, _TritonPrepared) else _TritonPrepared()
         if prepared.cut is None:
             prepared.cut = self._cut(segment, q.shape[1], spec, q.dtype)
         cut = prepared.cut
@@ -199,7 +199,7 @@ def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Ker
     return Cut(form=form, split=split, splits=splits, parts=tuple(_parts(tiles, ends, limit)))
 
 
-def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:
+def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_TritonPart]:
     """Yield consecutive tiles with at most ``limit`` tokens together (a single tile may have more).
 
     ends: int64 [tiles], end token of each tile. Correct ``ends`` matter only if keys are split.
@@ -207,6 +207,6 @@ def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:
     first = begin = 0
     while first < len(ends):
         stop = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
-        yield _Part(tiles[first:stop], begin, int(ends[stop - 1]))
+        yield _TritonPart(tiles[first:stop], begin, int(ends[stop - 1]))
         first = stop
         begin = int(ends[stop - 1])

@@ -13,7 +13,7 @@ from math import gcd
 import torch
 
 from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
-from weft.attention.gqa.invariant_backend import TILE, Memory, TileGroup, cut, pair_shapes, tiles
+from weft.attention.gqa.invariant_backend import TILE, PieceMemory, TileGroup, cut, pair_shapes, tiles
 from weft.attention.gqa.torch_backend import BITS
 from weft.attention.mla.latent import LatentBackend, LatentInput
 from weft.common.errors import ConfigError
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _LatentInvariantPrepared:
     """Cut of a segment, computed at the first layer and reused: ``prepare`` does not know the heads."""
 
     groups: tuple[TileGroup, ...] | None = None
@@ -56,8 +56,8 @@ class InvariantLatent(LatentBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
-        return _Prepared()
+    ) -> _LatentInvariantPrepared:
+        return _LatentInvariantPrepared()
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out``; see ``LatentBackend.attend``.
@@ -67,13 +67,17 @@ class InvariantLatent(LatentBackend):
         segment = core.segment
         if not segment.tokens:
             return
-        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        prepared = (
+            core.prepared
+            if isinstance(core.prepared, _LatentInvariantPrepared)
+            else _LatentInvariantPrepared()
+        )
         spec = latent.spec
         mla = latent.mla
         (entries,) = core.caches[latent.kind]
         shapes = pair_shapes(spec.width, mla.kv_lora, wide(q.dtype))
         if prepared.groups is None:
-            memory = Memory(1, spec.width, entries.shape[1], entries.dtype)
+            memory = PieceMemory(1, spec.width, entries.shape[1], entries.dtype)
             prepared.groups = tuple(cut(segment, latent.kind, spec, memory, q.shape[1], shapes[0].rows))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *latent.angles, mla.interleaved)

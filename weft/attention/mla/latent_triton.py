@@ -26,7 +26,7 @@ GROUP = 16
 MAX_LORA, MAX_ROPE = 512, 128
 
 
-class _Prepared:
+class _LatentTritonPrepared:
     """Cut of a segment, computed at the first layer with the absorbed form and reused by the other layers."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class TritonLatent(TorchLatent):
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> object:
-        return _Prepared()
+        return _LatentTritonPrepared()
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, latent: LatentInput) -> None:
         """Write ``out``; see ``LatentBackend.attend``.
@@ -90,7 +90,9 @@ class TritonLatent(TorchLatent):
         sums = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
         heads = q.shape[1]
         group = max(size for size in range(1, GROUP + 1) if heads % size == 0)
-        prepared = core.prepared if isinstance(core.prepared, _Prepared) else _Prepared()
+        prepared = (
+            core.prepared if isinstance(core.prepared, _LatentTritonPrepared) else _LatentTritonPrepared()
+        )
         if prepared.cut is None:
             prepared.cut = _cut(segment, heads, group, latent.spec, mla, q.dtype)
         cut = prepared.cut

@@ -40,7 +40,7 @@ GATHER = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _SparsePiece:
     """``count`` queries of ``row``, starting at its query ``offset``; ``first``: place of the first query."""
 
     row: int
@@ -134,7 +134,7 @@ class TorchSparse(SparseBackend):
 # --- pieces and tiles ---
 
 
-def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
+def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_SparsePiece]:
     """Yield all queries of the segment as pieces, in order. Sizes come from upper bounds of the starts."""
     begin = 0
     for row, (start, count) in enumerate(
@@ -158,20 +158,20 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
         begin += count
 
 
-def _sized(row: int, start: int, offset: int, count: int, begin: int, reads: Reads) -> _Piece:
+def _sized(row: int, start: int, offset: int, count: int, begin: int, reads: Reads) -> _SparsePiece:
     end = start + offset + count
     entries = 0 if reads.entries is None else min(count + reads.window - 1, end)
     groups = 0 if reads.groups is None else end // reads.ratio
-    return _Piece(row, offset, count, begin + offset, entries, groups)
+    return _SparsePiece(row, offset, count, begin + offset, entries, groups)
 
 
-def _picks(piece: _Piece, reads: Reads) -> bool:
+def _picks(piece: _SparsePiece, reads: Reads) -> bool:
     return 0 < reads.top < piece.groups and piece.count == 1
 
 
-def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
+def _alike(pieces: list[_SparsePiece], reads: Reads) -> Iterator[list[_SparsePiece]]:
     """Yield pieces to compute together: equal counts, similar numbers of keys, within the memory limits."""
-    alike: dict[tuple[int, bool, int], list[_Piece]] = {}
+    alike: dict[tuple[int, bool, int], list[_SparsePiece]] = {}
     for piece in pieces:
         picks = _picks(piece, reads)
         chooses = 0 < reads.top < piece.groups
@@ -185,7 +185,7 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
             yield batch[i : i + max(1, most)]
 
 
-def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Tile:
+def _tile(pieces: list[_SparsePiece], segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Tile:
     """Return pieces of equal counts as one tile, staged on the device.
 
     Positions are exact, sizes are upper bounds.
@@ -228,7 +228,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
     return upload(np.array(values, np.int64), device)
 
 
-def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
+def _tokens(pieces: list[_SparsePiece], device: torch.device) -> Tensor | slice:
     """Return the tokens of the pieces, in order: a slice if consecutive, else int64 [B * n]."""
     n = pieces[0].count
     first = pieces[0].first

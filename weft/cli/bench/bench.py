@@ -185,7 +185,7 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     takes about a minute.
     """
     check_writable(json_file, "--json")
-    from weft.bench import dispatch as run
+    from weft.bench import dispatch_bench as run
     from weft.moe import exchange_cost
 
     chosen = ranks or (2, 4)

@@ -19,7 +19,7 @@ from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
 
 if TYPE_CHECKING:
-    from weft.bench.serving import RunSettings
+    from weft.bench.serving_bench import RunSettings
     from weft.bench.sweep import Sweep
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -179,14 +179,14 @@ def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
     (between chunks) and E2EL cover successful requests; failures are counted by kind. The status is 1 if no
     request succeeded, and 130 after Ctrl-C, which reports the results so far.
     """
-    from weft.bench import plots, report, serving
+    from weft.bench import plots, report, serving_bench
 
     asked = _asked(given)
     check_writable(json_file, "--json")
     check_writable(plot_file, "--plot")
     if plot_file is not None:
         plots.require_matplotlib()
-    found = serving.measure(asked)
+    found = serving_bench.measure(asked)
     click.echo(report.table(found))
     write_json(json_file, found)
     if plot_file is not None:
@@ -198,7 +198,7 @@ def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
 
 def _asked(given: dict[str, Any]) -> RunSettings:
     """Return the run requested by the flags of ``weft bench serve``. Raise ConfigError."""
-    from weft.bench import schedule, serving, stats
+    from weft.bench import schedule, serving_bench, stats
     from weft.bench.load import Limits
 
     _check_positive(given, "request_rate", "burstiness", "duration", "trace_speed", "timeout")
@@ -222,7 +222,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
     # A closed loop needs a concurrency; an open loop has no limit by default.
     if concurrency is None and given["request_rate"] is None and not trace:
         concurrency = (workload.concurrency or workload.requests) if workload else 8
-    return serving.RunSettings(
+    return serving_bench.RunSettings(
         **_server(given),
         limits=Limits(
             concurrency=concurrency,
@@ -359,14 +359,14 @@ def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, 
 
 def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, Any]:
     """Return the results of a sweep against the given or a new server. Raise ConfigError or ServerFailed."""
-    from weft.bench import serving
+    from weft.bench import serving_bench
     from weft.bench import sweep as sweeps
     from weft.bench.load import Limits
     from weft.bench.process import ServerProcess
 
     limits = Limits(concurrency=1, requests=1, duration=None)
     if given["base_url"]:
-        base = serving.RunSettings(**_server(given), limits=limits)
+        base = serving_bench.RunSettings(**_server(given), limits=limits)
         return sweeps.run_sweep(chosen, base, click.echo)
     # SIGTERM raises SystemExit, so that the context manager below also ends the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -379,7 +379,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
     ):
         click.echo(f"starting {config.model.model}", err=True)
         seconds = server.wait_ready(given["ready_timeout"])
-        base = serving.RunSettings(**_server({**given, "base_url": server.url}), limits=limits)
+        base = serving_bench.RunSettings(**_server({**given, "base_url": server.url}), limits=limits)
         found = sweeps.run_sweep(chosen, base, click.echo)
         memory = server.peak_memory()
     click.echo(f"ready after {seconds:.2f} s; peak memory {memory / 1e9:.2f} GB")

@@ -30,13 +30,13 @@ class NothingThere(ChatError):
     """No server listens at the URL."""
 
 
-class Text(msgspec.Struct, frozen=True):
+class AnswerPiece(msgspec.Struct, frozen=True):
     """Next piece of the reply's text."""
 
     text: str
 
 
-class Thought(msgspec.Struct, frozen=True):
+class ReasoningPiece(msgspec.Struct, frozen=True):
     """Next piece of the model's reasoning."""
 
     text: str
@@ -58,7 +58,7 @@ class End(msgspec.Struct, frozen=True):
     tokens: int | None
 
 
-Piece: TypeAlias = Text | Thought | CallPart | End
+Piece: TypeAlias = AnswerPiece | ReasoningPiece | CallPart | End
 
 
 class ChatClient:
@@ -192,12 +192,12 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
 
 def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
     """Yield the pieces of one delta. Raise TypeError for a wrong form."""
-    thought = delta.get("reasoning_content") or delta.get("reasoning")
-    if isinstance(thought, str) and thought:
-        yield Thought(thought)
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        yield ReasoningPiece(reasoning)
     for name in ("content", "refusal"):
         if text := _word(delta.get(name)):
-            yield Text(text)
+            yield AnswerPiece(text)
     for call in delta.get("tool_calls") or []:
         function = call.get("function") or {}
         index = call.get("index") or 0

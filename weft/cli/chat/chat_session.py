@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from weft.cli.chat.chat_client import CallPart, End, Piece, Text, Thought
+from weft.cli.chat.chat_client import AnswerPiece, CallPart, End, Piece, ReasoningPiece
 
 QUOTES = '"""'
 COMMANDS = {
@@ -29,7 +29,7 @@ class Say(msgspec.Struct, frozen=True):
     text: str
 
 
-class Command(msgspec.Struct, frozen=True):
+class ChatCommand(msgspec.Struct, frozen=True):
     """A command of ``COMMANDS``, with its argument."""
 
     name: str
@@ -46,7 +46,7 @@ class Unknown(msgspec.Struct, frozen=True):
     name: str
 
 
-Input: TypeAlias = Say | Command | Nothing | Unknown
+Input: TypeAlias = Say | ChatCommand | Nothing | Unknown
 
 
 def unfinished(text: str) -> bool:
@@ -68,11 +68,11 @@ def read_input(text: str) -> Input:
     if stripped.startswith("/"):
         name, _, argument = stripped.partition(" ")
         name = {"/exit": "/quit", "/q": "/quit", "/?": "/help"}.get(name, name)
-        return Command(name, argument.strip()) if name in COMMANDS else Unknown(name)
+        return ChatCommand(name, argument.strip()) if name in COMMANDS else Unknown(name)
     return Say(stripped)
 
 
-class Call(msgspec.Struct):
+class ChatCall(msgspec.Struct):
     """A tool call of a reply."""
 
     id: str
@@ -85,18 +85,18 @@ class Reply:
 
     def __init__(self) -> None:
         self.text = ""
-        self.thoughts = ""
-        self.calls: list[Call] = []
+        self.reasoning = ""
+        self.calls: list[ChatCall] = []
         self.end: End | None = None
         """None until the reply ends; stays None after an interruption."""
 
     def take(self, piece: Piece) -> None:
-        """Add the next piece to ``text``, ``thoughts`` or ``calls``; the last piece sets ``end``."""
+        """Add the next piece to ``text``, ``reasoning`` or ``calls``; the last piece sets ``end``."""
         # Text, reasoning and tool calls may alternate.
-        if isinstance(piece, Text):
+        if isinstance(piece, AnswerPiece):
             self.text += piece.text
-        elif isinstance(piece, Thought):
-            self.thoughts += piece.text
+        elif isinstance(piece, ReasoningPiece):
+            self.reasoning += piece.text
         elif isinstance(piece, CallPart):
             self._call(piece)
         else:
@@ -106,7 +106,7 @@ class Reply:
         """Add a piece of a tool call."""
         # Parts of several calls may interleave; the index tells the calls apart.
         while len(self.calls) <= part.index:
-            self.calls.append(Call("", ""))
+            self.calls.append(ChatCall("", ""))
         call = self.calls[part.index]
         call.id = call.id or part.id
         call.name += part.name
@@ -127,7 +127,7 @@ class Reply:
         return made
 
 
-class Conversation:
+class ChatHistory:
     """All messages so far, and the settings of each request."""
 
     def __init__(self, model: str, system: str, settings: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Conversation:
         else:
             self.take_back()
 
-    def answer_call(self, call: Call, result: str) -> None:
+    def answer_call(self, call: ChatCall, result: str) -> None:
         """Add the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 

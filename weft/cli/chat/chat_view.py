@@ -15,8 +15,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text as RichText
 
-from weft.cli.chat.chat_client import Piece, Text, Thought
-from weft.cli.chat.chat_session import Call, Reply
+from weft.cli.chat.chat_client import AnswerPiece, Piece, ReasoningPiece
+from weft.cli.chat.chat_session import ChatCall, Reply
 
 REFRESH = 12
 """Redraws per second of the end of a growing reply."""
@@ -58,12 +58,12 @@ class PlainView:
         try:
             for piece in pieces:
                 reply.take(piece)
-                if not isinstance(piece, Text | Thought):
+                if not isinstance(piece, AnswerPiece | ReasoningPiece):
                     continue
                 # ``kind``: type of the last shown piece, None before the first.
-                if kind is Thought and isinstance(piece, Text):
+                if kind is ReasoningPiece and isinstance(piece, AnswerPiece):
                     self._write("\n")
-                elif kind is not Thought and isinstance(piece, Thought):
+                elif kind is not ReasoningPiece and isinstance(piece, ReasoningPiece):
                     self._write("\n[thinks] " if kind else "[thinks] ")
                 kind = type(piece)
                 self._write(clean(piece.text))
@@ -109,8 +109,8 @@ class RichView:
                 for piece in pieces:
                     first = first or time.monotonic()
                     reply.take(piece)
-                    if isinstance(piece, Text | Thought):
-                        growing.add(clean(piece.text), isinstance(piece, Thought))
+                    if isinstance(piece, AnswerPiece | ReasoningPiece):
+                        growing.add(clean(piece.text), isinstance(piece, ReasoningPiece))
         # Also after an interruption: print the rest as permanent text.
         finally:
             growing.close()
@@ -138,18 +138,18 @@ class _Growing:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._parser = MarkdownIt().enable("table").enable("strikethrough")
-        self._thought = False
+        self._reasoning = False
         self._text = ""
         """Text not printed yet."""
         # The redrawn part must fit on the screen: a terminal cannot erase lines above the screen.
-        self.tail = _Block(RichText("...", style="dim"), False, max(console.size.height - 3, 1))
+        self.tail = _ViewBlock(RichText("...", style="dim"), False, max(console.size.height - 3, 1))
 
-    def add(self, text: str, thought: bool) -> None:
+    def add(self, text: str, reasoning: bool) -> None:
         """Add the next piece. Print finished blocks; ``tail`` shows the rest."""
         done = ""
-        if thought != self._thought:
+        if reasoning != self._reasoning:
             self._finish(self._text, "")
-            self._thought = thought
+            self._reasoning = reasoning
         self._text += text
         if "\n" in text:
             lines = self._text.splitlines(keepends=True)
@@ -171,24 +171,24 @@ class _Growing:
         self.tail.content = self._form(self._text)
         self.tail.gap = gap or printed
         if printed:
-            block = _Block(self._form(done), gap)
+            block = _ViewBlock(self._form(done), gap)
             self._console.print(block, end="")
 
     def _last_block(self) -> int:
         """Return the line number at which the last block begins. Earlier blocks are finished."""
-        if self._thought:
+        if self._reasoning:
             return 0
         starts = [one.map[0] for one in self._parser.parse(self._text) if one.level == 0 and one.map]
         return max(starts, default=0)
 
     def _form(self, text: str) -> Markdown | RichText:
         """Return the text as a renderable."""
-        if self._thought:
+        if self._reasoning:
             return RichText(text.strip("\n"), style="dim italic")
         return Markdown(text)
 
 
-class _Block:
+class _ViewBlock:
     """Part of a text without blank lines at both ends, and with a blank line above if ``gap``."""
 
     def __init__(self, content: Markdown | RichText, gap: bool, most: int | None = None) -> None:
@@ -217,7 +217,7 @@ def _blank(line: list[Segment]) -> bool:
     return all(not one.text.strip() and (one.style is None or one.style.bgcolor is None) for one in line)
 
 
-def describe(call: Call) -> str:
+def describe(call: ChatCall) -> str:
     """Return a tool call as one line: ``weather({"city": "Oslo"})``."""
     return clean(f"{call.name}({call.arguments})")
 

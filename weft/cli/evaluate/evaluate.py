@@ -28,7 +28,7 @@ def evaluate() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Evaluation:
     """Checked parameters of an evaluation."""
 
     url: str | None
@@ -53,7 +53,7 @@ Report: TypeAlias = dict[str, Any]
 """Totals first; ``problems`` has every problem with the answer."""
 
 
-Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
+Measure: TypeAlias = Callable[[Evaluation], tuple[Report, list[str]]]
 """Function from the parameters to the report, and lines for the terminal."""
 
 
@@ -85,7 +85,7 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
             log.configure(config.front.log_level)
         started = time.monotonic()
         report, lines = function(
-            Asked(
+            Evaluation(
                 url=url,
                 name=name,
                 api_key=api_key,
@@ -163,20 +163,22 @@ def check(url: str | None, reference: bool, json_file: str | None, api_key: str 
 
 @evaluate.command("gsm-mini", cls=options.Command, short_help="Arithmetic word problems, exact answers.")
 @measured
-def gsm_mini(asked: Asked) -> tuple[Report, list[str]]:
+def gsm_mini(asked: Evaluation) -> tuple[Report, list[str]]:
     """Ask arithmetic word problems that the bundled model never saw, and count exact answers (greedy)."""
-    from weft.cli.evaluate import answers
+    from weft.cli.evaluate import text_answers
 
     problems = test_set(asked.limit)
-    chats = [answers.chat_of(problem.question) for problem in problems]
+    chats = [text_answers.chat_of(problem.question) for problem in problems]
     drafts: dict[str, list[int]] = {}
     if asked.url:
-        target, texts = answers.from_server(asked.url, asked.name, chats, *asked.where)
+        target, texts = text_answers.from_server(asked.url, asked.name, chats, *asked.where)
     elif asked.reference:
         questions = [problem.question for problem in problems]
-        target, texts = answers.from_reference(asked.config, questions, asked.concurrency, asked.max_tokens)
+        target, texts = text_answers.from_reference(
+            asked.config, questions, asked.concurrency, asked.max_tokens
+        )
     else:
-        target, texts = answers.from_engine(
+        target, texts = text_answers.from_engine(
             asked.config, chats, asked.concurrency, asked.max_tokens, drafts=drafts
         )
     report = score(problems, texts, target)
@@ -189,7 +191,7 @@ def gsm_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 @evaluate.command("tools-mini", cls=options.Command, short_help="Calls of a calculator, and their answers.")
 @measured
-def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
+def tools_mini(asked: Evaluation) -> tuple[Report, list[str]]:
     """Ask questions that offer tools, run the called tools, and count right calls and answers (greedy).
 
     The bundled model never saw the tool names, sentences and pairs of numbers. With --url, chat completions
@@ -213,12 +215,12 @@ def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 @evaluate.command("ocr-mini", cls=options.Command, short_help="Lines drawn into images, read exactly.")
 @functools.partial(measured, model="spool-vision")
-def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
+def ocr_mini(asked: Evaluation) -> tuple[Report, list[str]]:
     """Ask for the text in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
 
     With --url, chat completions with images as data: URLs are used.
     """
-    from weft.cli.evaluate import answers, image_answers
+    from weft.cli.evaluate import image_answers, text_answers
 
     lines = ocr_test_set(asked.limit)
     if asked.reference:
@@ -226,9 +228,11 @@ def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
     else:
         chats = image_answers.chats_of(lines)
         if asked.url:
-            target, texts = answers.from_server(asked.url, asked.name, chats, *asked.where, title="ocr-mini")
+            target, texts = text_answers.from_server(
+                asked.url, asked.name, chats, *asked.where, title="ocr-mini"
+            )
         else:
-            target, texts = answers.from_engine(asked.config, chats, asked.concurrency, asked.max_tokens)
+            target, texts = text_answers.from_engine(asked.config, chats, asked.concurrency, asked.max_tokens)
     report = line_report(lines, texts, target)
     return report, [exact_of(report)]
 

@@ -6,7 +6,7 @@ import base64
 import io
 from collections.abc import Sequence
 
-from weft.cli.evaluate.answers import Chat
+from weft.cli.evaluate.text_answers import Chat
 from weft.cli.reference import require_transformers
 from weft.common.progress import progress_bar
 from weft.config import hub

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from weft.cli.evaluate.answers import TIMEOUT, base_of, call, in_turns, served_model
+from weft.cli.evaluate.text_answers import TIMEOUT, base_of, call, in_turns, served_model
 from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections.all import Config

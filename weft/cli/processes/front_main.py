@@ -25,7 +25,7 @@ from weft.config.sections.all import FrontSection
 from weft.config.topology import serves
 from weft.control.processes.channel import SupervisorLink
 from weft.control.processes.process_registry import RegistryOwner, RegistryReader
-from weft.engine.ranks.processes import Command, start_process
+from weft.engine.ranks.processes import ProcessCommand, start_process
 
 
 class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[byte
     Call from the main thread: the kernel ends the child when the calling thread ends.
     """
     data = msgspec.msgpack.encode(setup)
-    return start_process(Command("front_main", (), data, descriptors=(link.fileno(),)))
+    return start_process(ProcessCommand("front_main", (), data, descriptors=(link.fileno(),)))
 
 
 def run(arguments: list[str]) -> int:
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
         link.restart,
         serves=functools.partial(serves, fallback=setup.config.transfer.prefill_fallback),
     )
-    from weft.front.server import serve
+    from weft.front.front_server import serve
     from weft.front.siblings import Siblings
 
     def fronts() -> list[str]:

@@ -1,7 +1,7 @@
 """A host other than the first, in a server with several replicas.
 
 The host runs the engines that the API server requests here, and the ranks of replicas with an engine on
-another host. A head is an engine process. The host polls the rendezvous store of host 0 and applies the
+another host. The host polls the rendezvous store of host 0 and applies the
 requested state. No order is sent, so no order can be lost or late.
 """
 
@@ -23,11 +23,11 @@ from weft.common import log
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.restarts import RestartBudget
-from weft.config.hosts import head_of, heads_on, meeting_place, workers_on
+from weft.config.hosts import engine_of, engines_on, meeting_place, workers_on
 from weft.config.resolved import EngineConfig
-from weft.control.fleet.instance_table import LISTEN_S as HEAD_LISTENS_S
+from weft.control.fleet.instance_table import LISTEN_S as ENGINE_LISTENS_S
 from weft.engine.ranks.ranks import RankProcesses
-from weft.engine.server.heads import LocalHeads
+from weft.engine.server.engine_processes import LocalEngines
 from weft.engine.server.listener import TELL_S
 from weft.parallel.address import own_address, tcp
 from weft.parallel.board import RENEW_S, BoardClient, board_place
@@ -38,7 +38,7 @@ logger = log.get_logger(__name__)
 
 PATIENCE = 3600.0
 """Seconds without contact to host 0 before the host gives up."""
-LISTEN_S = HEAD_LISTENS_S + TELL_S
+LISTEN_S = ENGINE_LISTENS_S + TELL_S
 """Seconds from the start of an engine until the rendezvous store has the engine's address. An engine without
 access to the store ends earlier. A stopped or hung engine does not end, and the API server cannot see the
 engine.
@@ -59,7 +59,7 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
         "host %d of %d runs engines %s and ranks %s for host 0 at %s",
         parallel.node_rank,
         parallel.nnodes,
-        heads_on(parallel, parallel.node_rank),
+        engines_on(parallel, parallel.node_rank),
         workers_on(parallel, parallel.node_rank),
         parallel.rdzv,
     )
@@ -93,16 +93,16 @@ class _Host:
 
         ``endpoint``: address on which engines of this host listen.
         """
-        self._local = LocalHeads(config, folder, log_level)
+        self._local = LocalEngines(config, folder, log_level)
         self._config = config
         self._client = client
         self._endpoint = endpoint
         self._level = log_level
         self._number = config.parallel.node_rank
-        self._mine = heads_on(config.parallel, self._number)
+        self._mine = engines_on(config.parallel, self._number)
         self._started: dict[int, int] = {}
         """Replica -> incarnation of the last start."""
-        self._heads: dict[int, subprocess.Popen[bytes]] = {}
+        self._engines: dict[int, subprocess.Popen[bytes]] = {}
         self._unheard: dict[int, float] = {}
         """Replica -> start time of the engine, until the store has the address."""
         self._ranks: dict[int, tuple[bytes, HostRanks]] = {}
@@ -132,9 +132,9 @@ class _Host:
                     "no contact to host 0 for %g s, so this host stops: %s", PATIENCE, self._client.why
                 )
                 return 1
-            elif self._heads and self._silent() > self._config.parallel.rank_timeout:
+            elif self._engines and self._silent() > self._config.parallel.rank_timeout:
                 # The API server counts the engines as lost and will request new engines.
-                ended = self._end_heads()
+                ended = self._end_engines()
                 logger.error("no contact to host 0: engines %s of this host are stopped", ended)
                 for replica in ended:
                     self._tell_end(replica, -signal.SIGKILL)
@@ -145,7 +145,7 @@ class _Host:
 
     def end(self) -> None:
         """End all engines and ranks of this host."""
-        self._end_heads()
+        self._end_engines()
         self._local.close(0.0)
         for _, ranks in self._ranks.values():
             ranks.close()
@@ -189,9 +189,9 @@ class _Host:
         if answer:
             raise ConfigError(f"host 0 refused this host: {answer.decode()}")
         # Engines are compared with the store's requests only after the report of ended engines.
-        for replica, head in list(self._heads.items()):
-            if (status := head.poll()) is not None:
-                del self._heads[replica]
+        for replica, engine in list(self._engines.items()):
+            if (status := engine.poll()) is not None:
+                del self._engines[replica]
                 level = logging.ERROR if status else logging.INFO
                 logger.log(level, "engine %d ended with status %d", replica, status)
                 self._tell_end(replica, status)
@@ -199,8 +199,8 @@ class _Host:
         wanted = self._wanted()
         for replica in due(wanted, self._started):
             # Never run two incarnations of an engine at the same time.
-            if replica in self._heads:
-                _kill(self._heads.pop(replica))
+            if replica in self._engines:
+                _kill(self._engines.pop(replica))
             self._started[replica] = wanted[replica]
             if wanted[replica]:
                 self._start(replica, wanted[replica])
@@ -213,7 +213,7 @@ class _Host:
 
     def _start(self, replica: int, incarnation: int) -> None:
         """Start an engine and begin to wait for its address."""
-        self._heads[replica] = self._local.start(replica, self._endpoint, incarnation)
+        self._engines[replica] = self._local.start(replica, self._endpoint, incarnation)
         self._unheard[replica] = time.monotonic()
         logger.info("engine %d is started", replica)
 
@@ -223,17 +223,17 @@ class _Host:
         The API server watches all other engines.
         """
         for replica, since in list(self._unheard.items()):
-            if replica not in self._heads or self._listens(replica):
+            if replica not in self._engines or self._listens(replica):
                 del self._unheard[replica]
             elif time.monotonic() - since > LISTEN_S:
                 del self._unheard[replica]
                 logger.error("engine %d did not listen within %g s and is stopped", replica, LISTEN_S)
-                _kill(self._heads.pop(replica))
+                _kill(self._engines.pop(replica))
                 self._tell_end(replica, -signal.SIGKILL)
 
     def _listens(self, replica: int) -> bool:
         """Return True if the store has the address of the present engine of ``replica``."""
-        data = self._client.entries.get(b.head_key(replica))
+        data = self._client.entries.get(b.engine_key(replica))
         incarnation = None if data is None else msgspec.msgpack.decode(data, type=b.Listening).incarnation
         return incarnation == self._started[replica]
 
@@ -241,7 +241,8 @@ class _Host:
         """Report the end of an engine, with its exit status, to the store."""
         incarnation = self._started[replica]
         self._client.post(
-            b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
+            b.ended_key(replica),
+            msgspec.msgpack.encode(b.EngineEnded(incarnation=incarnation, status=status)),
         )
 
     def _follow_ranks(self) -> None:
@@ -252,7 +253,7 @@ class _Host:
         parallel = self._config.parallel
         wanted: dict[int, list[int]] = {}
         for rank in workers_on(parallel, self._number):
-            wanted.setdefault(parallel.layout.replica(head_of(parallel, rank)), []).append(rank)
+            wanted.setdefault(parallel.layout.replica(engine_of(parallel, rank)), []).append(rank)
         for replica, mine in wanted.items():
             address = self._client.entries.get(b.control_key(replica))
             known = self._ranks.get(replica)
@@ -265,15 +266,15 @@ class _Host:
             processes = RankProcesses(own, address.decode(), self._level)
             self._ranks[replica] = address, HostRanks(processes, mine, parallel.rank_timeout, self._budget)
 
-    def _end_heads(self) -> list[int]:
+    def _end_engines(self) -> list[int]:
         """Kill all engines and return their replicas."""
-        ended = list(self._heads)
+        ended = list(self._engines)
         for replica in ended:
-            _kill(self._heads.pop(replica))
+            _kill(self._engines.pop(replica))
         return ended
 
 
-def _kill(head: subprocess.Popen[bytes]) -> None:
+def _kill(engine: subprocess.Popen[bytes]) -> None:
     """Kill an engine and wait for its end."""
-    head.kill()
-    head.wait(30.0)
+    engine.kill()
+    engine.wait(30.0)

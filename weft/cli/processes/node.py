@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.cli.processes.rank_main import NO_HEAD, WELCOME_S
+from weft.cli.processes.rank_main import NO_ENGINE, WELCOME_S
 from weft.common import log, signals
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import meeting_place, ranks_on
@@ -112,7 +112,7 @@ class HostRanks:
             if status == 0:
                 self.left -= 1
             # A rank without an engine to join is not faulty, so the restart is free.
-            elif status == NO_HEAD and self._may_wait(rank, time.monotonic()):
+            elif status == NO_ENGINE and self._may_wait(rank, time.monotonic()):
                 processes.spawn(rank)
             elif not self._budget.grant(time.monotonic()):
                 logger.error(

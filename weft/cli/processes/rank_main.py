@@ -1,8 +1,8 @@
 """Entry point of a worker rank: ``python -m weft.cli.processes.rank_main PARENT ADDRESS RANK LOG_LEVEL``.
 
 The EngineConfig arrives on standard input, as msgpack. The rank says hello before the import of torch, so
-that a wrong rank is refused at once. The status is 2 if the rank was refused or cannot load, and ``NO_HEAD``
-if no engine answers. A head is the engine process of the group.
+that a wrong rank is refused at once. The status is 2 if the rank was refused or cannot load, and
+``NO_ENGINE`` if no engine answers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from weft.common.title import set_title
 from weft.config.group_settings import shared_settings
 from weft.config.names import instance_name, process_name
 from weft.config.resolved import EngineConfig
-from weft.parallel.control import HeadLink, RankChannel, ZmqRank
+from weft.parallel.control import EngineLink, RankChannel, ZmqRank
 from weft.parallel.secret import read_keys
 from weft.types import frames as f
 
 WELCOME_S = 120.0
 """Seconds to wait for the welcome of an engine, at the start and after each loss of an engine."""
-NO_HEAD = 4
+NO_ENGINE = 4
 """Exit status of a rank without an answer from any engine. The rank is not faulty."""
 AGAIN_S = 1.0
 """Seconds between two hellos. An engine may die after a hello and before its answer."""
 
 
-class NoHead(f.FrameError):
+class NoEngine(f.FrameError):
     """No engine answered in time."""
 
 
@@ -45,19 +45,19 @@ def run(arguments: list[str]) -> int:
 def work(arguments: list[str]) -> int:
     """Run the rank of a prepared process until its end.
 
-    ``arguments``: those of ``run`` without PARENT. Return the exit status: 0, NO_HEAD if no engine answers, 2
-    for another error. Errors are printed.
+    ``arguments``: those of ``run`` without PARENT. Return the exit status: 0, NO_ENGINE if no engine answers,
+    2 for another error. Errors are printed.
     """
     address, rank, level = arguments
     config = child.read_setup(EngineConfig)
-    head = instance_name(config, config.replica)
-    set_title(f"worker {rank} of head {head}", config.served_names[0])
+    engine = instance_name(config, config.replica)
+    set_title(f"worker {rank} of head {engine}", config.served_names[0])
     log.configure(level, process_name(config, int(rank)))
     try:
         serve(config, address, int(rank))
-    except NoHead as error:
+    except NoEngine as error:
         print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
-        return NO_HEAD
+        return NO_ENGINE
     except WeftError as error:
         print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
         return 2
@@ -69,7 +69,7 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
     secret = config.parallel.group_secret if address.startswith("tcp://") else None
     keys = read_keys(secret) if secret is not None else None
 
-    def join(epoch: int) -> HeadLink:
+    def join(epoch: int) -> EngineLink:
         channel = ZmqRank(address, rank, keys)  # a new channel has no messages of an earlier engine
         try:
             welcome = say_hello(channel, config, rank, epoch)
@@ -77,7 +77,7 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
             channel.close(deliver=False)
             raise
         heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
-        return HeadLink(channel, heartbeats, welcome.incarnation)
+        return EngineLink(channel, heartbeats, welcome.incarnation)
 
     link = join(-1)
     from weft.engine.rank import run_rank
@@ -88,8 +88,8 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
 def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
     """Return the engine's welcome; blocks for at most ``WELCOME_S``.
 
-    ``epoch``: the rank's last epoch, -1 for none. Raise FrameError if the engine refuses, NoHead if no engine
-    answers in time; both are EngineDead.
+    ``epoch``: the rank's last epoch, -1 for none. Raise FrameError if the engine refuses, NoEngine if no
+    engine answers in time; both are EngineDead.
     """
     hello = f.RankHello(
         version=f.VERSION,
@@ -110,9 +110,9 @@ def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int 
         answer = f.decode_to_rank(data)
         if isinstance(answer, f.RankWelcome):
             return answer
-        if isinstance(answer, f.Refused):
+        if isinstance(answer, f.RankRefused):
             raise f.FrameError(f"the engine refused this rank: {answer.error.message}")
-    raise NoHead(f"the engine did not answer within {WELCOME_S:g} s")
+    raise NoEngine(f"the engine did not answer within {WELCOME_S:g} s")
 
 
 if __name__ == "__main__":

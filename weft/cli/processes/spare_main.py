@@ -15,12 +15,12 @@ import sys
 
 import msgspec
 
-from weft.cli.processes import child, head_main, rank_main
+from weft.cli.processes import child, engine_main, rank_main
 from weft.common import env
 from weft.common.title import set_title
 from weft.engine.ranks.processes import MOST_DESCRIPTORS, SIZE, Order
 
-PROGRAMS = {"head_main": head_main.work, "rank_main": rank_main.work}
+PROGRAMS = {"engine_main": engine_main.work, "rank_main": rank_main.work}
 IMPORTED = (
     "multiprocessing.synchronize",
     "torch",
@@ -59,11 +59,11 @@ def run(arguments: list[str]) -> int:
 
 def receive(link: socket.socket) -> tuple[Order, list[int]] | None:
     """Return the order with its descriptors, or None if the link closes first. Blocks."""
-    head, descriptors, _, _ = socket.recv_fds(link, SIZE.size, MOST_DESCRIPTORS)
-    head += _exactly(link, SIZE.size - len(head))
-    if len(head) < SIZE.size:
+    engine, descriptors, _, _ = socket.recv_fds(link, SIZE.size, MOST_DESCRIPTORS)
+    engine += _exactly(link, SIZE.size - len(engine))
+    if len(engine) < SIZE.size:
         return None
-    (size,) = SIZE.unpack(head)
+    (size,) = SIZE.unpack(engine)
     data = _exactly(link, size)
     return (msgspec.msgpack.decode(data, type=Order), descriptors) if len(data) == size else None
 

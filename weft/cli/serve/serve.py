@@ -28,7 +28,7 @@ def serve(model_name: str | None, **given: Any) -> int:
     """
     from weft.cli.serve.server import configure_log, run
     from weft.config.resolve import resolve
-    from weft.config.scripted import resolve_scripted
+    from weft.config.scripted_config import resolve_scripted
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import resolve_groups, short_form
 

@@ -23,7 +23,7 @@ from weft.common import log, signals
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
 from weft.common.title import set_title
-from weft.config.open_files import ask_for_files
+from weft.config.file_limits import ask_for_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
 from weft.config.topology import face, serves
@@ -31,8 +31,8 @@ from weft.ops import cpu
 from weft.ops.cpu.beside import OperationsBuild, built
 
 if TYPE_CHECKING:
-    from weft.engine.ranks.processes import Command, Start
-    from weft.engine.server.heads import HeadGroups
+    from weft.engine.ranks.processes import ProcessCommand, Start
+    from weft.engine.server.engine_processes import EngineGroups
 
 _SECONDS_TO_CLOSE = 5.0
 
@@ -62,7 +62,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         child.forbid_core_dumps()
         return serve_groups(groups, front.log_settings)
     from weft.engine.ranks.processes import Spares
-    from weft.engine.server.heads import HeadGroups
+    from weft.engine.server.engine_processes import EngineGroups
 
     name = "server" if front.fronts == 1 else "supervisor"
     set_title(name, resolved.served_names[0])
@@ -74,7 +74,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
-    heads: HeadGroups | None = None
+    engines: EngineGroups | None = None
     operations: Operations | None = None
     torchless = all(group.scripted for group in groups)
     spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
@@ -82,11 +82,11 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     ends: list[int] = []
     try:
         operations = Operations(groups, front.build_ops, spares.start)
-        heads = HeadGroups(groups, folder, front.log_settings, operations.start)
+        engines = EngineGroups(groups, folder, front.log_settings, operations.start)
         if front.fronts > 1:
-            status = run_fronts(resolved, front, heads, folder, operations)
+            status = run_fronts(resolved, front, engines, folder, operations)
         else:
-            status = run_front(resolved, front, heads, operations)
+            status = run_front(resolved, front, engines, operations)
         # After a signal that cuts off requests, do not wait: engines still load, or must not finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
@@ -94,8 +94,8 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         signal.signal(signals.RESTART, signal.SIG_IGN)
         if operations is not None:
             operations.close()
-        if heads is not None:
-            ends = heads.close(patience, 0 if status > 128 else status)
+        if engines is not None:
+            ends = engines.close(patience, 0 if status > 128 else status)
         spares.close()
         shutil.rmtree(folder, ignore_errors=True)
     # An engine with a configuration error makes the status 2, but only if the server failed.
@@ -117,7 +117,7 @@ class Operations:
         self._compiles = compiles and self._missing
         self._build: OperationsBuild | None = None
 
-    def start(self, command: Command) -> subprocess.Popen[bytes]:
+    def start(self, command: ProcessCommand) -> subprocess.Popen[bytes]:
         """Start an engine's process with the server's present operations and return the process.
 
         A process may restart at any time. So operations built in the meantime have no effect before the
@@ -158,19 +158,21 @@ class Operations:
             self._build.close()
 
 
-def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
+def run_front(
+    resolved: EngineConfig, front: FrontSection, engines: EngineGroups, operations: Operations
+) -> int:
     """Serve with one API server in this process, which owns the engines.
 
     Blocks; returns the exit status. Unblocks stop signals, and the restart signal restarts the engines.
     Starts the compilation of the operations, if requested.
     """
-    from weft.control.processes.owner import HeadOwner
-    from weft.front.server import serve
+    from weft.control.processes.engine_owner import EngineOwner
+    from weft.front.front_server import serve
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-    owner = HeadOwner(
-        heads.members,
-        heads,
+    owner = EngineOwner(
+        engines.members,
+        engines,
         front.engine_restarts,
         serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
         drain_timeout=front.drain_timeout,
@@ -183,7 +185,7 @@ def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, op
 
 
 def run_fronts(
-    resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
+    resolved: EngineConfig, front: FrontSection, engines: EngineGroups, folder: Path, operations: Operations
 ) -> int:
     """Serve with several API servers on one port, as their supervisor.
 
@@ -192,10 +194,10 @@ def run_fronts(
     used.
     """
     from weft.cli.processes.front_main import FrontSetup, start_front
-    from weft.control.processes.server import ClusterServer
+    from weft.control.processes.cluster_server import ClusterServer
     from weft.control.processes.supervisor import Supervisor
     from weft.front.first_request import has_template
-    from weft.front.server import bind, ready_text
+    from weft.front.front_server import bind, ready_text
 
     # This socket never listens. The socket finds a port and reserves the port for restarted API servers.
     # SO_REUSEPORT is set only after the bind: with SO_REUSEPORT from the start, another server of the same
@@ -220,7 +222,7 @@ def run_fronts(
             sys.stdout.flush()
 
         supervisor = Supervisor(
-            heads.members,
+            engines.members,
             [str(number) for number in range(front.fronts)],
             restarts=front.engine_restarts,
             drain_timeout=front.drain_timeout,
@@ -228,7 +230,7 @@ def run_fronts(
         )
         secret = resolved.parallel.group_secret
         server = ClusterServer(
-            supervisor, heads, start, folder, announce, secret=secret, on_switch=operations.switched
+            supervisor, engines, start, folder, announce, secret=secret, on_switch=operations.switched
         )
         operations.compile(server.switch)
         return server.run()

@@ -18,11 +18,11 @@ from weft.config.flags import parse_size
 from weft.config.sections.all import SchedulerSection
 from weft.control.fleet.policy import DEFAULT_BLOCK
 from weft.scheduler.policy.step_cost import CostModel
-from weft.sim.deployment import Deployment, Groups, Outcome
+from weft.sim.deployment import Deployment, Groups, SimulatedOutcome
 from weft.sim.engine import kv_config
 from weft.sim.images import ImageCosts
 from weft.sim.presets import PRESETS, load
-from weft.sim.transfers import Wire
+from weft.sim.simulated_transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson, read_trace
 
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -197,7 +197,7 @@ def divisions(most: int, images: bool = False) -> Iterator[Groups]:
                 yield Groups(prefill=prefill, decode=rest - prefill, encode=encode)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
+def table(outcomes: Sequence[SimulatedOutcome]) -> str:
     """Return a line per deployment. Times are in milliseconds."""
     head = ("groups", "met", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p99", "output tok/s", "busy")
     lines = [head]
@@ -224,7 +224,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def advice(outcomes: Sequence[Outcome], goal: float) -> str:
+def advice(outcomes: Sequence[SimulatedOutcome], goal: float) -> str:
     """Return a sentence that names the smallest deployment that reaches ``goal``, or the closest deployment
     if none does.
 
@@ -276,7 +276,7 @@ def _run(
     arrivals: Sequence[Arrival],
     cost: CostModel,
     given: dict[str, Any],
-) -> Outcome:
+) -> SimulatedOutcome:
     """Return the outcome of one simulated deployment.
 
     Raise ConfigError if the cache cannot hold one sequence.

@@ -10,8 +10,8 @@ import msgspec
 
 from weft.cli.verify.verify_run import Prompts
 from weft.config.media import Fit, MediaFacts
-from weft.types.media import MediaItem
-from weft.types.messages import HeadStats, Submit, TransferStats, ids_to_bytes
+from weft.types.media_item import MediaItem
+from weft.types.messages import EngineStats, Submit, TransferStats, ids_to_bytes
 
 SIDES = ((2, 3), (3, 2), (1, 4), (4, 4))
 """Rows and columns of images, in tokens. A model with a minimum image size enlarges the images."""
@@ -65,10 +65,10 @@ def _item(fit: Fit, pixels: bytes, start: int) -> MediaItem:
     return MediaItem(key=key, start=start, count=fit.tokens, grid=fit.grid, pixels=pixels)
 
 
-def told(stats: HeadStats, encodes: bool) -> str:
+def told(stats: EngineStats, encodes: bool) -> str:
     """Return the image counters of an instance as text. ``encodes``: True for an encode group."""
     moved = stats.embedding_transfers or TransferStats()
-    rooms = f"{moved.done} embedding transfers done, {moved.failed} failed"
+    transfers = f"{moved.done} embedding transfers done, {moved.failed} failed"
     if encodes:
-        return f"{stats.images_encoded} images encoded, {rooms}, {moved.sent_bytes} bytes sent"
-    return f"{rooms}, {moved.received_bytes} bytes received"
+        return f"{stats.images_encoded} images encoded, {transfers}, {moved.sent_bytes} bytes sent"
+    return f"{transfers}, {moved.received_bytes} bytes received"

@@ -20,7 +20,7 @@ from weft.config.families import load_spec
 from weft.config.hub import bundled_models, resolve_model_path
 from weft.config.resolve import resolve
 from weft.config.sections.all import Config, ParallelSection
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 from weft.types.sampling import SamplingParams
 
 Say = Callable[[str], Any]
@@ -88,7 +88,7 @@ def tiny_model(path: Path) -> dict[str, Any]:
     return {"model": str(path), "tokenizer": tokenizer, "load_format": "dummy", "max_model_len": 512}
 
 
-def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:
+def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], EngineStats]:
     """Return (tokens of every prompt, counters) of an engine, ended afterwards.
 
     All prompts run together; every second is sampled.
@@ -113,12 +113,12 @@ def _described(config: Config) -> str:
     return f"{', '.join(parts)}, overlap {parallel.overlap}"
 
 
-def _done(stats: HeadStats) -> str:
+def _done(stats: EngineStats) -> str:
     """Return the step counters as text."""
     return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two micro-batches"
 
 
-def _missing(config: Config, stats: HeadStats) -> list[str]:
+def _missing(config: Config, stats: EngineStats) -> list[str]:
     """Return the requested features that took no part."""
     missing = []
     if config.parallel.overlap in ("prefill", "all") and not stats.overlapped_steps:

@@ -23,8 +23,8 @@ from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
 from weft.eval.gsm_mini import test_set
 from weft.text.tokenizer import Tokenizer
-from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
-from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, StepPlan, column
+from weft.types.messages import EngineStats, Submit, TokenEvent, ids_to_bytes
+from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment, SlotUpdate, StepPlan, column
 from weft.types.sampling import TokenParams
 
 TOLERANCE = 1e-4
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
     config: EngineConfig
     together: bool
     """True to run all prompts at once, False to run prompts one after another."""
-    engaged: Callable[[HeadStats], bool] = lambda stats: True
+    engaged: Callable[[EngineStats], bool] = lambda stats: True
     """Function that returns True if the counters show that the variant took effect."""
 
 
@@ -189,7 +189,7 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
 
 def run(
     variant: Variant, prompts: Prompts, tokens: int, params: Sequence[TokenParams] | None = None
-) -> tuple[list[list[int]], HeadStats]:
+) -> tuple[list[list[int]], EngineStats]:
     """Return the tokens of every prompt and the engine's counters. Greedy without ``params`` (one per
     prompt).
 
@@ -281,7 +281,7 @@ class ForwardOnly:
         kv = self._config.kv
         count = len(ids)
         # Every call reuses slot 0 and blocks 1, 2, ..; the generation counts the calls.
-        ops: list[Op] = []
+        ops: list[SlotUpdate] = []
         step = self._step
         if step:
             ops.append(FreeSlot(slot=0, gen=step))

@@ -36,7 +36,7 @@ from weft.config.sections.all import Config, ParallelSection, SpeculationSection
 from weft.config.topology import Topology, face, read_topology, resolve_groups
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
-from weft.types.messages import HeadStats, Role, Submit
+from weft.types.messages import EngineStats, Role, Submit
 from weft.types.sampling import TokenParams
 
 SAMPLED = 0.8
@@ -230,7 +230,7 @@ def _groups_answer(
     return [found[one.sequence] for one in asked], not missing
 
 
-def _done(role: Role, stats: HeadStats) -> str:
+def _done(role: Role, stats: EngineStats) -> str:
     """Return the counters of an instance of ``role`` as text."""
     if role == "encode":
         return told(stats, encodes=True)
@@ -238,13 +238,13 @@ def _done(role: Role, stats: HeadStats) -> str:
     moved = stats.transfers
     if moved is None:
         return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens{images}"
-    rooms = f"{moved.done} KV transfers done, {moved.failed} failed"
+    transfers = f"{moved.done} KV transfers done, {moved.failed} failed"
     if role == "prefill":
-        return f"{stats.prompt_tokens} prompt tokens, {rooms}, {moved.sent_bytes} bytes sent{images}"
-    return f"{rooms}, {moved.received_bytes} bytes received, {stats.generation_tokens} output tokens"
+        return f"{stats.prompt_tokens} prompt tokens, {transfers}, {moved.sent_bytes} bytes sent{images}"
+    return f"{transfers}, {moved.received_bytes} bytes received, {stats.generation_tokens} output tokens"
 
 
-def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator[str]:
+def _idle(stats: Mapping[str, tuple[Role, EngineStats]], images: bool) -> Iterator[str]:
     """Yield the names of idle instances. ``images``: True if prompts have images.
 
     If the server has prefill and decode groups, unified groups may be idle.
@@ -263,7 +263,7 @@ def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator
 
 
 def _speculation(
-    groups: Iterable[EngineConfig], stats: Mapping[str, tuple[Role, HeadStats]]
+    groups: Iterable[EngineConfig], stats: Mapping[str, tuple[Role, EngineStats]]
 ) -> Iterator[str]:
     """Yield --speculative-method if speculation is configured but no draft was made."""
     asked = any(group.speculation.speculative_method != "none" for group in groups)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.rope import rope_spec, served_positions
+from weft.config.families.rope_settings import rope_spec, served_positions
 from weft.config.spec import CacheSpec, ModelSpec
 
 FULL = "full_attention"

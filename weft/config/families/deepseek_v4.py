@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from weft.config.families.common import Defaults, decoder_spec, layer_count
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.rope import rope_spec, served_positions
+from weft.config.families.rope_settings import rope_spec, served_positions
 from weft.config.spec import CacheSpec, HyperSpec, ModelSpec, MoESpec, RopeSpec, SparseSpec
 
 _Type: TypeAlias = Literal["window", "chosen", "all"]

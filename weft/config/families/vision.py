@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.media import area_facts, patches_facts
+from weft.config.families.image_processors import area_facts, patches_facts
 from weft.config.spec import ModelSpec, VisionSpec
 
 #: Tower fields that change results, with the implemented values.

@@ -15,7 +15,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.common.lfs import refuse_pointer
 from weft.config.families.facts import read_json
-from weft.gguf.folder import gguf_files
+from weft.gguf.checkpoint_folder import gguf_files
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 #: Files that match the patterns but hold no weights.

@@ -8,7 +8,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.resolved import HostShare, KVConfig
 from weft.config.sections.all import Config
-from weft.config.sizing.caches import ranks_on_device
+from weft.config.sizing.cache_sizes import ranks_on_device
 from weft.config.sizing.media_limits import media_limits
 from weft.config.sizing.memory import encoding_bytes, show_bytes, tower_bytes
 from weft.config.spec import ModelSpec

@@ -9,7 +9,7 @@ from weft.config.resolved import MediaLimits
 from weft.config.sections.all import MediaSection
 from weft.config.sizing.memory import show_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
-from weft.types.media import BLOCK_ROWS
+from weft.types.media_item import BLOCK_ROWS
 
 DEFAULT_BYTES = 512 << 20
 

@@ -7,7 +7,7 @@ block more than the scheduler can allocate, the null block. The sizes here inclu
 Recurrent states are not in a pool: every slot has its own copies, subtracted first. The pool of a state group
 holds snapshots. Snapshots are optional for a sequence, so the pool gets ``MIN_SNAPSHOTS`` plus a share. In
 groups that send or receive caches, each transfer passes the state through a snapshot, so the pool gets more
-(``ROOM_SNAPSHOTS``).
+(``TRANSFER_SNAPSHOTS``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 MIN_SNAPSHOTS = 4
 """Minimum number of snapshots in a pool of recurrent states."""
-ROOM_SNAPSHOTS = 32
+TRANSFER_SNAPSHOTS = 32
 """Maximum number of extra snapshots for transfers: one per sequence that can run."""
 MIN_STRIDE = 1024
 """Minimum number of positions between two snapshots of one prompt."""
@@ -132,7 +132,7 @@ def _needs(
     scheduler: SchedulerSection,
     copies: int,
     snapshots: bool,
-    rooms: bool,
+    transfers: bool,
 ) -> _Needs:
     """Return the needs of sequences of ``max_model_len``. For the parameters see ``bytes_for``."""
     at = [kind_block(cache, block_size) for cache in spec.caches]
@@ -146,7 +146,7 @@ def _needs(
     states = [number for number, cache in enumerate(spec.caches) if cache.kind == "state"]
     if states:
         snapshot = sum(sizes[number] for number in states)
-        fixed += least_snapshots(scheduler, rooms) * snapshot
+        fixed += least_snapshots(scheduler, transfers) * snapshot
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
             entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
@@ -158,12 +158,12 @@ def _needs(
     return _Needs(fixed, sizes, blocks)
 
 
-def least_snapshots(scheduler: SchedulerSection, rooms: bool) -> int:
+def least_snapshots(scheduler: SchedulerSection, transfers: bool) -> int:
     """Return the minimum number of snapshots in a pool.
 
-    ``rooms``: True if the group sends or receives caches.
+    ``transfers``: True if the group sends or receives caches.
     """
-    return MIN_SNAPSHOTS + (min(scheduler.max_num_seqs, ROOM_SNAPSHOTS) if rooms else 0)
+    return MIN_SNAPSHOTS + (min(scheduler.max_num_seqs, TRANSFER_SNAPSHOTS) if transfers else 0)
 
 
 def _snapshots_for_one(spec: ModelSpec, block_size: int, dtype: str, max_model_len: int) -> int:
@@ -181,14 +181,14 @@ def bytes_for(
     *,
     copies: int = 1,
     snapshots: bool = False,
-    rooms: bool = False,
+    transfers: bool = False,
 ) -> int:
     """Return the cache bytes for ``sequences`` of ``max_model_len``, with live states and null blocks.
 
     ``copies``: copies of the recurrent state per slot. ``snapshots``: True to add snapshots beyond the
-    minimum. ``rooms``: True if the group sends caches to other groups or receives caches.
+    minimum. ``transfers``: True if the group sends caches to other groups or receives caches.
     """
-    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, transfers)
     return needs.fixed + sequences * needs.one
 
 
@@ -202,7 +202,7 @@ def pools_for(
     *,
     copies: int = 1,
     snapshots: bool = True,
-    rooms: bool = False,
+    transfers: bool = False,
 ) -> tuple[PoolSpec, ...]:
     """Return the pools that fit into ``num_bytes``, one per KV cache group of ``spec``; see ``bytes_for``.
 
@@ -211,15 +211,15 @@ def pools_for(
     Raise ConfigError unless every group can hold one sequence of ``max_model_len``. The error names
     --max-model-len and --kv-cache-memory (and --max-num-seqs if slots have states), with values that work.
     """
-    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, transfers)
     # Not enough for one sequence: give up the optional snapshots before the length.
     if num_bytes < needs.fixed + needs.one:
-        needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False, rooms)
+        needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False, transfers)
     usable = num_bytes - needs.fixed
     one = needs.one
     if usable < one:
         longest = longest_that_fits(
-            spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies, rooms=rooms
+            spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies, transfers=transfers
         )
         live = live_bytes(spec, dtype, scheduler, copies)
         raise _too_small(num_bytes, needs.fixed + one, max_model_len, longest, live, scheduler)
@@ -229,7 +229,7 @@ def pools_for(
         if cache.kind == "state":
             stride = snapshot_stride(spec, block_size, dtype)
             unit = hit_unit(spec, block_size)
-            count += least_snapshots(scheduler, rooms)
+            count += least_snapshots(scheduler, transfers)
             pools.append(PoolSpec(cache=cache, block_size=unit, num_blocks=count, stride=stride))
         else:
             pools.append(PoolSpec(cache=cache, block_size=kind_block(cache, block_size), num_blocks=count))
@@ -272,7 +272,7 @@ def longest_that_fits(
     scheduler: SchedulerSection,
     *,
     copies: int = 1,
-    rooms: bool = False,
+    transfers: bool = False,
 ) -> int:
     """Return the largest max_model_len up to ``most`` for one sequence in ``num_bytes``; 0 if none fits."""
     low = 0
@@ -280,7 +280,7 @@ def longest_that_fits(
     # Binary search: the need grows with the length.
     while low < high:
         middle = (low + high + 1) // 2
-        needed = bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies, rooms=rooms)
+        needed = bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies, transfers=transfers)
         if needed <= num_bytes:
             low = middle
         else:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from weft.control.fleet.instances import PROMPT_TOKENS, Instance
-from weft.types.media import MediaItem, without_pixels
+from weft.types.media_item import MediaItem, without_pixels
 from weft.types.messages import Submit
-from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 MARGIN = 8.0
 """Extra load over the least loaded encode instance up to which an instance keeps the images that belong to
@@ -95,7 +95,7 @@ def _weight(key: bytes, name: str) -> bytes:
     return hashlib.blake2b(key + name.encode(), digest_size=8).digest()
 
 
-def room_of(sequence: int, number: int) -> int:
+def transfer_of(sequence: int, number: int) -> int:
     """Return the transfer id for image ``number`` of ``sequence``: a hash of both, so no counter is needed.
 
     The attempt and the sender's incarnation tell the transfers of one image apart. KV transfers belong to
@@ -119,13 +119,13 @@ def divided_submit(
     bare = without_pixels(submit.media)
     for number, (item, encoder) in enumerate(zip(submit.media, encoders, strict=True)):
         assert encoder.welcome is not None
-        key = RoomKey(room_of(submit.sequence, number), submit.attempt, encoder.incarnation)
+        key = TransferKey(transfer_of(submit.sequence, number), submit.attempt, encoder.incarnation)
         there = Peer(compute.welcome.embeddings, compute.incarnation)
         here = Peer(encoder.welcome.embeddings, encoder.incarnation)
-        ticket = RoomTicket(key, True, there, seconds)
-        sent.setdefault(encoder.name, []).append(msgspec.structs.replace(item, room=ticket))
-        ticket = RoomTicket(key, False, here, seconds)
-        received.append(msgspec.structs.replace(bare[number], room=ticket))
+        parameters = TransferParameters(key, True, there, seconds)
+        sent.setdefault(encoder.name, []).append(msgspec.structs.replace(item, transfer=parameters))
+        parameters = TransferParameters(key, False, here, seconds)
+        received.append(msgspec.structs.replace(bare[number], transfer=parameters))
     by_name = {one.name: one for one in encoders}
     alone = msgspec.structs.replace(
         submit,

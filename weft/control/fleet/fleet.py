@@ -5,9 +5,9 @@
                  ├──────────────────┤
                  └─ Resumed ─ paused ◄─ Paused
 
-Input is events, output is actions (``weft.control.fleet.events``). The class uses no clock, socket, thread or
-process, so the simulator runs the same code. An open sequence is parked, paused, at an instance, or at a pair
-of instances (``weft.control.fleet.pairs``). Further instances may encode the images of the sequence
+Input is events, output is actions (``weft.control.fleet.fleet_events``). The class uses no clock, socket,
+thread or process, so the simulator runs the same code. An open sequence is parked, paused, at an instance, or
+at a pair of instances (``weft.control.fleet.pairs``). Further instances may encode the images of the sequence
 (``weft.control.fleet.encoders``). Each sequence ends exactly once, with an event with ``finish``. After the
 loss of an instance, the sequences of the instance continue from the tokens received so far: at other
 instances, or after a wait for a replacement.
@@ -25,10 +25,10 @@ import msgspec
 from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import GONE, Instance, InstanceState
-from weft.control.fleet.ledger import LedgerEntry, Unlanded, by_request, for_good, was_not_greeted
+from weft.control.fleet.ledger import LedgerEntry, Unreceived, by_request, for_good, was_not_greeted
 from weft.control.fleet.open_sequences import (
     MOST_REFUSALS,
     Lateness,
@@ -80,7 +80,7 @@ class Fleet:
         self.encodes = Counter(first=0, again=0)  # images sent to encode instances, by attempt
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
-        self._unlanded = Unlanded()
+        self._unreceived = Unreceived()
         self._parked = self.open.parked
         self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
@@ -108,7 +108,7 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """Return the time of the next necessary ``Tick`` if no event comes earlier; inf for never."""
-        return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unlanded))
+        return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unreceived))
 
     def refusal(self) -> WeftError | None:
         """Return the reason why no new request is accepted now; None if requests are accepted."""
@@ -198,7 +198,7 @@ class Fleet:
         self.local_prefills += began.local
         self.failovers += sum(map(self.open.placed, group))
 
-    def _send(self, instance: Instance, message: m.ToHead) -> None:
+    def _send(self, instance: Instance, message: m.ToEngine) -> None:
         self._actions.append(e.Send(instance.name, instance.link, message))
 
     # -- messages of instances -----------------------------------------------------------------------
@@ -206,8 +206,8 @@ class Fleet:
     def _received(self, event: e.Received) -> None:
         """Apply a message of an instance and note the time.
 
-        A ``HeadFailed`` counts as a loss. Messages over an old link, or of an instance given up or forgotten,
-        are dropped.
+        A ``EngineFailed`` counts as a loss. Messages over an old link, or of an instance given up or
+        forgotten, are dropped.
         """
         instance, message = self.table.instances.get(event.instance), event.message
         # A message over an old link comes from a process already given up, or from an instance that has left.
@@ -385,7 +385,7 @@ class Fleet:
     # -- instances that come and go -----------------------------------------------------------------
 
     def _join(self, event: e.Joined) -> None:
-        self.table.join(event.instance, event.domain, self._now)
+        self.table.join(event.instance, event.expert_group, self._now)
         self._watch_prefixes()
 
     def _left(self, event: e.Left) -> None:
@@ -409,7 +409,7 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the report about the end of the former process may come later, or never
             self._lose(instance, EngineDead("another process has replaced the engine"), replace=False)
-        self.table.expect(instance, event.link, self._now, event.domain)
+        self.table.expect(instance, event.link, self._now, event.expert_group)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event)) is not None:
@@ -457,7 +457,7 @@ class Fleet:
         for entry in self._part(instance):
             self._go_on(entry)
         # Sequences already handed off stay with the decode instance, but must show a token in time.
-        self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
+        self._unreceived.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
@@ -516,7 +516,9 @@ class Fleet:
         if retired is None:  # it has left
             return
         for instance in self.table.instances.values():
-            if instance is retired or (retired.domain and instance.domain == retired.domain):
+            if instance is retired or (
+                retired.expert_group and instance.expert_group == retired.expert_group
+            ):
                 self._lose(instance, event.error, replace=False)
                 self.table.retire(instance)
         if self.table.over:
@@ -539,14 +541,14 @@ class Fleet:
         """
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
-        for entry in self._unlanded.late(self._now):
+        for entry in self._unreceived.late(self._now):
             self._go_on(entry)
         if self.table.starts_without(self._now):
             self._actions.append(e.Complete())
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)
-        self._unlanded.stall(event.seconds)
+        self._unreceived.stall(event.seconds)
 
     def _close(self, event: e.Closing) -> None:
         """Say farewell to all instances and end every open sequence with an error."""

@@ -66,7 +66,8 @@ class InstanceTable:
         see ``Fleet``.
         """
         self.instances = {
-            name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
+            name: Instance(name, expert_group, order)
+            for order, (name, expert_group) in enumerate(instances.items())
         }
         self.leaving: set[str] = set()
         """Names of the leaving instances."""
@@ -203,7 +204,7 @@ class InstanceTable:
 
     # -- members
 
-    def join(self, name: str, domain: str, now: float) -> None:
+    def join(self, name: str, expert_group: str, now: float) -> None:
         """Add a member without a process. Do nothing if the name is a member already.
 
         A leaving instance of the same name stays, and takes sequences again.
@@ -211,7 +212,7 @@ class InstanceTable:
         present = self.instances.get(name)
         if present is None:
             # A member of a complete server need not be up for the server to be whole.
-            self.instances[name] = Instance(name, domain, next(self._orders), fresh=self.complete)
+            self.instances[name] = Instance(name, expert_group, next(self._orders), fresh=self.complete)
         elif present.leaving:
             present.leaving = False
             self.leaving.discard(name)
@@ -237,11 +238,11 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float, domain: str = "") -> None:
+    def expect(self, instance: Instance, link: int, now: float, expert_group: str = "") -> None:
         """Note a new process of the instance, which is starting from now on. A retired instance comes back in
         the same way, once revived."""
         self.restarts += instance.state in GONE
-        instance.domain = domain or instance.domain
+        instance.expert_group = expert_group or instance.expert_group
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
@@ -386,13 +387,13 @@ class InstanceTable:
         An expert-parallel group with one dead instance takes no sequences.
         """
         # One dead instance stops the collectives of the whole expert-parallel group.
-        broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
+        broken = {one.expert_group for one in self.instances.values() if one.expert_group and not one.alive}
         return [
             one
             for one in self.instances.values()
             if (one.alive if draining else one.state in SERVING)
             and not one.shunned
-            and one.domain not in broken
+            and one.expert_group not in broken
         ]
 
     @staticmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from weft.control.fleet.prefix_index import PrefixView
-from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
+from weft.types.messages import EngineStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
 """Uncomputed prompt tokens that weigh as much as one running sequence."""
@@ -50,7 +50,7 @@ class Instance:
     """One replica, as known to a fleet. Times are seconds of the fleet's clock."""
 
     name: str
-    domain: str = ""
+    expert_group: str = ""
     """Expert-parallel group; the instances of a group work together or not at all. "" means no group."""
     order: int = 0
     """Position in the list of instances. The first of several equally loaded instances is chosen."""
@@ -61,7 +61,7 @@ class Instance:
     """The answer of the present process; None before the answer."""
     role: Role | None = None
     """Role of the latest process that answered; None before the first answer."""
-    stats: HeadStats = field(default_factory=HeadStats)
+    stats: EngineStats = field(default_factory=EngineStats)
     open: dict[int, int] = field(default_factory=dict)
     """Open sequence of the API server -> prompt tokens still to be computed."""
     prompt_tokens: int = 0
@@ -150,7 +150,7 @@ class Instance:
         self.welcome = None
         self.listens = False
         self.heard = self.moved = math.inf
-        self.stats = HeadStats()
+        self.stats = EngineStats()
         self.elsewhere = 0
         self.prefixes = PrefixView()
 

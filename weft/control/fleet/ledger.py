@@ -37,13 +37,13 @@ class LedgerEntry:
         "encoders",
         "hashes",
         "held",
-        "landed",
         "losses",
         "orphaned",
         "pair",
         "pinned",
         "places",
         "prompt_logprobs",
+        "received",
         "refused",
         "skip",
         "submit",
@@ -72,11 +72,11 @@ class LedgerEntry:
         """True once a token came in the present attempt. The prompt, with all images, is computed by then."""
         self.held: list[TokenEvent] = []
         """Events of the decode instance, held back until the prefill instance has sent all its events."""
-        self.landed = False
+        self.received = False
         """True once the decode instance reported a token in the present attempt. By then the cache has
         arrived."""
         self.orphaned = False
-        """True if the prefill instance of the present attempt was lost before ``landed`` was set."""
+        """True if the prefill instance of the present attempt was lost before ``received`` was set."""
         self.attempt = -1
         """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
@@ -155,7 +155,7 @@ class LedgerEntry:
         self.encoders.clear()
         self.held.clear()
         self.pair = None
-        self.landed = self.computed = self.orphaned = False
+        self.received = self.computed = self.orphaned = False
 
     def again(self) -> Submit:
         """Begin the next attempt: advance ``attempt`` and ``skip``.
@@ -199,7 +199,7 @@ class LedgerEntry:
         # reported by the first instance alone; later instances would explain their own cache
         if event.cache_miss is not None:
             self.submit = msgspec.structs.replace(self.submit, explain=False)
-        self.landed = self.landed or (receives and bool(event.token_ids))
+        self.received = self.received or (receives and bool(event.token_ids))
         # Drop tokens received before: both instances of a pair report the first token.
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:
@@ -236,7 +236,7 @@ class LedgerEntry:
         return msgspec.structs.replace(event, prompt_logprobs=fresh)
 
 
-class Unlanded:
+class Unreceived:
     """Sequences whose prefill instance was lost after the handoff, before a token of the decode instance.
 
     The decode instance may have the whole cache already, or may still read memory that outlives the sender.
@@ -252,7 +252,7 @@ class Unlanded:
         """Add the affected ``entries`` of the lost instance ``sender``. ``due`` never decreases between
         calls."""
         for entry in entries:
-            if entry.pair is not None and entry.pair[0] == sender and not entry.landed:
+            if entry.pair is not None and entry.pair[0] == sender and not entry.received:
                 entry.orphaned = True
                 self._due.append((due, entry, entry.attempt))
 
@@ -270,7 +270,7 @@ class Unlanded:
         found = []
         while self._due and self._due[0][0] <= now:
             _, entry, attempt = self._due.popleft()
-            if entry.attempt == attempt and entry.pair is not None and not entry.landed:
+            if entry.attempt == attempt and entry.pair is not None and not entry.received:
                 found.append(entry)
         return found
 

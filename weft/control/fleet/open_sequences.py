@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weft.common.counted_log import CountedLog
 from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.control.fleet.events import Opened
+from weft.control.fleet.fleet_events import Opened
 from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry, is_refusal
@@ -213,9 +213,9 @@ class OpenSequences:
     def forget(self, sequence: int) -> None:
         """Remove an ended sequence from all fields. Raises KeyError for an unknown sequence."""
         entry = self.entries.pop(sequence)
-        siblings = self.requests[entry.submit.request]
-        del siblings[sequence]
-        if not siblings:
+        parallel_samples = self.requests[entry.submit.request]
+        del parallel_samples[sequence]
+        if not parallel_samples:
             del self.requests[entry.submit.request]
         self.parked.discard(sequence)
         self.paused.pop(sequence, None)

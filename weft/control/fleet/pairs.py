@@ -16,9 +16,9 @@ from weft.control.fleet.encoders import choose, divided_submit, encodes_for, see
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry
 from weft.control.fleet.policy import Hashes, Policies, hashes_of
-from weft.types.media import without_pixels
+from weft.types.media_item import without_pixels
 from weft.types.messages import Heartbeat, PrefixIndex, Submit
-from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.transfer import Peer, TransferKey, TransferParameters
 
 
 class Route(NamedTuple):
@@ -37,7 +37,7 @@ def are_partners(prefill: Instance, decode: Instance) -> bool:
     if prefill.role != "prefill" or decode.role != "decode":
         return False
     one, other = prefill.welcome, decode.welcome
-    if one is None or other is None or not one.rooms or not other.rooms:
+    if one is None or other is None or not one.transfer_address or not other.transfer_address:
         return False
     return bool(one.fingerprint) and one.fingerprint == other.fingerprint
 
@@ -70,7 +70,7 @@ def why_lonely(instance: Instance, others: Iterable[Instance]) -> str | None:
         return None
     # Different fingerprints are the last explanation: an engine without one was started without a role.
     for one in (instance, *opposite):
-        if one.welcome is not None and not (one.welcome.rooms and one.welcome.fingerprint):
+        if one.welcome is not None and not (one.welcome.transfer_address and one.welcome.fingerprint):
             return f"{one.name} has no KV transfers; start {one.name} with --role"
     names = ", ".join(one.name for one in opposite)
     return (
@@ -209,12 +209,14 @@ def ticketed(
     assert compute.welcome is not None
     assert decode.welcome is not None
     # Sequence, attempt and incarnation together are unique, so no transfer can be mistaken for another.
-    key = RoomKey(submit.sequence, submit.attempt, compute.incarnation)
-    sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
-    receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)
-    bare = tuple(msgspec.structs.replace(item, room=None) for item in without_pixels(submit.media))
+    key = TransferKey(submit.sequence, submit.attempt, compute.incarnation)
+    sends = TransferParameters(key, True, Peer(decode.welcome.transfer_address, decode.incarnation), seconds)
+    receives = TransferParameters(
+        key, False, Peer(compute.welcome.transfer_address, compute.incarnation), seconds
+    )
+    bare = tuple(msgspec.structs.replace(item, transfer=None) for item in without_pixels(submit.media))
     return [
-        (decode, msgspec.structs.replace(submit, room=receives, media=bare)),
-        (compute, msgspec.structs.replace(submit, room=sends)),
+        (decode, msgspec.structs.replace(submit, transfer=receives, media=bare)),
+        (compute, msgspec.structs.replace(submit, transfer=sends)),
         *parts,
     ]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from weft.common.recent import Recent
 from weft.control.fleet.instances import PROMPT_TOKENS, Instance
 from weft.kv.hashing import prompt_hashes
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 
 DEFAULT_BLOCK = 64
 """Tokens of a block for an instance without a reported block size."""

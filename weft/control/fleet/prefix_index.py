@@ -1,6 +1,6 @@
 """Index of the prefixes cached by an instance: reported by the engine, mirrored by API servers.
 
-    front ── WatchPrefixes ──► head            once it is up, and again after a gap
+    front ── WatchPrefixes ──► engine          once it is up, and again after a gap
           ◄─ PrefixIndex(number, whole) ─      all cached prefixes
           ◄─ PrefixIndex(number + 1) ─         changes, with each heartbeat after a change
 

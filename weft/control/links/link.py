@@ -5,7 +5,7 @@
                                                        ▼ the process ended, or patience is over: Lost
 
 Messages leave through one queue, in order, so a Finish cannot overtake a Submit. The link reports events of
-``weft.control.fleet.events`` to the owner and decides nothing.
+``weft.control.fleet.fleet_events`` to the owner and decides nothing.
 
 A broken connection loses messages of both directions, and nobody knows which. So each connection has a
 separate socket: no message queued for the old connection reaches the engine process before the new Hello.
@@ -27,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.common.shared_bytes import UNREACHABLE, reaches
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.parallel.secret import CurveKeys
 from weft.types import messages as m
 from weft.types.messages import encode_parts
@@ -74,7 +74,7 @@ class Address(NamedTuple):
     """Number of the instance's process start. Distinguishes the process from earlier processes."""
     draining: bool = False
     """True if the engine process must not receive new sequences."""
-    domain: str = ""
+    expert_group: str = ""
     """Expert-parallel group of the engine process: the engines of one group work together or not at all. ""
     for no group.
     """
@@ -111,7 +111,7 @@ class Link:
         self._context = context
         self._timeout = timeout
         self._report = report
-        self._outbox: deque[m.ToHead] = deque()
+        self._outbox: deque[m.ToEngine] = deque()
         self._out = asyncio.Event()
         self._linked = False
         """True after the first handshake."""
@@ -138,7 +138,7 @@ class Link:
         """Number of queued messages."""
         return len(self._outbox)
 
-    def send(self, message: m.ToHead) -> None:
+    def send(self, message: m.ToEngine) -> None:
         """Queue a message. Does not block."""
         self._outbox.append(message)
         self._out.set()
@@ -268,7 +268,7 @@ class Link:
                     sent = 0
                     await asyncio.sleep(0)
 
-    def _refuse(self, message: m.ToHead, error: WeftError) -> None:
+    def _refuse(self, message: m.ToEngine, error: WeftError) -> None:
         """Answer an unsendable Submit with an error event, as an engine process would."""
         if isinstance(message, m.Submit):
             end = m.TokenEvent(

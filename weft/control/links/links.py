@@ -23,7 +23,7 @@ import zmq.asyncio
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.log import get_logger
-from weft.control.fleet import events as e
+from weft.control.fleet import fleet_events as e
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import Instance, InstanceState
@@ -33,7 +33,7 @@ from weft.control.links.link import POLL, Address, Link
 from weft.control.links.owner import EngineInfo, Owner, Scaled
 from weft.control.links.placements import Placements
 from weft.kv.hashing import prompt_hashes
-from weft.tracing.spans import SpanContext
+from weft.tracing.trace_spans import SpanContext
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
@@ -69,10 +69,12 @@ class Links:
         requests; None disables tracing.
         """
         present = owner.present()
-        domains = {n: one.domain if isinstance(one, Address) else "" for n, one in present.items()}
+        expert_groups = {
+            n: one.expert_group if isinstance(one, Address) else "" for n, one in present.items()
+        }
         retired = [name for name, one in present.items() if isinstance(one, WeftError)]
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill, retired)
+        self._fleet = Fleet(expert_groups, patience, policies, self._name, joining, local_prefill, retired)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._placements = None if spans is None else Placements(spans, self._clock.now)
@@ -298,7 +300,7 @@ class Links:
         """Continue the sequences stopped by ``pause``. Idempotent."""
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
-    async def stats(self, timeout: float) -> list[m.HeadStats]:
+    async def stats(self, timeout: float) -> list[m.EngineStats]:
         """Request the counters of every live engine process.
 
         Wait for the answers and return the last known counters of all engine processes. Raises EngineDead
@@ -455,7 +457,7 @@ class Links:
         }
         for name, found in members.items():
             if name not in table.instances or name in table.leaving:
-                self._feed(e.Joined(name, found.domain if isinstance(found, Address) else ""))
+                self._feed(e.Joined(name, found.expert_group if isinstance(found, Address) else ""))
         for name, instance in list(table.instances.items()):
             if name not in members:
                 if name not in table.leaving:
@@ -485,7 +487,7 @@ class Links:
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number, address.domain))
+        self._feed(e.Expected(name, number, address.expert_group))
         self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
     def _end(self, link: Link, flush: bool = False) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.control.fleet import events as e
-from weft.tracing.spans import Span, SpanContext, child_of
+from weft.control.fleet import fleet_events as e
+from weft.tracing.trace_spans import Span, SpanContext, child_of
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
@@ -28,7 +28,7 @@ class Placements:
         """Trace ``sequence``, a part of the request with span ``parent``."""
         self._parents[sequence] = parent
 
-    def sent(self, instance: str, message: m.ToHead) -> m.ToHead:
+    def sent(self, instance: str, message: m.ToEngine) -> m.ToEngine:
         """Open or close spans for a message to be sent. Return the message to send instead, with the span's
         context.
         """
@@ -92,7 +92,7 @@ class Placements:
 
 def _part(message: m.Submit) -> str:
     """Return the instance's part in the sequence: "prefill", "decode", "encode" or "all"."""
-    if message.room is not None:
-        return "prefill" if message.room.sends else "decode"
-    encodes = any(item.room is not None and item.room.sends for item in message.media)
+    if message.transfer is not None:
+        return "prefill" if message.transfer.sends else "decode"
+    encodes = any(item.transfer is not None and item.transfer.sends for item in message.media)
     return "encode" if encodes else "all"

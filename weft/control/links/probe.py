@@ -18,7 +18,7 @@ GREET_S = 2.0
 """Seconds between two Hellos to a running engine process. A new connection needs a new Hello."""
 
 
-class HeadProbe:
+class EngineProbe:
     """One connection to the process at an address. No method blocks, except ``close`` briefly. Used from one
     thread.
     """
@@ -86,7 +86,7 @@ class HeadProbe:
         self._greeted = time.monotonic()
         self._send(m.Hello(versions=(m.OLDEST, m.VERSION), front="owner"))
 
-    def _send(self, message: m.ToHead) -> None:
+    def _send(self, message: m.ToEngine) -> None:
         if self._socket is not None and not self._socket.closed:
             with contextlib.suppress(zmq.Again):
                 self._socket.send(m.encode(message), zmq.NOBLOCK)
@@ -98,5 +98,5 @@ class HeadProbe:
         elif isinstance(message, m.Heartbeat):
             stats = message.stats
             moving = (stats.transfers, stats.embedding_transfers)
-            rooms = sum(transfers.rooms for transfers in moving if transfers is not None)
-            self.idle = not (stats.running or stats.waiting or rooms)
+            count = sum(transfers.open for transfers in moving if transfers is not None)
+            self.idle = not (stats.running or stats.waiting or count)

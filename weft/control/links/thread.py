@@ -100,7 +100,7 @@ class LinksThread:
                 del self._flows[event.sequence]
         return fresh
 
-    def stats(self, timeout: float) -> list[m.HeadStats]:
+    def stats(self, timeout: float) -> list[m.EngineStats]:
         """Return the statistics of all engine processes. See ``Links.stats``."""
         return self._call(self.links.stats(timeout), timeout + CALL_S)
 

@@ -69,7 +69,7 @@ class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     name: str
 
 
-class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class EngineLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """API server to supervisor: the API server has lost the connection to an engine process."""
 
     name: str
@@ -91,7 +91,7 @@ FromFront: TypeAlias = (
     | GroupRestarted
     | GroupsScaled
     | GroupRemoved
-    | HeadLost
+    | EngineLost
 )
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop)
@@ -136,11 +136,11 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 class SupervisorLink:
     """The API server's end of the socket pair.
 
-    Implement ``weft.front.server.Supervisor``. Use from one event loop.
+    Implement ``weft.front.front_server.Supervisor``. Use from one event loop.
     """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
-        """Take over the socket ``link``. ``serving``: see ``weft.front.server.Supervisor``."""
+        """Take over the socket ``link``. ``serving``: see ``weft.front.front_server.Supervisor``."""
         self.serving = serving
         link.setblocking(False)
         self._link = link
@@ -208,7 +208,7 @@ class SupervisorLink:
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """Report the loss of an engine process."""
-        self._say(HeadLost(name, incarnation, error.info()))
+        self._say(EngineLost(name, incarnation, error.info()))
 
     def _say(self, message: FromFront) -> None:
         """Send messages in order.

@@ -17,7 +17,7 @@ from weft.common.errors import EngineDead, ErrorInfo, NotFound, ReportedError, W
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_removal, plan_scale
-from weft.control.processes.table import Condition, Member, Role, named, to_revive, with_domains
+from weft.control.processes.table import Condition, Member, Role, named, to_revive, with_expert_groups
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -30,7 +30,7 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     incarnation: int
     state: Condition
-    domain: str = ""
+    expert_group: str = ""
     """Name of the engine's expert-parallel group; "" if none."""
     group: str = ""
     """Engine only: name of the group."""
@@ -147,20 +147,20 @@ class RegistryOwner:
         """Request a restart of retired engines and return their names: see
         ``weft.control.links.links.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
         """
-        heads = self._reader.read().of("head")
-        found = to_revive(name, _members(heads), [one.name for one in heads if one.state == "retired"])
+        engines = self._reader.read().of("head")
+        found = to_revive(name, _members(engines), [one.name for one in engines if one.state == "retired"])
         self._revive(name)
         return found
 
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
-        heads = self._reader.read().of("head")
-        return [EngineInfo(one.name, one.group, one.base, one.group_role, one.state) for one in heads]
+        engines = self._reader.read().of("head")
+        return [EngineInfo(one.name, one.group, one.base, one.group_role, one.state) for one in engines]
 
     def restart(self, name: str = "") -> list[str]:
         """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
         members = _members(self._reader.read().of("head"))
-        found = with_domains(named(name, members), members) if name else list(members)
+        found = with_expert_groups(named(name, members), members) if name else list(members)
         if not found:
             raise NotFound(f"unknown group {name!r}", param="group")
         self._restart(name)
@@ -168,15 +168,15 @@ class RegistryOwner:
 
     def scale(self, base: str, groups: int) -> Scaled:
         """Request a number of groups: see ``weft.control.links.owner.Owner``."""
-        heads = self._reader.read().of("head")
-        change = plan_scale(base, groups, _members(heads), _leaving(heads), self._serves)
+        engines = self._reader.read().of("head")
+        change = plan_scale(base, groups, _members(engines), _leaving(engines), self._serves)
         self._scale(base, groups)
         return Scaled(change.starting, tuple(change.leaving))
 
     def remove(self, name: str) -> list[str]:
         """Request the end of a group: see ``weft.control.links.owner.Owner``."""
-        heads = self._reader.read().of("head")
-        found = plan_removal(name, _members(heads), _leaving(heads), self._serves)
+        engines = self._reader.read().of("head")
+        found = plan_removal(name, _members(engines), _leaving(engines), self._serves)
         self._remove(name)
         return found
 
@@ -193,7 +193,9 @@ class RegistryOwner:
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
         leaving = record.state == "leaving"
         draining = leaving or record.state == "draining"
-        return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain, leaving)
+        return Address(
+            endpoint, _Elsewhere(), keys, record.incarnation, draining, record.expert_group, leaving
+        )
 
     def _keys_of(self, secret: str) -> CurveKeys:
         """Return the encryption keys of a secret file. Each file is read once."""
@@ -209,11 +211,11 @@ class RegistryOwner:
         return None
 
 
-def _members(heads: list[ProcessRecord]) -> dict[str, Member]:
+def _members(engines: list[ProcessRecord]) -> dict[str, Member]:
     """Return the engines of the registry as members, by name."""
-    return {one.name: Member(one.domain, one.group, one.group_role, one.base) for one in heads}
+    return {one.name: Member(one.expert_group, one.group, one.group_role, one.base) for one in engines}
 
 
-def _leaving(heads: list[ProcessRecord]) -> frozenset[str]:
+def _leaving(engines: list[ProcessRecord]) -> frozenset[str]:
     """Return the names of the leaving engines."""
-    return frozenset(one.name for one in heads if one.state == "leaving")
+    return frozenset(one.name for one in engines if one.state == "leaving")

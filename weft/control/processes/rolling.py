@@ -196,7 +196,7 @@ class RollingRestart:
                 if entry.leaving or (self._only and name not in self._only):
                     continue
                 # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
-                units.setdefault(entry.member.domain or f" {name}", {})[name] = entry.incarnation
+                units.setdefault(entry.member.expert_group or f" {name}", {})[name] = entry.incarnation
             self._left.extend(units.values())
         if not self.active and self._wants_switch:
             self._drain_for_switch(now)

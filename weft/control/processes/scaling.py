@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from weft.common.errors import InvalidRequest, NotFound
-from weft.control.processes.table import Member, named, with_domains
+from weft.control.processes.table import Member, named, with_expert_groups
 
 MOST_GROUPS = 1024
 """Maximum groups of one base name."""
@@ -84,7 +84,7 @@ def plan_removal(
 
     Raise NotFound for an unknown name. Raise InvalidRequest if the remaining roles could not serve requests.
     """
-    found = with_domains(named(name, members), members) if name else []
+    found = with_expert_groups(named(name, members), members) if name else []
     if not found:
         known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
         raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
@@ -116,6 +116,6 @@ def _renamed(processes: Mapping[str, Member], old: str, new: str) -> dict[str, M
     """Return ``processes`` of group ``old`` as processes of group ``new``: ``decode0.1`` -> ``decode1.1``."""
     made = {}
     for name, member in processes.items():
-        domain = new if member.domain else ""
-        made[re.sub(f"^{re.escape(old)}", new, name)] = member._replace(group=new, domain=domain)
+        expert_group = new if member.expert_group else ""
+        made[re.sub(f"^{re.escape(old)}", new, name)] = member._replace(group=new, expert_group=expert_group)
     return made

@@ -1,10 +1,10 @@
 """The supervisor of a server with several API servers, as a pure state machine.
 
     starting ──all fronts ready──► serving ──signal──► draining ──all fronts ended──► ended
-        │ anything ends, or a signal   │ no front, or no head left                      ▲
+        │ anything ends, or a signal   │ no front, or no engine left                    ▲
         ╰──────────────────────────────┴────────────────────────────────────────────────╯
 
-A front is an API server, a head is an engine process. The actions start, kill and drain processes. One rule
+A front is an API server. The actions start, kill and drain processes. One rule
 replaces processes of both roles (``weft.control.processes.table``). An API server never starts or ends an
 engine; API servers only report lost engines. Engines outlive API servers, and end with the server.
 """
@@ -60,7 +60,7 @@ class ProcessEnded(NamedTuple):
     status: int
 
 
-class FrontLostHead(NamedTuple):
+class FrontLostEngine(NamedTuple):
     """An API server has lost an engine: the engine is gone, silent, or makes no progress."""
 
     name: str
@@ -119,7 +119,7 @@ class RemoveAsked(NamedTuple):
     name: str
 
 
-class HeadSeen(NamedTuple):
+class EngineSeen(NamedTuple):
     """A watched engine answers the probe. ``idle``: see ``RollingRestart.seen``."""
 
     name: str
@@ -127,13 +127,13 @@ class HeadSeen(NamedTuple):
     idle: bool | None
 
 
-class Tick(NamedTuple):
+class SupervisorTick(NamedTuple):
     """Time has passed. The event comes several times per second."""
 
 
 Event: TypeAlias = (
     ProcessEnded
-    | FrontLostHead
+    | FrontLostEngine
     | FrontIsReady
     | FrontIsAlive
     | Signalled
@@ -142,8 +142,8 @@ Event: TypeAlias = (
     | ReviveAsked
     | ScaleAsked
     | RemoveAsked
-    | HeadSeen
-    | Tick
+    | EngineSeen
+    | SupervisorTick
 )
 
 # -- actions, besides ``Start`` and ``Kill``
@@ -179,7 +179,7 @@ class Supervisor:
 
     def __init__(
         self,
-        heads: Iterable[str] | Mapping[str, t.Member],
+        engines: Iterable[str] | Mapping[str, t.Member],
         fronts: Sequence[str],
         *,
         restarts: int,
@@ -191,8 +191,8 @@ class Supervisor:
         ``restarts``: maximum restarts within ``table.WINDOW`` seconds, for the API servers together and for
         each engine group. ``serves``: see ``table.ProcessTable``.
         """
-        self.heads = t.ProcessTable("head", heads, restarts, serves)
-        self.rolling = RollingRestart(self.heads, drain_timeout)
+        self.engines = t.ProcessTable("head", engines, restarts, serves)
+        self.rolling = RollingRestart(self.engines, drain_timeout)
         self.fronts = t.ProcessTable("front", fronts, restarts)
         self.phase = ServerPhase.STARTING
         self._drain_timeout = drain_timeout
@@ -206,7 +206,7 @@ class Supervisor:
 
     def start(self, now: float) -> list[Action]:
         """Return the actions that start all engines and API servers."""
-        return [*self.heads.start(now), *self.fronts.start(now)]
+        return [*self.engines.start(now), *self.fronts.start(now)]
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Return the actions for ``event`` at time ``now``. Return no action after the end of the server."""
@@ -229,7 +229,7 @@ class Supervisor:
             log.error("%s %s ended with status %d", t.LABELS[event.role], event.name, event.status)
             return self._exit(event.status if event.status == CONFIG_ERROR else 1)
         # API servers end on request while draining, and on their own once no engine is left. Replace none.
-        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.heads.over):
+        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.engines.over):
             self._failed |= entry.ready and event.status not in (0, FORCED)
             self.fronts.end(event.name, event.incarnation)
             return self._after([])
@@ -241,7 +241,7 @@ class Supervisor:
         )
         return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
 
-    def _lost(self, event: FrontLostHead) -> list[Action]:
+    def _lost(self, event: FrontLostEngine) -> list[Action]:
         """Replace an engine after a loss report."""
         return self._lose("head", event.name, event.incarnation, event.error)
 
@@ -257,15 +257,15 @@ class Supervisor:
         Without engines the API servers notify clients and end without an order. So waiting restarts are
         cancelled.
         """
-        if self.phase is ServerPhase.DRAINING or self.heads.over:
+        if self.phase is ServerPhase.DRAINING or self.engines.over:
             self.fronts.give_up()
         if not self.fronts.over:
             return actions
-        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.heads.over
+        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.engines.over
         return [*actions, *self._exit((FORCED if self._forced else 0) if drained else 1)]
 
     def _table(self, role: t.Role) -> t.ProcessTable:
-        return self.heads if role == "head" else self.fronts
+        return self.engines if role == "head" else self.fronts
 
     # -- fronts
 
@@ -301,7 +301,7 @@ class Supervisor:
         """Begin a rolling restart. Ignored outside the serving phase, and for an unknown name."""
         if self.phase is ServerPhase.SERVING:
             with contextlib.suppress(NotFound):
-                self.rolling.begin(self.heads.with_name(event.name))
+                self.rolling.begin(self.engines.with_name(event.name))
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:
@@ -314,7 +314,7 @@ class Supervisor:
         """Revive retired engines. Ignored outside the serving phase."""
         if self.phase is not ServerPhase.SERVING:
             return []
-        return [*self.heads.revive(event.name, self._now)]
+        return [*self.engines.revive(event.name, self._now)]
 
     def plan(self, base: str, groups: int) -> Change:
         """Return the change that gives ``base`` a number of groups. Change nothing.
@@ -323,24 +323,24 @@ class Supervisor:
         """
         if self.phase is not ServerPhase.SERVING:
             raise Unavailable("the server does not serve now")
-        heads = self.heads
-        return plan_scale(base, groups, heads.members, heads.leaving, heads.serves)
+        engines = self.engines
+        return plan_scale(base, groups, engines.members, engines.leaving, engines.serves)
 
     def _scale(self, event: ScaleAsked) -> list[Action]:
         """Start the new groups, and drain the leaving groups."""
         members = {name: one for group in event.change.new.values() for name, one in group.items()}
-        actions: list[Action] = [*self.heads.join(members, self._now)]
+        actions: list[Action] = [*self.engines.join(members, self._now)]
         return [*actions, *self.rolling.remove(event.change.leaving, self._now)]
 
     def _remove(self, event: RemoveAsked) -> list[Action]:
         """Drain a group. Raise NotFound or InvalidRequest. Ignored outside the serving phase."""
         if self.phase is not ServerPhase.SERVING:
             return []
-        heads = self.heads
-        names = plan_removal(event.name, heads.members, heads.leaving, heads.serves)
+        engines = self.engines
+        names = plan_removal(event.name, engines.members, engines.leaving, engines.serves)
         return [*self.rolling.remove(names, self._now)]
 
-    def _seen(self, event: HeadSeen) -> list[Action]:
+    def _seen(self, event: EngineSeen) -> list[Action]:
         """Pass a probe answer to the rolling restart."""
         self.rolling.seen(event.name, event.incarnation, event.idle)
         return []
@@ -367,7 +367,7 @@ class Supervisor:
         self._deadline = min(self._deadline, self._now + END_S)
         return [Tell(name, "stop") for name, _ in self._running_fronts()]
 
-    def _tick(self, event: Tick) -> list[Action]:
+    def _tick(self, event: SupervisorTick) -> list[Action]:
         """Check deadlines, start due processes and replace silent API servers.
 
         Return the actions. After a pause of the supervisor, extend the deadlines of API servers. Exit when a
@@ -382,7 +382,7 @@ class Supervisor:
         if self._now >= self._deadline:
             log.error("the API servers did not end in time")
             return self._exit(FORCED if self._forced else 1)
-        actions: list[Action] = [*self.heads.tick(self._now)]
+        actions: list[Action] = [*self.engines.tick(self._now)]
         # In the starting phase any planned end of a process would end the server.
         if self.phase in (ServerPhase.SERVING, ServerPhase.DRAINING):
             actions += self.rolling.tick(self._now)
@@ -411,7 +411,7 @@ class Supervisor:
 
 _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     ProcessEnded: Supervisor._ended,
-    FrontLostHead: Supervisor._lost,
+    FrontLostEngine: Supervisor._lost,
     FrontIsReady: Supervisor._ready,
     FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,
@@ -420,6 +420,6 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     ReviveAsked: Supervisor._revive,
     ScaleAsked: Supervisor._scale,
     RemoveAsked: Supervisor._remove,
-    HeadSeen: Supervisor._seen,
-    Tick: Supervisor._tick,
+    EngineSeen: Supervisor._seen,
+    SupervisorTick: Supervisor._tick,
 }

@@ -80,7 +80,7 @@ Action: TypeAlias = Start | Kill | Forget
 class Member(NamedTuple):
     """Properties of a process that the table uses."""
 
-    domain: str = ""
+    expert_group: str = ""
     """Name of the expert-parallel group; "" if none. Members of an expert-parallel group fail together."""
     group: str = ""
     """Name of the group. All processes of a group share a restart budget."""
@@ -103,11 +103,11 @@ def named(name: str, members: Mapping[str, Member]) -> list[str]:
     return [one for one, member in members.items() if name in (one, member.group)]
 
 
-def with_domains(names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
+def with_expert_groups(names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
     """Return ``names`` and all members of the same expert-parallel groups, in the order of ``members``."""
     asked = set(names)
-    domains = {members[one].domain for one in asked} - {""}
-    return [one for one, member in members.items() if one in asked or member.domain in domains]
+    expert_groups = {members[one].expert_group for one in asked} - {""}
+    return [one for one, member in members.items() if one in asked or member.expert_group in expert_groups]
 
 
 def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
@@ -116,7 +116,7 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
     The result includes retired members of the same expert-parallel groups. Raise NotFound for an unknown
     name, and InvalidRequest if no process of ``name`` is retired.
     """
-    names = with_domains(named(name, members), members)
+    names = with_expert_groups(named(name, members), members)
     if not name or not names:
         known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
         raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
@@ -213,7 +213,7 @@ class ProcessTable:
         Raise NotFound for an unknown name.
         """
         members = self.members
-        found = with_domains(named(name, members), members) if name else list(members)
+        found = with_expert_groups(named(name, members), members) if name else list(members)
         if not found:
             known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
             raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
@@ -324,8 +324,12 @@ class ProcessTable:
 
         Return the actions that kill the other retired processes.
         """
-        domain = lost.member.domain
-        gone = {id(entry) for entry in self._entries.values() if domain and entry.member.domain == domain}
+        expert_group = lost.member.expert_group
+        gone = {
+            id(entry)
+            for entry in self._entries.values()
+            if expert_group and entry.member.expert_group == expert_group
+        }
         gone.add(id(lost))
         # The remaining roles decide if the server can still serve requests.
         lasting = [e for e in self._entries.values() if _lives(e) and not e.leaving]
@@ -350,7 +354,7 @@ class ProcessTable:
         if self.over:
             return []
         actions: list[Action] = []
-        for one in with_domains(named(name, members), members):
+        for one in with_expert_groups(named(name, members), members):
             if one in retired:
                 # Without a new budget the next death would retire the group again.
                 self._budgets[members[one].group].renew()

@@ -1,1 +1,2 @@
-"""Moving a sequence's cache from one group to another: rooms, leases, spans and digests. Pure, no torch."""
+"""Moving a sequence's cache from one group to another: transfers, leases, spans and digests. Pure, no
+torch."""

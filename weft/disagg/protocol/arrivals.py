@@ -1,7 +1,7 @@
 """Receiving side of one rank: accept, park or drop writes, and find the end of a transfer. Pure.
 
 write of an expected transfer      checked against the expected spans, copied, digested
-write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
+write of an unknown transfer       parked, up to a bound, until ``ExpectedArrival`` arrives or time is over
 write of a stopped transfer        dropped: no byte is written any more
 """
 
@@ -15,17 +15,17 @@ import numpy as np
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.disagg.protocol.coverage import Coverage
 from weft.disagg.protocol.tombstones import Parking, Tombstones
-from weft.types.rooms import Outcome, RoomKey
+from weft.types.transfer import Outcome, TransferKey
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _ArrivalWord(msgspec.Struct, frozen=True):
     pass
 
 
-class Incoming(_Word, frozen=True):
+class Incoming(_ArrivalWord, frozen=True):
     """A write, as requested by a rank of a sender."""
 
-    key: RoomKey
+    key: TransferKey
     source: str
     """Connection by which the write arrived."""
     number: int
@@ -41,65 +41,65 @@ class Incoming(_Word, frozen=True):
 # ---- events
 
 
-class Expected(_Word, frozen=True):
+class ExpectedArrival(_ArrivalWord, frozen=True):
     """The engine process announces a transfer and the expected spans of the rank."""
 
-    key: RoomKey
+    key: TransferKey
     coverage: Coverage
 
 
-class Copied(_Word, frozen=True):
+class Copied(_ArrivalWord, frozen=True):
     """``Copy`` was carried out. ``error``: None after a correct copy."""
 
     write: Incoming
     error: ErrorInfo | None
 
 
-class Stopped(_Word, frozen=True):
+class ArrivalStopped(_ArrivalWord, frozen=True):
     """The engine process reports the end of a transfer."""
 
-    key: RoomKey
+    key: TransferKey
 
 
-class Tick(_Word, frozen=True):
+class ArrivalTick(_ArrivalWord, frozen=True):
     """Time has passed."""
 
 
-Event = Incoming | Expected | Copied | Stopped | Tick
+Event = Incoming | ExpectedArrival | Copied | ArrivalStopped | ArrivalTick
 
 
 # ---- actions
 
 
-class Copy(_Word, frozen=True):
+class Copy(_ArrivalWord, frozen=True):
     """Copy the bytes and check the digests. Answered with ``Copied`` before any other event."""
 
     write: Incoming
 
 
-class Answer(_Word, frozen=True):
+class Answer(_ArrivalWord, frozen=True):
     """Report the end of a write to the sender's rank. ``error``: None for success."""
 
     write: Incoming
     error: ErrorInfo | None
 
 
-class Report(_Word, frozen=True):
+class ArrivalReport(_ArrivalWord, frozen=True):
     """Report the rank's outcome of a transfer to the engine process."""
 
-    key: RoomKey
+    key: TransferKey
     outcome: Outcome
     error: ErrorInfo | None = None
 
 
-Action = Copy | Answer | Report
+Action = Copy | Answer | ArrivalReport
 
 PARKED_BYTES = 64 << 20
 PARKED_S = 30.0
 REMEMBER_S = 900.0
 
 
-class _Room:
+class _Arrival:
     def __init__(self, coverage: Coverage) -> None:
         self.coverage = coverage
         self.taken = set[tuple[str, int]]()
@@ -115,18 +115,18 @@ class Arrivals:
     ) -> None:
         """``parked_bytes``, ``parked_s``: limits in bytes and seconds for writes without an expected
         transfer. ``remember_s``: seconds for which ended transfers are remembered."""
-        self._rooms: dict[RoomKey, _Room] = {}
+        self._transfers: dict[TransferKey, _Arrival] = {}
         self._early: Parking[Incoming] = Parking(parked_bytes, parked_s)
         self._ended: Tombstones[None] = Tombstones(remember_s)
         self.dropped = 0
         """Number of dropped writes."""
 
     def __len__(self) -> int:
-        return len(self._rooms)
+        return len(self._transfers)
 
-    def rooms(self) -> list[RoomKey]:
+    def transfers(self) -> list[TransferKey]:
         """Return the keys of expected transfers."""
-        return list(self._rooms)
+        return list(self._transfers)
 
     @property
     def parked(self) -> int:
@@ -138,13 +138,13 @@ class Arrivals:
         match event:
             case Incoming():
                 return self._incoming(event, now)
-            case Expected(key, coverage):
+            case ExpectedArrival(key, coverage):
                 return self._expected(key, coverage, now)
             case Copied(write, error):
                 return self._copied(write, error)
-            case Stopped(key):
+            case ArrivalStopped(key):
                 return self._stopped(key, now)
-            case Tick():
+            case ArrivalTick():
                 self._ended.expire(now)
                 late = self._early.expire(now)
                 return [self._drop(write, "no receiver registered in time") for _, write in late]
@@ -155,73 +155,73 @@ class Arrivals:
 
     def _incoming(self, write: Incoming, now: float) -> list[Action]:
         """Copy a write, park the write until its transfer is expected, or drop the write."""
-        room = self._rooms.get(write.key)
-        if room is not None:
-            return self._take(room, write)
+        transfer = self._transfers.get(write.key)
+        if transfer is not None:
+            return self._take(transfer, write)
         if write.key in self._ended:
             return [self._drop(write, "the transfer has ended")]
         if self._early.park(write.key, write, write.held_bytes, now):
             return []
         return [self._drop(write, "too many bytes arrived before their transfers")]
 
-    def _expected(self, key: RoomKey, coverage: Coverage, now: float) -> list[Action]:
+    def _expected(self, key: TransferKey, coverage: Coverage, now: float) -> list[Action]:
         """Register a transfer and handle its parked writes. No effect for a known or ended transfer. A
         transfer of 0 bytes is done at once."""
-        if key in self._rooms or key in self._ended:
+        if key in self._transfers or key in self._ended:
             return []
-        room = self._rooms[key] = _Room(coverage)
+        transfer = self._transfers[key] = _Arrival(coverage)
         actions: list[Action] = []
         if not coverage.nbytes:
-            room.over = True
-            actions.append(Report(key, Outcome.done))
+            transfer.over = True
+            actions.append(ArrivalReport(key, Outcome.done))
         for write in self._early.flush(key):
-            actions += self._take(room, write)
+            actions += self._take(transfer, write)
         return actions
 
-    def _take(self, room: _Room, write: Incoming) -> list[Action]:
+    def _take(self, transfer: _Arrival, write: Incoming) -> list[Action]:
         """Return the copy of a write. Answer a repeated write without a copy, drop a late write, and fail the
         transfer for spans outside the transfer."""
         # A repeated write: the first copy counts, and the sender needs only an answer.
-        if (write.source, write.number) in room.taken:
+        if (write.source, write.number) in transfer.taken:
             return [Answer(write, None)]
-        if room.over:
+        if transfer.over:
             return [self._drop(write, "the transfer is complete or has failed")]
         try:
             for region, spans in write.parts:
-                room.coverage.check(region, spans)
+                transfer.coverage.check(region, spans)
         except WeftError as error:
-            return self._failed(room, write, error.info())
-        first = not room.taken
-        room.taken.add((write.source, write.number))
-        actions: list[Action] = [Report(write.key, Outcome.pending)] if first else []
+            return self._failed(transfer, write, error.info())
+        first = not transfer.taken
+        transfer.taken.add((write.source, write.number))
+        actions: list[Action] = [ArrivalReport(write.key, Outcome.pending)] if first else []
         return [*actions, Copy(write)]
 
     def _copied(self, write: Incoming, error: ErrorInfo | None) -> list[Action]:
         """Count the bytes of an ended copy and answer the write. Report the transfer done once all bytes are
         there. An error, or bytes received twice, fails the transfer."""
-        room = self._rooms.get(write.key)
+        transfer = self._transfers.get(write.key)
         # The transfer ended while the copy ran: answer, but report nothing more.
-        if room is None or room.over:
+        if transfer is None or transfer.over:
             return [Answer(write, error)]
         if error is not None:
-            return self._failed(room, write, error)
+            return self._failed(transfer, write, error)
         for region, spans in write.parts:
-            room.coverage.add(region, spans)
+            transfer.coverage.add(region, spans)
         try:
-            complete = room.coverage.complete()
+            complete = transfer.coverage.complete()
         except WeftError as twice:
-            return self._failed(room, write, twice.info())
+            return self._failed(transfer, write, twice.info())
         if not complete:
             return [Answer(write, None)]
-        room.over = True
-        return [Answer(write, None), Report(write.key, Outcome.done)]
+        transfer.over = True
+        return [Answer(write, None), ArrivalReport(write.key, Outcome.done)]
 
-    def _failed(self, room: _Room, write: Incoming, error: ErrorInfo) -> list[Action]:
-        room.over = True
-        return [Answer(write, error), Report(write.key, Outcome.failed, error)]
+    def _failed(self, transfer: _Arrival, write: Incoming, error: ErrorInfo) -> list[Action]:
+        transfer.over = True
+        return [Answer(write, error), ArrivalReport(write.key, Outcome.failed, error)]
 
-    def _stopped(self, key: RoomKey, now: float) -> list[Action]:
-        self._rooms.pop(key, None)
+    def _stopped(self, key: TransferKey, now: float) -> list[Action]:
+        self._transfers.pop(key, None)
         self._ended.add(key, None, now)
         return [self._drop(write, "the transfer has ended") for write in self._early.flush(key)]
 

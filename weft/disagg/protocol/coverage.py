@@ -22,10 +22,10 @@ class Coverage:
     def __init__(self, expected: Mapping[int, np.ndarray]) -> None:
         """``expected``: region -> int64 [n, 2], ascending; offset and length in bytes of each span."""
         self._expected = {region: spans for region, spans in expected.items() if len(spans)}
-        self._landed: dict[int, list[np.ndarray]] = {region: [] for region in self._expected}
+        self._received: dict[int, list[np.ndarray]] = {region: [] for region in self._expected}
         self.nbytes = sum(int(spans[:, 1].sum()) for spans in self._expected.values())
         """Number of expected bytes."""
-        self.landed_bytes = 0
+        self.received_bytes = 0
 
     def check(self, region: int, spans: np.ndarray) -> None:
         """Raise BadSpans unless all ``spans``, int64 [n, 2], lie in the expected spans of ``region``.
@@ -45,19 +45,19 @@ class Coverage:
 
     def add(self, region: int, spans: np.ndarray) -> None:
         """Record checked ``spans`` as written, with correct digests."""
-        self._landed[region].append(spans)
-        self.landed_bytes += int(spans[:, 1].sum())
+        self._received[region].append(spans)
+        self.received_bytes += int(spans[:, 1].sum())
 
     def complete(self) -> bool:
         """Return True if every expected byte was received. Raises BadSpans if enough bytes were received,
         but some of them twice."""
-        if self.landed_bytes < self.nbytes:
+        if self.received_bytes < self.nbytes:
             return False
         for region, expected in self._expected.items():
             # The number of bytes is right. If spans overlap, some bytes came twice and others are missing.
-            landed = np.concatenate(self._landed[region]) if self._landed[region] else expected[:0]
-            order = np.argsort(landed[:, 0], kind="stable")
-            begins, ends = landed[order, 0], landed[order].sum(axis=1)
+            received = np.concatenate(self._received[region]) if self._received[region] else expected[:0]
+            order = np.argsort(received[:, 0], kind="stable")
+            begins, ends = received[order, 0], received[order].sum(axis=1)
             if (begins[1:] < ends[:-1]).any() or ends.sum() - begins.sum() != expected[:, 1].sum():
                 raise BadSpans(f"bytes of region {region} arrived twice")
         return True

@@ -8,8 +8,8 @@ of the next level, until a single word is left. The two sums in ``term`` have 32
     level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
     digest          = mix(last sum ^ seed)
 
-The seed is derived from the transfer key (room, attempt, incarnation), the sending and the receiving rank,
-the destination and the length. So correct bytes at a wrong place, at a wrong rank or in a wrong attempt
+The seed is derived from the transfer key (transfer, attempt, incarnation), the sending and the receiving
+rank, the destination and the length. So correct bytes at a wrong place, at a wrong rank or in a wrong attempt
 have a wrong digest. Over random keys, a change within a block (a flipped bit, too) is missed with a
 probability of at most about 2^-32 (NH: Black et al. 1999, "UMAC"). The keys here are fixed and public, so
 the bound holds for accidental changes. Digests find faults; digests do not stop forgery.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.common.splitmix import mix, mix_array
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
 WORDS = 128
 """Number of 64-bit words in a block."""
@@ -38,14 +38,14 @@ _KEYS = np.array([mix(_GOLDEN * (i + 1) & _MASK) for i in range(WORDS)], np.uint
 _KEYS_LOW, _KEYS_HIGH = _KEYS & _LOW, _KEYS >> _HALF
 
 
-def room_seed(key: RoomKey) -> int:
+def transfer_seed(key: TransferKey) -> int:
     """Return the common seed of all digests of a transfer."""
-    return mix(mix(mix(key.room) ^ key.attempt) ^ key.incarnation)
+    return mix(mix(mix(key.transfer) ^ key.attempt) ^ key.incarnation)
 
 
-def ranks_seed(key: RoomKey, rank: int, to: int) -> int:
+def ranks_seed(key: TransferKey, rank: int, to: int) -> int:
     """Return the seed for spans from the sender's ``rank`` to the receiver's rank ``to``."""
-    return mix(mix(room_seed(key) ^ rank) ^ to)
+    return mix(mix(transfer_seed(key) ^ rank) ^ to)
 
 
 def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:

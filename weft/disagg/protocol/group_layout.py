@@ -17,8 +17,8 @@ import numpy as np
 from weft.config.cache_layout import ITEM_BYTES, TensorLayout, embedding_tensor
 from weft.config.resolved import KVConfig
 from weft.config.sharding import share, share_of_kv
-from weft.types.media import BLOCK_ROWS
-from weft.types.rooms import Blocks, GroupDims, KindDims, RoomMessageError, TensorDims
+from weft.types.media_item import BLOCK_ROWS
+from weft.types.transfer import Blocks, CacheGroupDims, GroupDims, TensorDims, TransferMessageError
 
 _BEFORE_ENTRIES = ("layer", "block", "slot", "copy", "kv", "head")
 _MOST_BYTES = 1 << 50
@@ -66,7 +66,7 @@ def group_dims(whole: KVConfig, local: KVConfig, ranks: int, dtype: str, snapsho
         cache = pool.cache
         tensors = pool.tensors(dtype) if snapshots else local.tensors(pool, dtype)
         kinds.append(
-            KindDims(
+            CacheGroupDims(
                 kind=cache.kind,
                 layers=cache.layers,
                 block_size=pool.block_size,
@@ -85,9 +85,9 @@ def embedding_dims(
     """Return the layout of a group's pool of image embeddings, as sent to peers. Every rank has the whole
     pool.
 
-    ``levels``: rows of ``width`` for each token of an image. ``shards``: see ``KindDims.shards``.
+    ``levels``: rows of ``width`` for each token of an image. ``shards``: see ``CacheGroupDims.shards``.
     """
-    kind = KindDims(
+    kind = CacheGroupDims(
         kind="embedding",
         layers=tuple(range(levels)),
         block_size=BLOCK_ROWS,
@@ -101,16 +101,16 @@ def embedding_dims(
 
 
 def tensor_of(dims: TensorDims) -> Tensor:
-    """Return the strides and sizes of a tensor, from the dims sent by a peer. Raises RoomMessageError
+    """Return the strides and sizes of a tensor, from the dims sent by a peer. Raises TransferMessageError
     for dims unknown to every cache."""
     names = [name for name, _ in dims.dims]
     sizes = dict(dims.dims)
     item = ITEM_BYTES.get(dims.dtype)
     # The dims come from another process: check all before any arithmetic with the sizes.
     if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
-        raise RoomMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
+        raise TransferMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
     if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
-        raise RoomMessageError(f"tensor {dims.name!r}: invalid sizes")
+        raise TransferMessageError(f"tensor {dims.name!r}: invalid sizes")
     # Tensors are contiguous: the stride of a dim is the product of all later sizes.
     strides, stride = dict[str, int](), item
     for name, size in reversed(dims.dims):
@@ -136,25 +136,25 @@ def tensor_of(dims: TensorDims) -> Tensor:
 
 
 def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
-    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts the
+    """Return the tensors of each KV cache group. Raises TransferMessageError if a tensor contradicts the
     group."""
     found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
     for kind, tensors in zip(dims.kinds, found, strict=True):
         if kind.block_size % kind.ratio:
-            raise RoomMessageError(
+            raise TransferMessageError(
                 f"the block size {kind.block_size} is not a multiple of the ratio {kind.ratio}"
             )
         if kind.shards and kind.kind != "embedding":
-            raise RoomMessageError(f"each rank must have all rows of KV cache group {kind.kind}")
+            raise TransferMessageError(f"each rank must have all rows of KV cache group {kind.kind}")
         for tensor in tensors:
             # A tensor holds one entry per `ratio` positions; a state holds one entry in all.
             entries = 1 if kind.kind == "state" else kind.block_size // kind.ratio
             if tensor.layers != len(kind.layers) or tensor.entries != entries:
-                raise RoomMessageError(
+                raise TransferMessageError(
                     f"a tensor of KV cache group {kind.kind} has other layers or positions than the group"
                 )
             if tensor.heads and tensor.heads != heads_of(kind, tensor, 0, dims.ranks).size:
-                raise RoomMessageError(
+                raise TransferMessageError(
                     f"a tensor of KV cache group {kind.kind} does not have one rank's share of heads"
                 )
     return found
@@ -171,7 +171,7 @@ class Heads(NamedTuple):
         return self.end - self.begin
 
 
-def heads_of(kind: KindDims, tensor: Tensor, rank: int, ranks: int) -> Heads:
+def heads_of(kind: CacheGroupDims, tensor: Tensor, rank: int, ranks: int) -> Heads:
     """Return the heads of a tensor on ``rank``. The tensor must be made of heads."""
     if kind.kind == "state":
         return Heads(*share(tensor.heads * ranks, rank, ranks))
@@ -200,7 +200,7 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
 def placed(
     blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int, *, grows: bool = False
 ) -> tuple[Place, ...]:
-    """Return the checked location of a sequence in each pool of a group. Raises RoomMessageError.
+    """Return the checked location of a sequence in each pool of a group. Raises TransferMessageError.
 
     The checks: all blocks exist, no block occurs twice, and the blocks cover ``num_positions`` positions.
     Positions before ``start`` need no blocks: the positions do not move.
@@ -210,24 +210,24 @@ def placed(
     is 0.
     """
     if len(blocks) != len(dims.kinds):
-        raise RoomMessageError(f"blocks of {len(blocks)} KV cache groups instead of {len(dims.kinds)}")
+        raise TransferMessageError(f"blocks of {len(blocks)} KV cache groups instead of {len(dims.kinds)}")
     places = []
     for kind, tensors, given in zip(dims.kinds, tensors_of(dims), blocks, strict=True):
         if len(given.ids) % 4:
-            raise RoomMessageError("block ids are not a whole number of int32")
+            raise TransferMessageError("block ids are not a whole number of int32")
         ids = np.frombuffer(given.ids, "<i4").astype(np.int64)
         pool = min((tensor.blocks for tensor in tensors), default=0)
         if len(ids) and (ids.min() < 0 or ids.max() >= pool):
-            raise RoomMessageError(f"a block of KV cache group {kind.kind} is outside its pool of {pool}")
+            raise TransferMessageError(f"a block of KV cache group {kind.kind} is outside its pool of {pool}")
         if kind.kind == "state":
             # A state occupies exactly one place. A growing table may not have the place yet.
             if len(ids) > 1 or (not len(ids) and num_positions and not grows):
-                raise RoomMessageError("a state must have exactly one block")
+                raise TransferMessageError("a state must have exactly one block")
         # Block 0 is the null block (evicted window blocks), so only 0 may repeat.
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
-            raise RoomMessageError(f"a block of KV cache group {kind.kind} is named twice")
+            raise TransferMessageError(f"a block of KV cache group {kind.kind} is named twice")
         elif num_positions > max(start, (given.first + len(ids)) * kind.block_size):
-            raise RoomMessageError(
+            raise TransferMessageError(
                 f"blocks of KV cache group {kind.kind} end before position {num_positions}"
             )
         places.append(Place(given.first, ids))
@@ -238,13 +238,13 @@ def joined(place: Place, more: Place) -> Place:
     """Return ``place`` with the entries of ``more`` appended. Entries of ``more`` may also replace the last
     entries of ``place``.
 
-    Raises RoomMessageError for a gap between the two.
+    Raises TransferMessageError for a gap between the two.
     """
     if not len(more.ids):
         return place
     at = more.first - place.first
     if not 0 <= at <= len(place.ids):
-        raise RoomMessageError(f"a block table of {len(place.ids)} entries continues at entry {at}")
+        raise TransferMessageError(f"a block table of {len(place.ids)} entries continues at entry {at}")
     rest = place.ids[at + len(more.ids) :]
     return Place(place.first, np.concatenate([place.ids[:at], more.ids, rest]))
 
@@ -259,7 +259,7 @@ def _dims(tensor: TensorLayout) -> TensorDims:
     return TensorDims(name=tensor.name, dims=tensor.dims, dtype=tensor.dtype)
 
 
-def _fixed(kind: KindDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
+def _fixed(kind: CacheGroupDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
     """Return the sizes of a tensor, which must be equal in both groups, whatever the number of ranks."""
     tensor = tensor_of(dims)
     heads = tensor.heads * ranks if kind.kind == "state" else min(tensor.heads, 1)

@@ -9,7 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 from weft.common.errors import EngineDead
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
 
 class MemoryLease(NamedTuple):
@@ -18,7 +18,7 @@ class MemoryLease(NamedTuple):
     number: int
     offset: int
     size: int
-    owner: RoomKey
+    owner: TransferKey
 
 
 class Ring:
@@ -41,7 +41,7 @@ class Ring:
         self.used = 0
         """Bytes in use, skipped bytes included."""
 
-    def of(self, owner: RoomKey) -> list[MemoryLease]:
+    def of(self, owner: TransferKey) -> list[MemoryLease]:
         """Return the leases of a transfer, in the order of leasing."""
         return [lease for lease in self._leases.values() if lease.owner == owner]
 
@@ -49,7 +49,7 @@ class Ring:
     def count(self) -> int:
         return len(self._leases)
 
-    def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
+    def take(self, size: int, owner: TransferKey) -> MemoryLease | None:
         """Reserve ``size`` bytes for ``owner``. Return the lease, or None while there is no space. Raises
         EngineDead for a size beyond the ring."""
         if not 0 < size <= self.size:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from weft.common.errors import EngineDead
 from weft.disagg.protocol.pushes import Write
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
 
 class Slotted(NamedTuple):
@@ -93,7 +93,7 @@ class Outbox:
         taken.sent = True
         return taken.write
 
-    def ended(self, peer: str, key: RoomKey, number: int) -> None:
+    def ended(self, peer: str, key: TransferKey, number: int) -> None:
         """Free the slot of a sent write after the answer, or of an unsent write: the receiver does
         not read the slot any more."""
         for slot, taken in list(self._taken.items()):
@@ -111,7 +111,7 @@ class Outbox:
             if taken.sent and taken.write.peer == peer:
                 self._release(slot)
 
-    def cancel(self, key: RoomKey) -> None:
+    def cancel(self, key: TransferKey) -> None:
         """Drop all waiting writes of a transfer. Copies under way finish, but are not sent. A sent write
         keeps its slot until ``ended`` or ``lost``."""
         for peer, queue in list(self._waiting.items()):
@@ -123,7 +123,7 @@ class Outbox:
         for taken in self._taken.values():
             taken.wanted &= taken.write.key != key
 
-    def quiet(self, key: RoomKey) -> bool:
+    def quiet(self, key: TransferKey) -> bool:
         """Return True if no copy of the transfer's memory is waiting or under way."""
         copying = any(taken.write.key == key for taken in self._taken.values() if not taken.sent)
         return not copying and all(write.key != key for queue in self._waiting.values() for write in queue)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.common.errors import ErrorInfo
-from weft.types.rooms import Outcome
+from weft.types.transfer import Outcome
 
 
 class Outcomes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.disagg.protocol import events as ev
-from weft.disagg.protocol.room_table import FenceBy, Patience, Room, Rooms
+from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.sender import TransferRefused, check_bound, intact
 from weft.disagg.protocol.tombstones import Parking
-from weft.types import rooms as r
-from weft.types.rooms import GroupDims, Outcome, Peer, RoomKey, State
+from weft.disagg.protocol.transfer_table import FenceBy, Transfer, TransferPatience, TransferTable
+from weft.types import transfer as r
+from weft.types.transfer import GroupDims, Outcome, Peer, State, TransferKey
 
 PARKED_BYTES = 64 << 20
 """Maximum bytes of offers without a Submit yet."""
@@ -17,7 +17,7 @@ LATER_S = 1.0
 answered the offer."""
 
 
-class ReceivingRooms(Rooms):
+class TransferReceiver(TransferTable):
     """Receiving side of all transfers of an engine process. Call only ``on`` and ``next_due``, from one
     thread."""
 
@@ -25,7 +25,7 @@ class ReceivingRooms(Rooms):
         self,
         dims: GroupDims,
         fence: FenceBy = "copy",
-        patience: Patience = Patience(),
+        patience: TransferPatience = TransferPatience(),
         parked_bytes: int = PARKED_BYTES,
     ) -> None:
         """``dims``: layout of the local group's caches. ``fence``: proof that the writes of a transfer have
@@ -34,8 +34,8 @@ class ReceivingRooms(Rooms):
         super().__init__(dims.ranks, fence, patience)
         self._dims = dims
         self._early: Parking[tuple[Peer, r.Admitted]] = Parking(parked_bytes, patience.bind)
-        self._asked: set[RoomKey] = set()
-        """Transfers with a pending ``RoomWanted``: the scheduler has not answered yet."""
+        self._asked: set[TransferKey] = set()
+        """Transfers with a pending ``TransferWanted``: the scheduler has not answered yet."""
 
     def on(self, event: ev.ReceiverEvent, now: float) -> list[ev.Action]:
         """Return the actions for ``event``, in order of execution."""
@@ -46,7 +46,7 @@ class ReceivingRooms(Rooms):
                 return self._postpone(key, seconds)
             case ev.Refuse(key, error):
                 return self._refuse(key, error, now)
-            case ev.Tick():
+            case ev.TransferTick():
                 self._early.expire(now)
                 return self._tick(now)
             case _:
@@ -61,106 +61,106 @@ class ReceivingRooms(Rooms):
         """Number of transfers with an offer but no Submit yet."""
         return len(self._early)
 
-    def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence != "copy"  # without "copy", senders write to local memory
+    def _needs_peer(self, transfer: Transfer) -> bool:
+        return transfer.was_bound and self._fence != "copy"  # without "copy", senders write to local memory
 
-    def _opened(self, room: Room, now: float) -> list[ev.Action]:
+    def _opened(self, transfer: Transfer, now: float) -> list[ev.Action]:
         """Handle the parked offer of a transfer, now that its Submit is there. Offers of other peers are
         dropped."""
         actions: list[ev.Action] = []
-        for peer, message in self._early.flush(room.key):
-            if peer == room.peer and room.state is State.new:
-                actions += self._admitted(room, message, now)
+        for peer, message in self._early.flush(transfer.key):
+            if peer == transfer.peer and transfer.state is State.new:
+                actions += self._admitted(transfer, message, now)
         return actions
 
-    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
+    def _heard_early(self, peer: Peer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Park an offer without a Submit, or answer ``Later`` if there is no space. Other messages: see
-        ``Rooms``."""
+        ``TransferTable``."""
         if not isinstance(message, r.Admitted):
             return super()._heard_early(peer, message, now)
         self._early.flush(message.key)  # a repeated offer replaces the parked offer
         if self._early.park(message.key, (peer, message), len(r.encode(message)), now):
             return []
-        return [ev.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
+        return [ev.SendToPeer(peer, r.Later(key=message.key, seconds=LATER_S))]
 
-    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
+    def _heard_of(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of a live transfer: offer, repeated offer or first tokens. Tokens with a wrong
         digest fail the transfer. Other messages count as strays."""
         match message:
-            case r.Admitted() if room.state is State.new:
-                return self._admitted(room, message, now)
-            case r.Admitted() if room.bound is not None and room.state < State.failing:
-                return [ev.Send(room.peer, room.bound)]
-            case r.Metadata() if State.new < room.state < State.failing and room.metadata is None:
+            case r.Admitted() if transfer.state is State.new:
+                return self._admitted(transfer, message, now)
+            case r.Admitted() if transfer.bound is not None and transfer.state < State.failing:
+                return [ev.SendToPeer(transfer.peer, transfer.bound)]
+            case r.Metadata() if State.new < transfer.state < State.failing and transfer.metadata is None:
                 if not intact(message):
                     what = "the first tokens of a sequence arrived with a wrong digest"
                     error = TransferRefused(what, code="transfer_corrupt")
-                    return self._fail(room, error.info(), now)
-                room.metadata = message
-                return self._progressed(room, now)
+                    return self._fail(transfer, error.info(), now)
+                transfer.metadata = message
+                return self._progressed(transfer, now)
             case r.Admitted() | r.Metadata():
                 return []
         self.strays += 1
         return []
 
-    def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[ev.Action]:
-        """Start the deadline and request memory from the scheduler (``RoomWanted``). Answer ``Later`` while a
-        request is pending."""
-        if room.key in self._asked:
-            return [ev.Send(room.peer, r.Later(key=room.key, seconds=LATER_S))]
-        room.begin(now)
-        room.offer = message
-        self._asked.add(room.key)
-        return [ev.Tell(r.RoomWanted(room.key, message))]
+    def _admitted(self, transfer: Transfer, message: r.Admitted, now: float) -> list[ev.Action]:
+        """Start the deadline and request memory from the scheduler (``TransferWanted``). Answer ``Later``
+        while a request is pending."""
+        if transfer.key in self._asked:
+            return [ev.SendToPeer(transfer.peer, r.Later(key=transfer.key, seconds=LATER_S))]
+        transfer.begin(now)
+        transfer.offer = message
+        self._asked.add(transfer.key)
+        return [ev.TellScheduler(r.TransferWanted(transfer.key, message))]
 
     def _reserve(self, message: r.Bound, now: float) -> list[ev.Action]:
         """Bind the memory that the scheduler reserved, and accept the offer. Memory for an ended transfer is
         freed at once. Memory that does not fit the offer refuses the transfer."""
         key = message.key
-        room = self._rooms.get(key)
-        if room is None or room.offer is None or room.state is not State.new:
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.offer is None or transfer.state is not State.new:
             # The transfer has ended meanwhile, and no peer knows the memory.
-            return [ev.Tell(r.RoomFreed(key))]
+            return [ev.TellScheduler(r.TransferFreed(key))]
         self._asked.discard(key)
         try:
-            check_bound(room.offer, message)
+            check_bound(transfer.offer, message)
         except WeftError as error:
-            return self._refuse_room(room, error.info(), now)
-        room.bound = message
-        room.move(State.bound)
-        gone = self._all_there(room, now)
-        return gone or [ev.Expect(key, room.offer, message), ev.Send(room.peer, message)]
+            return self._refuse_transfer(transfer, error.info(), now)
+        transfer.bound = message
+        transfer.move(State.bound)
+        gone = self._all_there(transfer, now)
+        return gone or [ev.Expect(key, transfer.offer, message), ev.SendToPeer(transfer.peer, message)]
 
-    def _postpone(self, key: RoomKey, seconds: float) -> list[ev.Action]:
-        """Answer a pending offer with ``Later``; no effect without a pending ``RoomWanted``."""
-        room = self._rooms.get(key)
-        if room is None or key not in self._asked:
+    def _postpone(self, key: TransferKey, seconds: float) -> list[ev.Action]:
+        """Answer a pending offer with ``Later``; no effect without a pending ``TransferWanted``."""
+        transfer = self._transfers.get(key)
+        if transfer is None or key not in self._asked:
             return []
         self._asked.discard(key)
-        return [ev.Send(room.peer, r.Later(key=key, seconds=seconds))]
+        return [ev.SendToPeer(transfer.peer, r.Later(key=key, seconds=seconds))]
 
-    def _refuse(self, key: RoomKey, error: ErrorInfo, now: float) -> list[ev.Action]:
-        room = self._rooms.get(key)
-        if room is None or room.offer is None or room.state is not State.new:
+    def _refuse(self, key: TransferKey, error: ErrorInfo, now: float) -> list[ev.Action]:
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.offer is None or transfer.state is not State.new:
             return []
-        return self._refuse_room(room, error, now)
+        return self._refuse_transfer(transfer, error, now)
 
-    def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[ev.Action]:
-        refused = r.Refused(key=room.key, error=error)
-        room.peer_is_quiet()  # the peer was given no memory to touch
-        actions = self._fail(room, error, now, answer=refused)
-        return [ev.Send(room.peer, refused), *actions]
+    def _refuse_transfer(self, transfer: Transfer, error: ErrorInfo, now: float) -> list[ev.Action]:
+        refused = r.Refused(key=transfer.key, error=error)
+        transfer.peer_is_quiet()  # the peer was given no memory to touch
+        actions = self._fail(transfer, error, now, answer=refused)
+        return [ev.SendToPeer(transfer.peer, refused), *actions]
 
-    def _progressed(self, room: Room, now: float) -> list[ev.Action]:
+    def _progressed(self, transfer: Transfer, now: float) -> list[ev.Action]:
         """End the transfer once all ranks and the first tokens are there; else return no actions."""
-        if room.outcomes.all is not Outcome.done or room.metadata is None:
+        if transfer.outcomes.all is not Outcome.done or transfer.metadata is None:
             return []
-        landed = r.Landed(key=room.key)
-        room.move(State.done)
-        self._end(room, landed, now)
-        told = r.RoomLanded(room.key, room.metadata.first)
-        return [ev.Stop(room.key), ev.Tell(told), ev.Send(room.peer, landed)]
+        received = r.AllReceived(key=transfer.key)
+        transfer.move(State.done)
+        self._end(transfer, received, now)
+        told = r.TransferReceived(transfer.key, transfer.metadata.first)
+        return [ev.StopRanks(transfer.key), ev.TellScheduler(told), ev.SendToPeer(transfer.peer, received)]
 
-    def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
-        self._asked.discard(room.key)
-        super()._end(room, answer, now)
+    def _end(self, transfer: Transfer, answer: r.TransferMessage, now: float) -> None:
+        self._asked.discard(transfer.key)
+        super()._end(transfer, answer, now)

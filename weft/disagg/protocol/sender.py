@@ -6,12 +6,12 @@ from __future__ import annotations
 import msgspec
 
 from weft.common.errors import EndedElsewhere, ErrorInfo, WeftError
-from weft.disagg.protocol import events as ev
-from weft.disagg.protocol.digests import digest_bytes, room_seed
+from weft.disagg.protocol import transfer_events as ev
+from weft.disagg.protocol.digests import digest_bytes, transfer_seed
 from weft.disagg.protocol.group_layout import compatible, placed
-from weft.disagg.protocol.room_table import FenceBy, Patience, Room, Rooms
-from weft.types import rooms as r
-from weft.types.rooms import State
+from weft.disagg.protocol.transfer_table import FenceBy, Transfer, TransferPatience, TransferTable
+from weft.types import transfer as r
+from weft.types.transfer import State
 
 
 class TransferRefused(WeftError):
@@ -20,7 +20,7 @@ class TransferRefused(WeftError):
     code, blame = "transfer_refused", "peer"
 
 
-class SendingRooms(Rooms):
+class TransferSender(TransferTable):
     """Sending side of all transfers of an engine process. Call only ``on`` and ``next_due``, from one
     thread."""
 
@@ -28,7 +28,7 @@ class SendingRooms(Rooms):
         self,
         ranks: int,
         fence: FenceBy = "copy",
-        patience: Patience = Patience(),
+        patience: TransferPatience = TransferPatience(),
         incarnation: int | None = None,
     ) -> None:
         """``ranks``: number of local ranks. ``fence``: proof that the writes of a transfer have ended.
@@ -51,71 +51,73 @@ class SendingRooms(Rooms):
             case _:
                 return self._common(event, now)
 
-    def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
+    def _needs_peer(self, transfer: Transfer) -> bool:
+        return transfer.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
 
     def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
         """Offer a new transfer to the receiver and start the deadline. No effect for an unknown transfer or a
         second offer."""
-        room = self._rooms.get(message.key)
-        if room is None or room.offer is not None or room.state is not State.new:
+        transfer = self._transfers.get(message.key)
+        if transfer is None or transfer.offer is not None or transfer.state is not State.new:
             return []
-        room.begin(now)
-        room.num_cached = num_cached
-        room.offer, room.bind_by = message, now + self._patience.bind
-        return self._say(room, message, now)
+        transfer.begin(now)
+        transfer.num_cached = num_cached
+        transfer.offer, transfer.bind_by = message, now + self._patience.bind
+        return self._say(transfer, message, now)
 
     def _finished(self, message: r.Metadata, now: float) -> list[ev.Action]:
         """Store the first tokens with their digest, and send them once the transfer is bound. No effect for
         an unknown, failing or finished transfer."""
-        room = self._rooms.get(message.key)
-        if room is None or room.metadata is not None or room.state >= State.failing:
+        transfer = self._transfers.get(message.key)
+        if transfer is None or transfer.metadata is not None or transfer.state >= State.failing:
             return []
-        room.metadata = sealed(message)
-        return [] if room.state is State.new else self._say(room, room.metadata, now)
+        transfer.metadata = sealed(message)
+        return [] if transfer.state is State.new else self._say(transfer, transfer.metadata, now)
 
-    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
+    def _heard_of(self, transfer: Transfer, message: r.TransferMessage, now: float) -> list[ev.Action]:
         """Handle a message of a live transfer: accepted, postponed, refused or received. Impossible messages
         count as strays; others that come too late are ignored."""
         match message:
-            case r.Bound() if room.state is State.new and room.offer is not None:
-                return self._bind(room, room.offer, message, now)
-            case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
-                room.say_at = now + max(seconds, self._patience.retry)
+            case r.Bound() if transfer.state is State.new and transfer.offer is not None:
+                return self._bind(transfer, transfer.offer, message, now)
+            case r.Later(seconds=seconds) if transfer.state is State.new and transfer.offer is not None:
+                transfer.say_at = now + max(seconds, self._patience.retry)
                 # The receiver is alive: only the deadline ends the wait.
-                room.bind_by = room.say_at + self._patience.bind
+                transfer.bind_by = transfer.say_at + self._patience.bind
                 return []
-            case r.Refused(error=error) if room.state is State.new:
-                room.peer_is_quiet()  # the receiver bound nothing
-                return self._fail(room, error, now)
-            case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
-                room.move(State.done)
-                self._end(room, r.Fenced(key=room.key), now)
-                return [ev.Stop(room.key), ev.Tell(r.RoomLanded(room.key))]
-            case r.Admitted() | r.Metadata() | r.Landed():
+            case r.Refused(error=error) if transfer.state is State.new:
+                transfer.peer_is_quiet()  # the receiver bound nothing
+                return self._fail(transfer, error, now)
+            case r.AllReceived() if (
+                transfer.metadata is not None and State.new < transfer.state < State.failing
+            ):
+                transfer.move(State.done)
+                self._end(transfer, r.Fenced(key=transfer.key), now)
+                return [ev.StopRanks(transfer.key), ev.TellScheduler(r.TransferReceived(transfer.key))]
+            case r.Admitted() | r.Metadata() | r.AllReceived():
                 self.strays += 1
         return []
 
-    def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[ev.Action]:
+    def _bind(self, transfer: Transfer, offer: r.Admitted, bound: r.Bound, now: float) -> list[ev.Action]:
         """Accept the receiver's memory and start the ranks. An answer that does not fit the offer, or a lost
         rank, fails the transfer."""
         try:
             check_bound(offer, bound)
         except WeftError as error:
-            return self._fail(room, error.info(), now)
-        room.move(State.bound)
-        room.bind_by = room.say = None
-        if gone := self._all_there(room, now):
+            return self._fail(transfer, error.info(), now)
+        transfer.move(State.bound)
+        transfer.bind_by = transfer.say = None
+        if gone := self._all_there(transfer, now):
             return gone
         actions: list[ev.Action] = [
-            ev.Push(room.key, offer, bound, room.num_cached),
-            ev.Tell(r.RoomBound(room.key, bound.start)),
+            ev.Push(transfer.key, offer, bound, transfer.num_cached),
+            ev.TellScheduler(r.TransferBound(transfer.key, bound.start)),
         ]
-        return actions if room.metadata is None else actions + self._say(room, room.metadata, now)
+        return actions if transfer.metadata is None else actions + self._say(transfer, transfer.metadata, now)
 
 
 def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
-    """Raise TransferRefused, or RoomMessageError, if the answer ``bound`` does not fit the offer."""
+    """Raise TransferRefused, or TransferMessageError, if the answer ``bound`` does not fit the offer."""
     why = compatible(offer.dims, bound.dims)
     if why is not None:
         raise TransferRefused(f"the caches of the two groups differ: {why}")
@@ -144,4 +146,4 @@ def not_needed() -> ErrorInfo:
 
 def _digest(message: r.Metadata) -> int:
     bare = r.encode(msgspec.structs.replace(message, digest=0))
-    return digest_bytes(bare, room_seed(message.key))
+    return digest_bytes(bare, transfer_seed(message.key))

@@ -11,8 +11,8 @@ of different layers are equal except for an offset. A plan depends only on the l
 the layout of both groups.
 
 The embedding of an image moves like a sequence with one position per row. If the receiver sets
-``KindDims.shards``, each receiving rank gets a share of the rows, at the rows' own places. The shares of
-all ranks are adjacent, and together cover all rows.
+``CacheGroupDims.shards``, each receiving rank gets a share of the rows, at the rows' own places. The shares
+of all ranks are adjacent, and together cover all rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from weft.config.sharding import balanced_share
 from weft.disagg.protocol.group_layout import Heads, Place, Tensor, heads_of, joined, tensors_of
-from weft.types.rooms import GroupDims, KindDims, RoomMessageError
+from weft.types.transfer import CacheGroupDims, GroupDims, TransferMessageError
 
 
 class Side(NamedTuple):
@@ -35,7 +35,7 @@ class Side(NamedTuple):
     """One location per KV cache group."""
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """Spans from one region of the sender to one region of the receiver."""
 
     source: int
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return int(self.spans[:, 2].sum())
 
 
-def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
+def first_position(sender: CacheGroupDims, receiver: CacheGroupDims, start: int, end: int) -> int:
     """Return the first position to send for a KV cache group, for a sequence of ``end`` positions.
 
     ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next
@@ -64,7 +64,7 @@ def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -
     return max(start, *held)
 
 
-def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: int) -> tuple[int, int]:
+def rows_of(kind: CacheGroupDims, rank: int, ranks: int, begin: int, end: int, total: int) -> tuple[int, int]:
     """Return a receiving rank's part [begin, end) of positions ``begin`` .. end - 1.
     ``total``: length of the sequence. The part is the whole range, or with ``shards`` the rank's share. An
     empty part has begin == end."""
@@ -88,7 +88,7 @@ class SpanPlan:
         self._start, self._end = start, end
         self._tensors = tensors_of(sender.dims), tensors_of(receiver.dims)
         self._first_region = np.cumsum([0, *(len(kind.tensors) for kind in sender.dims.kinds)]).tolist()
-        self._made: dict[tuple[int, int, int], list[tuple[Part, int, int]]] = {}
+        self._made: dict[tuple[int, int, int], list[tuple[SpanPart, int, int]]] = {}
 
     def grow(self, places: tuple[Place, ...]) -> None:
         """Add ``places`` to the sender's block tables, see ``joined``."""
@@ -96,9 +96,9 @@ class SpanPlan:
         self._sender = self._sender._replace(places=tuple(joined(*pair) for pair in pairs))
         self._made.clear()
 
-    def entries(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
+    def entries(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[SpanPart]:
         """Return the parts to push for layers ``numbers`` of KV cache group ``kind`` after positions
-        ``begin`` .. end - 1 are computed. Empty for a recurrent state. Raises RoomMessageError if a block
+        ``begin`` .. end - 1 are computed. Empty for a recurrent state. Raises TransferMessageError if a block
         table lacks a position."""
         sender, receiver = self._sender.dims.kinds[kind], self._receiver.dims.kinds[kind]
         if sender.kind == "state":
@@ -108,21 +108,21 @@ class SpanPlan:
         begin, end = rows_of(receiver, self._ranks[1], self._receiver.dims.ranks, begin, end, self._end)
         return self._layers(kind, numbers, begin, end)
 
-    def state(self, kind: int, numbers: Sequence[int]) -> list[Part]:
+    def state(self, kind: int, numbers: Sequence[int]) -> list[SpanPart]:
         """Return the parts to push for layers ``numbers`` of recurrent group ``kind`` after the whole
         prompt is computed. Empty for any other KV cache group."""
         if self._sender.dims.kinds[kind].kind != "state":
             return []
         return self._layers(kind, numbers, 0, 1)
 
-    def everything(self) -> Iterator[Part]:
+    def everything(self) -> Iterator[SpanPart]:
         """Yield all parts, ordered by KV cache group, then by tensor."""
         for kind, dims in enumerate(self._sender.dims.kinds):
             numbers = range(len(dims.layers))
             yield from self.entries(kind, numbers, self._start, self._end)
             yield from self.state(kind, numbers)
 
-    def _layers(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
+    def _layers(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[SpanPart]:
         """Return the parts of all layers ``numbers``: the cached spans of the first layer, shifted by the
         layer strides."""
         made = self._made.get((kind, begin, end))
@@ -139,7 +139,7 @@ class SpanPlan:
             moved.append(part._replace(spans=(shifts[:, None] + part.spans).reshape(-1, 3)))
         return moved
 
-    def _plan(self, kind: int, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:
+    def _plan(self, kind: int, begin: int, end: int) -> Iterator[tuple[SpanPart, int, int]]:
         """Yield the parts of the KV cache group's first layer, with the layer strides of both sides in
         bytes."""
         if begin >= end:
@@ -155,10 +155,10 @@ class SpanPlan:
                 continue
             spans = _spans(runs, source, target, *shared)
             region = self._first_region[kind] + number
-            yield Part(region, region, spans), source.layer_stride, target.layer_stride
+            yield SpanPart(region, region, spans), source.layer_stride, target.layer_stride
 
     def _shared(
-        self, sender: KindDims, receiver: KindDims, source: Tensor, target: Tensor
+        self, sender: CacheGroupDims, receiver: CacheGroupDims, source: Tensor, target: Tensor
     ) -> tuple[int, int, int] | None:
         """Return (first head at the source, first head at the target, number of heads) exchanged by the
         pair of ranks; None if the pair exchanges nothing of the tensor."""
@@ -181,7 +181,7 @@ def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int)
     ascending order. Adjacent spans are merged.
 
     ``end``: positions of the sequence. ``start``: number of leading positions at the receiver already. A
-    recurrent state always arrives whole. Raises RoomMessageError if the block tables lack a position.
+    recurrent state always arrives whole. Raises TransferMessageError if the block tables lack a position.
     """
     expected = dict[int, np.ndarray]()
     region = 0
@@ -213,9 +213,11 @@ class _Runs(NamedTuple):
     entries: np.ndarray
 
 
-def _runs(sender: KindDims, source: Place, receiver: KindDims, target: Place, begin: int, end: int) -> _Runs:
+def _runs(
+    sender: CacheGroupDims, source: Place, receiver: CacheGroupDims, target: Place, begin: int, end: int
+) -> _Runs:
     """Return runs of entries for positions ``begin`` .. end - 1, cut at the block ends of both sides. A state
-    is one run. Raises RoomMessageError for a missing block."""
+    is one run. Raises TransferMessageError for a missing block."""
     if sender.kind == "state":
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         return _Runs(source.ids, zero, target.ids, zero, one)
@@ -240,15 +242,17 @@ def _cuts(first: int, last: int, per: int) -> np.ndarray:
     return np.concatenate([[first], np.arange((first // per + 1) * per, last, per)]).astype(np.int64)
 
 
-def _blocks(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
-    """Return the block ids of block table entries ``numbers``. Raises RoomMessageError for a missing entry
-    or the null block."""
+def _blocks(place: Place, numbers: np.ndarray, kind: CacheGroupDims) -> np.ndarray:
+    """Return the block ids of block table entries ``numbers``. Raises TransferMessageError for a missing
+    entry or the null block."""
     at = numbers - place.first
     if len(at) and (at.min() < 0 or at.max() >= len(place.ids)):
-        raise RoomMessageError(f"the block table of KV cache group {kind.kind} lacks positions that are sent")
+        raise TransferMessageError(
+            f"the block table of KV cache group {kind.kind} lacks positions that are sent"
+        )
     ids: np.ndarray = place.ids[at]
     if len(ids) and ids.min() < 1:
-        raise RoomMessageError(f"positions to send of KV cache group {kind.kind} lie in the null block")
+        raise TransferMessageError(f"positions to send of KV cache group {kind.kind} lie in the null block")
     return ids
 
 
@@ -303,7 +307,7 @@ def split(spans: np.ndarray, most: int) -> np.ndarray:
     return cut
 
 
-def _owner(kind: KindDims, tensor: Tensor, heads: Heads, rank: int, ranks: int, to: int) -> int:
+def _owner(kind: CacheGroupDims, tensor: Tensor, heads: Heads, rank: int, ranks: int, to: int) -> int:
     """Return the sender's rank for sending the heads to rank ``to`` of the receiver."""
     if kind.kind == "state" or kind.kv_heads >= ranks:
         return rank

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from weft.types.rooms import RoomKey
+from weft.types.transfer import TransferKey
 
 T = TypeVar("T")
 
@@ -21,23 +21,23 @@ class Tombstones(Generic[T]):
     def __init__(self, seconds: float, most: int = 16 << 20) -> None:
         """``most``: maximum bytes of entries added on behalf of one stranger (``add_of``)."""
         self._seconds, self._most = seconds, most
-        self._ended: OrderedDict[RoomKey, tuple[float, T]] = OrderedDict()
-        self._of: dict[Hashable, OrderedDict[RoomKey, int]] = {}
+        self._ended: OrderedDict[TransferKey, tuple[float, T]] = OrderedDict()
+        self._of: dict[Hashable, OrderedDict[TransferKey, int]] = {}
         """Stranger -> bytes of each entry, oldest first."""
-        self._by: dict[RoomKey, Hashable] = {}
+        self._by: dict[TransferKey, Hashable] = {}
         self._bytes: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self._ended)
 
-    def __contains__(self, key: RoomKey) -> bool:
+    def __contains__(self, key: TransferKey) -> bool:
         return key in self._ended
 
-    def add(self, key: RoomKey, how: T, now: float) -> None:
+    def add(self, key: TransferKey, how: T, now: float) -> None:
         """Record the end of ``key``. The first recorded end wins."""
         self._ended.setdefault(key, (now + self._seconds, how))
 
-    def add_of(self, stranger: Hashable, key: RoomKey, how: T, size: int, now: float) -> None:
+    def add_of(self, stranger: Hashable, key: TransferKey, how: T, size: int, now: float) -> None:
         """Record the end of a transfer unknown here, as reported by ``stranger``. The stranger's oldest
         entries are dropped above ``most`` bytes."""
         if key in self._ended:
@@ -49,7 +49,7 @@ class Tombstones(Generic[T]):
         while self._bytes.get(stranger, 0) > self._most:
             self._forget(next(iter(theirs)))
 
-    def _forget(self, key: RoomKey) -> None:
+    def _forget(self, key: TransferKey) -> None:
         """Remove an entry and the bytes counted for its stranger. Raises KeyError for an unknown key."""
         del self._ended[key]
         if (stranger := self._by.pop(key, None)) is not None:
@@ -57,7 +57,7 @@ class Tombstones(Generic[T]):
             if not self._of[stranger]:
                 del self._of[stranger], self._bytes[stranger]
 
-    def get(self, key: RoomKey) -> T | None:
+    def get(self, key: TransferKey) -> T | None:
         entry = self._ended.get(key)
         return None if entry is None else entry[1]
 
@@ -77,14 +77,14 @@ class Parking(Generic[T]):
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
-        self._parked: OrderedDict[RoomKey, tuple[float, list[tuple[int, T]]]] = OrderedDict()
+        self._parked: OrderedDict[TransferKey, tuple[float, list[tuple[int, T]]]] = OrderedDict()
         self.used = 0
         """Bytes in use."""
 
     def __len__(self) -> int:
         return len(self._parked)
 
-    def park(self, key: RoomKey, what: T, size: int, now: float) -> bool:
+    def park(self, key: TransferKey, what: T, size: int, now: float) -> bool:
         """Store ``what``, of ``size`` bytes. Return False, and store nothing, if there is no space."""
         if self.used + size > self._most:
             return False
@@ -92,15 +92,15 @@ class Parking(Generic[T]):
         self.used += size
         return True
 
-    def flush(self, key: RoomKey) -> list[T]:
+    def flush(self, key: TransferKey) -> list[T]:
         """Remove and return all entries of ``key``, in order of arrival."""
         _, parked = self._parked.pop(key, (0.0, []))
         self.used -= sum(size for size, _ in parked)
         return [what for _, what in parked]
 
-    def expire(self, now: float) -> list[tuple[RoomKey, T]]:
+    def expire(self, now: float) -> list[tuple[TransferKey, T]]:
         """Remove and return all expired entries."""
-        late = list[tuple[RoomKey, T]]()
+        late = list[tuple[TransferKey, T]]()
         # The time of a key starts at the first entry, so the dict is ordered by expiry.
         while self._parked and next(iter(self._parked.values()))[0] <= now:
             key = next(iter(self._parked))

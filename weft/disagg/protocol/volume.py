@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weft.disagg.protocol.group_layout import Tensor, heads_of, tensors_of
 from weft.disagg.protocol.spans import first_position
-from weft.types.rooms import GroupDims, KindDims
+from weft.types.transfer import CacheGroupDims, GroupDims
 
 
-def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
+def transfer_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
     """Return the number of bytes for all ranks of ``receiver`` together: positions ``start`` .. end - 1,
     and one recurrent state of each state group."""
     total = 0
@@ -19,14 +19,14 @@ def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> 
     return total
 
 
-def _entries(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
+def _entries(sender: CacheGroupDims, receiver: CacheGroupDims, start: int, end: int) -> int:
     if receiver.kind == "state":
         return 1
     first = first_position(sender, receiver, start, end)
     return max(0, end // receiver.ratio - first // receiver.ratio)
 
 
-def _heads(kind: KindDims, tensor: Tensor, ranks: int) -> int:
+def _heads(kind: CacheGroupDims, tensor: Tensor, ranks: int) -> int:
     """Return the number of copies of one entry over all ranks. A tensor without heads goes whole to each
     rank, except where ranks take shares of the rows."""
     if not tensor.heads:

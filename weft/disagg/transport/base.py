@@ -25,9 +25,9 @@ import numpy as np
 from weft.common.errors import ErrorInfo, WeftError
 from weft.disagg.protocol.arrivals import Incoming
 from weft.disagg.protocol.pushes import Write, Written
-from weft.disagg.protocol.room_table import FenceBy
-from weft.disagg.protocol.spans import Part
-from weft.types.rooms import Endpoint, RoomKey
+from weft.disagg.protocol.spans import SpanPart
+from weft.disagg.protocol.transfer_table import FenceBy
+from weft.types.transfer import Endpoint, TransferKey
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class Transport(Protocol):
         pending. Callable from any thread. A write with the mark as ``ready`` reads no byte before the end
         of the marked work."""
 
-    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+    def digest(self, key: TransferKey, peer: str, parts: Sequence[SpanPart]) -> np.ndarray:
         """Return uint64, one per span: digests of the present bytes of this rank, bound to the transfer and
         both ranks. Empty for caches outside host memory: then the digests are computed later, before the
         send."""
@@ -86,10 +86,10 @@ class Transport(Protocol):
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
         """Send the result of a write to the writer. ``incoming`` must not be used afterwards."""
 
-    def cancel(self, key: RoomKey) -> None:
+    def cancel(self, key: TransferKey) -> None:
         """Stop all reads of this rank's memory for a transfer. Reads under way may go on until ``quiet``."""
 
-    def quiet(self, key: RoomKey) -> bool:
+    def quiet(self, key: TransferKey) -> bool:
         """Return True if no read of this rank's memory is under way for a cancelled transfer. While a read
         is under way, ``poll`` returns early enough for the next call of ``quiet``."""
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport.copying import copy_spans
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ class Copies(Protocol):
         """Return a mark for all device work launched so far by the calling thread; None if the work is
         done."""
 
-    def out(self, regions: Sequence[Tensor], parts: Sequence[Part], to: Tensor, ready: Any) -> Any:
+    def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Any:
         """Start a copy of the spans of ``parts``, back to back, to the start of ``to``. The copy waits for
         the mark ``ready``. Return a handle for ``ended``."""
 
@@ -72,7 +72,7 @@ class HostCopies:
     def mark(self) -> Any:
         return None
 
-    def out(self, regions: Sequence[Tensor], parts: Sequence[Part], to: Tensor, ready: Any) -> Any:
+    def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Any:
         done = 0
         for part in parts:
             spans = part.spans.copy()
@@ -128,7 +128,7 @@ class CudaCopies:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def out(self, regions: Sequence[Tensor], parts: Sequence[Part], to: Tensor, ready: Any) -> Any:
+    def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)

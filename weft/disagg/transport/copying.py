@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from weft.disagg.protocol import digests
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
 from weft.ops import cpu
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
     return digests.digest_spans(memory.numpy(), spans, seeds)
 
 
-def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) -> np.ndarray:
+def digest_parts(regions: Sequence[Tensor], parts: Sequence[SpanPart], seed: int) -> np.ndarray:
     """Return uint64, one per span: digests of ``parts``, read from ``regions``. ``seed``: see
     ``digests.ranks_seed``."""
     made = [np.empty(0, np.uint64)]

@@ -6,10 +6,10 @@ import os
 import threading
 from collections import deque
 
-from weft.disagg.protocol.events import RankReport, RankStopped
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
 
 
-class RoomReports:
+class TransferReports:
     """Queue with a file descriptor, readable while the queue is not empty."""
 
     def __init__(self) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.disagg.transport import wire as f
-from weft.disagg.transport.connection import MOST_FDS, Got
-from weft.disagg.transport.links import Link, Source, check_inside
-from weft.disagg.transport.memory import Direct
+from weft.disagg.transport.peer_connection import MOST_FDS, Got
+from weft.disagg.transport.peer_links import ByteSource, PeerLink, check_inside
 from weft.disagg.transport.shared_memory import SharedMemory, map_read_only
 from weft.disagg.transport.sockets import SocketTransport
+from weft.disagg.transport.staging_memory import DirectMemory
 
 
 class ShmTransport(SocketTransport):
@@ -44,7 +44,7 @@ class ShmTransport(SocketTransport):
         regions."""
         if len(regions) > MOST_FDS:
             raise EngineDead(f"{len(regions)} regions of caches, of at most {MOST_FDS} that can be shared")
-        self._use(Direct([region.tensor for region in regions], list(regions)))
+        self._use(DirectMemory([region.tensor for region in regions], list(regions)))
 
     def close(self) -> None:
         super().close()
@@ -71,13 +71,13 @@ class ShmTransport(SocketTransport):
         if uid not in (0, os.geteuid()):
             raise f.BadFrame("a process of another user")
 
-    def _hello(self, link: Link, wanted: int) -> None:
+    def _hello(self, link: PeerLink, wanted: int) -> None:
         shared = self._memory.shared
         sizes = tuple(region.nbytes for region in shared)
-        hello = f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, regions=sizes)
+        hello = f.PeerHello(f.VERSION, self.name, self.incarnation, wanted, self.rank, regions=sizes)
         link.connection.send(hello, fds=[region.fd for region in shared])
 
-    def _met(self, link: Link, hello: f.Hello) -> None:
+    def _met(self, link: PeerLink, hello: f.PeerHello) -> None:
         """As receiver, map the writer's regions read-only and close the descriptors; then finish the
         handshake. Raises BadFrame for a wrong number of descriptors, EngineDead for memory without seals."""
         if not link.writer:
@@ -93,7 +93,9 @@ class ShmTransport(SocketTransport):
                     os.close(fd)
         super()._met(link, hello)
 
-    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+    def _sources(
+        self, link: PeerLink, parts: Sequence[tuple[f.SpansFrame, np.ndarray]], got: Got
+    ) -> ByteSource:
         """Return the writer's mapped regions as the source of a write. Raises BadFrame for an unknown region
         or a span outside the region."""
         memory = list[torch.Tensor]()
@@ -102,7 +104,7 @@ class ShmTransport(SocketTransport):
                 raise f.BadFrame("a write names a region that its sender has not passed")
             memory.append(link.regions[part.source])
             check_inside(spans[:, 0], spans[:, 2], memory[-1].numel())
-        return Source(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0), 0)
+        return ByteSource(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0), 0)
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + sum(len(part.spans) for part in frame.parts)

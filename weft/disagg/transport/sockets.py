@@ -33,17 +33,24 @@ from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Incoming
 from weft.disagg.protocol.digests import ranks_seed
 from weft.disagg.protocol.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
-from weft.disagg.protocol.room_table import FenceBy
-from weft.disagg.protocol.spans import Part
+from weft.disagg.protocol.spans import SpanPart
+from weft.disagg.protocol.transfer_table import FenceBy
 from weft.disagg.transport import wire as f
 from weft.disagg.transport.buffers import Buffers
-from weft.disagg.transport.connection import Connection, Got
 from weft.disagg.transport.copying import digest_parts
-from weft.disagg.transport.links import Link, PeerRank, Source, check_hello, check_inside, info_of
-from weft.disagg.transport.memory import Direct, Memory, Staged
 from weft.disagg.transport.newcomers import MOST_UNPROVEN, Newcomers
+from weft.disagg.transport.peer_connection import Got, PeerConnection
+from weft.disagg.transport.peer_links import (
+    ByteSource,
+    PeerLink,
+    PeerRank,
+    check_hello,
+    check_inside,
+    info_of,
+)
+from weft.disagg.transport.staging_memory import DirectMemory, Memory, Staged
 from weft.disagg.transport.taking import take_in
-from weft.types.rooms import Endpoint, RoomKey
+from weft.types.transfer import Endpoint, TransferKey
 
 log = get_logger(__name__)
 
@@ -83,9 +90,9 @@ class SocketTransport:
             sock.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._memory: Memory = Direct(())
+        self._memory: Memory = DirectMemory(())
         self._peers: dict[str, PeerRank] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, PeerLink] = {}
         self._accepted = 0
         self._newcomers = Newcomers(MOST_UNPROVEN)
         self._strangers = CountedLog(log)
@@ -93,7 +100,7 @@ class SocketTransport:
         """Time of the next attempt to accept or connect, after a failed attempt; None without a failure."""
         self._events: list[Incoming | Written] = []
         self._buffers = Buffers()
-        self._answered: dict[str, Link] = {}
+        self._answered: dict[str, PeerLink] = {}
         """Links with unsent answers, by name."""
         self.refused = 0
         """Number of connections refused, or closed because of the peer's bytes or silence."""
@@ -112,29 +119,31 @@ class SocketTransport:
     def _admit(self, sock: socket.socket) -> None:
         """Check a new connection. Raises BadFrame for a forbidden peer."""
 
-    def _hello(self, link: Link, wanted: int) -> None:
+    def _hello(self, link: PeerLink, wanted: int) -> None:
         """Send the writer's Hello."""
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
+        link.connection.send(f.PeerHello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
 
-    def _met(self, link: Link, hello: f.Hello) -> None:
+    def _met(self, link: PeerLink, hello: f.PeerHello) -> None:
         """Continue the handshake after a valid Hello of the peer."""
         if not link.writer:
-            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank))
+            link.connection.send(f.PeerHello(f.VERSION, self.name, self.incarnation, 0, self.rank))
         self._open(link)
 
-    def _proven(self, link: Link) -> None:
+    def _proven(self, link: PeerLink) -> None:
         """Handle a ``Proof`` of the peer. Raises BadFrame if the transport has no proofs."""
         raise f.BadFrame("a peer sent a proof without a request")
 
     def _payload(self, write: Write) -> list[memoryview]:
         return []
 
-    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+    def _sources(
+        self, link: PeerLink, parts: Sequence[tuple[f.SpansFrame, np.ndarray]], got: Got
+    ) -> ByteSource:
         """Return the source memory of a write. Raises BadFrame for spans outside the writer's memory or
         payload."""
         raise NotImplementedError
 
-    def _payload_of(self, source: Source) -> torch.Tensor | None:
+    def _payload_of(self, source: ByteSource) -> torch.Tensor | None:
         """Return the payload buffer of a write, if any."""
         return None
 
@@ -144,7 +153,7 @@ class SocketTransport:
     # ---- Transport
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
-        self._use(Direct(list(regions)))
+        self._use(DirectMemory(list(regions)))
 
     def stage(self, memory: Staged) -> None:
         """Register staged caches, in place of ``register``. ``close`` also closes ``memory``."""
@@ -160,7 +169,7 @@ class SocketTransport:
         self._peers[name] = PeerRank(peer, rank, deadline)
         return name
 
-    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+    def digest(self, key: TransferKey, peer: str, parts: Sequence[SpanPart]) -> np.ndarray:
         if self._memory.staged:
             return np.empty(0, np.uint64)
         return digest_parts(self._memory.shown, parts, ranks_seed(key, self.rank, self._peers[peer].rank))
@@ -224,7 +233,7 @@ class SocketTransport:
         link.connection.send(f.AnswerFrame(incoming.key, incoming.number, error))
         self._answered[link.name] = link  # `poll` sends all answers of one turn together
 
-    def cancel(self, key: RoomKey) -> None:
+    def cancel(self, key: TransferKey) -> None:
         self._memory.cancel(key)
         for link in self._links.values():
             dropped = link.connection.cancel(key)
@@ -237,7 +246,7 @@ class SocketTransport:
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
 
-    def quiet(self, key: RoomKey) -> bool:
+    def quiet(self, key: TransferKey) -> bool:
         return self._memory.quiet(key)
 
     def wake(self) -> None:
@@ -264,13 +273,13 @@ class SocketTransport:
             self._send(msgspec.structs.replace(write, digests=digests))
         self._events += self._memory.failed()
 
-    def _ended(self, peer: str, key: RoomKey, number: int, error: ErrorInfo | None) -> None:
+    def _ended(self, peer: str, key: TransferKey, number: int, error: ErrorInfo | None) -> None:
         self._memory.ended(peer, key, number)
         self._events.append(Written(key, peer, number, error))
 
     # ---- connections
 
-    def _dial(self, peer: str) -> Link:
+    def _dial(self, peer: str) -> PeerLink:
         """Start a connection to ``peer`` and send the Hello. Return the link; the handshake is not complete.
         Raises Unavailable for an unknown peer, OSError if connecting fails."""
         if peer not in self._peers:
@@ -278,7 +287,7 @@ class SocketTransport:
         endpoint, _, deadline = self._peers[peer]
         sock, address = self._socket(endpoint.address)
         sock.setblocking(False)
-        link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
+        link = PeerLink(peer, self._connection(sock), True, time.monotonic() + deadline)
         try:
             self._connect(link, address)
         except OSError:
@@ -288,7 +297,7 @@ class SocketTransport:
         self._hello(link, endpoint.incarnation)
         return link
 
-    def _connect(self, link: Link, address: object) -> None:
+    def _connect(self, link: PeerLink, address: object) -> None:
         """Start to connect without blocking. If the accept queue of a Unix socket is full, store the address
         for ``_try_again``. Raises OSError."""
         sock, link.address = link.connection.sock, None
@@ -342,14 +351,14 @@ class SocketTransport:
                 self._links[oldest],
                 Unavailable("closed without a handshake, to make room for another connection"),
             )
-        link = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
+        link = PeerLink(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
         self._links[name] = link
         self._selector.register(sock, selectors.EVENT_READ, link)
 
-    def _connection(self, sock: socket.socket) -> Connection:
-        return Connection(sock, self._buffers.give, self.takes_fds)
+    def _connection(self, sock: socket.socket) -> PeerConnection:
+        return PeerConnection(sock, self._buffers.give, self.takes_fds)
 
-    def _serve(self, link: Link, mask: int) -> None:
+    def _serve(self, link: PeerLink, mask: int) -> None:
         """Send and receive on one link. Any error closes the link and is not raised."""
         try:
             if mask & selectors.EVENT_WRITE:
@@ -364,7 +373,7 @@ class SocketTransport:
         except Exception as error:  # any fault of a peer ends only the peer's own connection
             self._lost(link, error)
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: PeerLink) -> None:
         """Send queued bytes of a link. An error closes the link and is not raised; no effect on a closed
         link."""
         if not self._lives(link):
@@ -375,10 +384,10 @@ class SocketTransport:
         except Exception as error:
             self._lost(link, error)
 
-    def _lives(self, link: Link) -> bool:
+    def _lives(self, link: PeerLink) -> bool:
         return self._links.get(link.name) is link
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: PeerLink) -> None:
         """Watch the socket for writing only while bytes are queued."""
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
         # A link that waits for another connect is not registered with the selector.
@@ -387,7 +396,7 @@ class SocketTransport:
         if self._selector.get_key(link.connection.sock).events != mask:
             self._selector.modify(link.connection.sock, mask, link)
 
-    def _lost(self, link: Link | None, error: Exception) -> None:
+    def _lost(self, link: PeerLink | None, error: Exception) -> None:
         """Close a connection after an error or a bad frame. Ends all writes without an answer. No effect
         for a closed link or None."""
         if link is None or not self._lives(link):
@@ -424,15 +433,15 @@ class SocketTransport:
 
     # ---- frames
 
-    def _got(self, link: Link, got: Got) -> None:
+    def _got(self, link: PeerLink, got: Got) -> None:
         """Handle one frame by the state of the link. Raises BadFrame for a frame out of order."""
         match got.frame:
-            case f.Hello() if not link.said_hello:
+            case f.PeerHello() if not link.said_hello:
                 self._check_hello(link, got.frame)
                 link.said_hello, link.rank = True, got.frame.rank
                 link.peer = f"{link.name} (rank {link.rank}, incarnation {got.frame.incarnation:x})"
                 self._met(link, got.frame)
-            case f.Proof() if link.said_hello and link.until is not None:
+            case f.KeyProof() if link.said_hello and link.until is not None:
                 self._proven(link)
             case f.WriteFrame() if not link.writer and link.until is None:
                 self._got_write(link, got.frame, got)
@@ -446,10 +455,10 @@ class SocketTransport:
             case _:
                 raise f.BadFrame(f"a {type(got.frame).__name__} arrived out of order")
 
-    def _check_hello(self, link: Link, hello: f.Hello) -> None:
+    def _check_hello(self, link: PeerLink, hello: f.PeerHello) -> None:
         check_hello(hello, self.name, self.incarnation, self._peers[link.name] if link.writer else None)
 
-    def _open(self, link: Link) -> None:
+    def _open(self, link: PeerLink) -> None:
         """Finish the handshake and send all waiting writes."""
         link.until = None
         link.connection.proven = True
@@ -458,17 +467,17 @@ class SocketTransport:
         while link.waiting and self._lives(link):
             self._send_write(link, link.waiting.pop(0))
 
-    def _send_write(self, link: Link, write: Write) -> None:
+    def _send_write(self, link: PeerLink, write: Write) -> None:
         """Send a write on an open link and record that an answer is due."""
         link.unanswered[write.key, write.number] = None
         parts = tuple(
-            f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
+            f.SpansFrame(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
         )
         frame = f.WriteFrame(write.key, write.number, parts, write.digests.astype("<u8").tobytes())
         link.connection.send(frame, self._payload(write), write.key)
         self._flush(link)
 
-    def _got_write(self, link: Link, frame: f.WriteFrame, got: Got) -> None:
+    def _got_write(self, link: PeerLink, frame: f.WriteFrame, got: Got) -> None:
         """Check a received write and queue the event for ``poll``. Raises BadFrame for an unknown region or
         spans outside the region."""
         parts = [(part, f.spans_of(part)) for part in frame.parts]

@@ -9,8 +9,8 @@ from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Incoming
 from weft.disagg.protocol.digests import ranks_seed, span_seeds
 from weft.disagg.transport.base import TransferCorrupt
-from weft.disagg.transport.links import Source
-from weft.disagg.transport.memory import Memory
+from weft.disagg.transport.peer_links import ByteSource
+from weft.disagg.transport.staging_memory import Memory
 
 log = get_logger(__name__)
 
@@ -20,7 +20,7 @@ def take_in(to: Memory, incoming: Incoming, rank: int, address: str) -> ErrorInf
 
     ``rank``, ``address``: of the receiver. No write to the receiver's memory is under way after the return.
     """
-    source: Source = incoming.content
+    source: ByteSource = incoming.content
     seed, done = ranks_seed(incoming.key, source.rank, rank), 0
     try:
         for memory, (region, spans) in zip(source.memory, source.parts, strict=True):
@@ -31,7 +31,7 @@ def take_in(to: Memory, incoming: Incoming, rank: int, address: str) -> ErrorInf
             if len(wrong):
                 log.error(
                     "transfer %d/%d: %d of %d spans from %s to %s, region %d, have wrong digests",
-                    incoming.key.room,
+                    incoming.key.transfer,
                     incoming.key.attempt,
                     len(wrong),
                     len(spans),

@@ -19,9 +19,9 @@ from weft.common.errors import ConfigError
 from weft.config.secret_file import check_secret
 from weft.disagg.protocol.pushes import Write
 from weft.disagg.transport import wire as f
-from weft.disagg.transport.connection import Got, memory_of
 from weft.disagg.transport.connection_keys import NONCE_BYTES, keys, new_nonce
-from weft.disagg.transport.links import Link, Source
+from weft.disagg.transport.peer_connection import Got, memory_of
+from weft.disagg.transport.peer_links import ByteSource, PeerLink
 from weft.disagg.transport.sockets import SocketTransport
 
 SILENCE_S = 15
@@ -57,11 +57,13 @@ class TcpTransport(SocketTransport):
         _configure(sock)
         return sock, (host, port)
 
-    def _hello(self, link: Link, wanted: int) -> None:
+    def _hello(self, link: PeerLink, wanted: int) -> None:
         link.nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, link.nonce))
+        link.connection.send(
+            f.PeerHello(f.VERSION, self.name, self.incarnation, wanted, self.rank, link.nonce)
+        )
 
-    def _met(self, link: Link, hello: f.Hello) -> None:
+    def _met(self, link: PeerLink, hello: f.PeerHello) -> None:
         """Derive the keys of the connection from both nonces. The writer sends the proof; the receiver sends
         its Hello. Raises BadFrame without a nonce."""
         if len(hello.nonce) != NONCE_BYTES:
@@ -69,18 +71,18 @@ class TcpTransport(SocketTransport):
         if link.writer:
             writer, receiver = keys(self._secret, link.nonce, hello.nonce)
             link.connection.out_key, link.connection.in_key = writer, receiver
-            link.connection.send(f.Proof())
+            link.connection.send(f.KeyProof())
             return
         nonce = new_nonce()
         link.connection.send(
-            f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank, nonce)
+            f.PeerHello(f.VERSION, self.name, self.incarnation, 0, self.rank, nonce)
         )  # without a key: the writer needs the receiver's nonce to make the keys
         writer, receiver = keys(self._secret, hello.nonce, nonce)
         link.connection.in_key, link.connection.out_key = writer, receiver
 
-    def _proven(self, link: Link) -> None:
+    def _proven(self, link: PeerLink) -> None:
         if not link.writer:
-            link.connection.send(f.Proof())
+            link.connection.send(f.KeyProof())
         self._open(link)
 
     def _payload(self, write: Write) -> list[memoryview]:
@@ -90,7 +92,9 @@ class TcpTransport(SocketTransport):
             pieces += [memory[begin : begin + size] for begin, _, size in part.spans.tolist()]
         return pieces
 
-    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+    def _sources(
+        self, link: PeerLink, parts: Sequence[tuple[f.SpansFrame, np.ndarray]], got: Got
+    ) -> ByteSource:
         """Return the payload as the source of a write, with spans numbered from the start of the payload.
         Raises BadFrame if payload and spans differ in length."""
         lengths = np.concatenate([spans[:, 2] for _, spans in parts]) if parts else np.empty(0, np.int64)
@@ -98,16 +102,16 @@ class TcpTransport(SocketTransport):
         if int(lengths.sum()) != size:
             raise f.BadFrame("the payload of a write differs in length from its spans")
         if got.payload is None:
-            return Source((), (), np.empty(0), 0)
+            return ByteSource((), (), np.empty(0), 0)
         begins, done, moved = np.cumsum(lengths) - lengths, 0, list[tuple[int, np.ndarray]]()
         for part, spans in parts:
             here = spans.copy()
             here[:, 0] = begins[done : done + len(spans)]
             done += len(spans)
             moved.append((part.target, here))
-        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0), 0)
+        return ByteSource((got.payload,) * len(parts), tuple(moved), np.empty(0), 0)
 
-    def _payload_of(self, source: Source) -> torch.Tensor | None:
+    def _payload_of(self, source: ByteSource) -> torch.Tensor | None:
         return source.memory[0] if source.memory else None
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:

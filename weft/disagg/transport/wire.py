@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.types.rooms import U64, RoomKey
+from weft.types.transfer import U64, TransferKey
 
 VERSION = 1
 MOST_BODY = 1 << 20
@@ -39,11 +39,11 @@ class BadFrame(WeftError):
     code, blame = "bad_transfer_frame", "peer"
 
 
-class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
+class _WireFrame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
     pass
 
 
-class Hello(_Frame, frozen=True):
+class PeerHello(_WireFrame, frozen=True):
     """First frame of a connection, in both directions: identity of the sending rank."""
 
     version: int
@@ -59,12 +59,12 @@ class Hello(_Frame, frozen=True):
     """From a writer with shared memory: bytes of each region. The descriptors come with the frame."""
 
 
-class Proof(_Frame, frozen=True):
+class KeyProof(_WireFrame, frozen=True):
     """Proof of the secret, first from the writer, then from the receiver. The MAC is the proof. Only with a
     secret."""
 
 
-class Spans(_Frame, frozen=True):
+class SpansFrame(_WireFrame, frozen=True):
     """Spans from one region to one region."""
 
     source: U64
@@ -73,25 +73,25 @@ class Spans(_Frame, frozen=True):
     """int64 [n, 3], little-endian: offset in the source, offset in the target, length."""
 
 
-class WriteFrame(_Frame, frozen=True):
+class WriteFrame(_WireFrame, frozen=True):
     """Writer to receiver: take these spans."""
 
-    key: RoomKey
+    key: TransferKey
     number: U64
-    parts: Annotated[tuple[Spans, ...], Meta(max_length=4096)]
+    parts: Annotated[tuple[SpansFrame, ...], Meta(max_length=4096)]
     digests: bytes
     """uint64, one per span, in order."""
 
 
-class AnswerFrame(_Frame, frozen=True):
+class AnswerFrame(_WireFrame, frozen=True):
     """Receiver to writer: result of a write."""
 
-    key: RoomKey
+    key: TransferKey
     number: U64
     error: ErrorInfo | None
 
 
-Frame = Hello | Proof | WriteFrame | AnswerFrame
+Frame = PeerHello | KeyProof | WriteFrame | AnswerFrame
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -121,7 +121,7 @@ def check_sizes(body: int, payload: int) -> None:
         raise BadFrame(f"a frame of {body} bytes and {payload} bytes of payload is over the limits")
 
 
-def spans_of(part: Spans) -> np.ndarray:
+def spans_of(part: SpansFrame) -> np.ndarray:
     """Return int64 [n, 3]. Raises BadFrame for a wrong size."""
     if len(part.spans) % 24:
         raise BadFrame("spans are not a whole number of three int64")

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from weft.common.log import get_logger
-from weft.types.rooms import Peer
+from weft.types.transfer import Peer
 
 log = get_logger(__name__)
 
 
-class Process(NamedTuple):
+class PeerProcess(NamedTuple):
     """The identity of a process, as sent to peers."""
 
     host: str
@@ -47,9 +47,9 @@ class Process(NamedTuple):
     """Start time in ticks since boot. A pid can be reused, but never with the same start time."""
 
 
-def own_process() -> Process:
+def own_process() -> PeerProcess:
     """Return the identity of the calling process."""
-    return Process(_host(), os.getpid(), _started(os.getpid()) or 0)
+    return PeerProcess(_host(), os.getpid(), _started(os.getpid()) or 0)
 
 
 class Peers(Protocol):
@@ -60,7 +60,7 @@ class Peers(Protocol):
 
     def knows(self, peer: Peer) -> bool: ...
 
-    def heard(self, peer: Peer, process: Process) -> None: ...
+    def heard(self, peer: Peer, process: PeerProcess) -> None: ...
 
     def look(self) -> None: ...
 
@@ -75,9 +75,9 @@ class PeerWatch:
     def __init__(self) -> None:
         self._host = _host()
         self._poller: select.epoll | None = None
-        self._known: dict[Peer, Process] = {}
+        self._known: dict[Peer, PeerProcess] = {}
         self._pidfds: dict[int, Peer] = {}
-        self._unwatched: dict[Peer, Process] = {}
+        self._unwatched: dict[Peer, PeerProcess] = {}
         """Peers on systems without pidfds, with their processes. ``look`` checks such processes."""
         self._ended: list[Peer] = []
 
@@ -97,7 +97,7 @@ class PeerWatch:
         process = self._known.get(peer)
         return process is not None and process.host == self._host
 
-    def heard(self, peer: Peer, process: Process) -> None:
+    def heard(self, peer: Peer, process: PeerProcess) -> None:
         """Register the process of a peer and watch for the end, which ``take`` reports.
 
         Known peers are ignored.

@@ -6,13 +6,13 @@ import zlib
 from typing import Protocol
 
 from weft.config.resolved import KVConfig
-from weft.runner.exports import RankRooms, Reports, Transfer
+from weft.runner.exports import RankTransfers, Reports, TransferThread
 from weft.runner.graphs.graphs import DecodeGraphs
 from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
 from weft.types.frames import Cache
 from weft.types.plan import StepPlan, StepResult, TokenMasks
-from weft.types.rooms import Endpoint
+from weft.types.transfer import Endpoint
 
 
 class RankRunner(Protocol):
@@ -31,7 +31,7 @@ class RankRunner(Protocol):
     def varying(self) -> tuple[str, ...]: ...
 
     @property
-    def transfer(self) -> Transfer | None: ...
+    def transfer(self) -> TransferThread | None: ...
 
     @property
     def reports(self) -> Reports | None: ...
@@ -40,7 +40,7 @@ class RankRunner(Protocol):
     def endpoint(self) -> Endpoint | None: ...
 
     @property
-    def embeddings(self) -> RankRooms | None: ...
+    def embeddings(self) -> RankTransfers | None: ...
 
     def forward(self, plan: StepPlan) -> StepHandle: ...
 
@@ -66,7 +66,7 @@ def checksum(result: StepResult) -> int:
     return made
 
 
-def moves(runner: RankRunner, cache: Cache) -> tuple[Transfer | None, Reports | None, Endpoint | None]:
+def moves(runner: RankRunner, cache: Cache) -> tuple[TransferThread | None, Reports | None, Endpoint | None]:
     """Return the transfer, the reports and the endpoint of a rank for ``cache``. Absent parts are None."""
     if cache == "kv":
         return runner.transfer, runner.reports, runner.endpoint

@@ -41,7 +41,7 @@ SIZE = struct.Struct("!I")
 MOST_DESCRIPTORS = 16
 
 
-class Command(NamedTuple):
+class ProcessCommand(NamedTuple):
     """A process of ``weft.cli.processes``, to start as a child process."""
 
     program: str
@@ -57,7 +57,7 @@ class Command(NamedTuple):
     """Inherited descriptors. The process receives the numbers as arguments."""
 
 
-Start: TypeAlias = Callable[[Command], "subprocess.Popen[bytes]"]
+Start: TypeAlias = Callable[[ProcessCommand], "subprocess.Popen[bytes]"]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class Order(msgspec.Struct, frozen=True):
     """The complete environment."""
 
 
-def start_process(command: Command) -> subprocess.Popen[bytes]:
+def start_process(command: ProcessCommand) -> subprocess.Popen[bytes]:
     """Start the process and return a handle. Does not wait for the process to be ready. Raises OSError.
 
     The kernel kills the process when the calling thread ends.
@@ -100,7 +100,7 @@ class _Spare(NamedTuple):
     process: subprocess.Popen[bytes]
     link: socket.socket
 
-    def become(self, command: Command) -> bool:
+    def become(self, command: ProcessCommand) -> bool:
         """Send the order for ``command`` and close the link.
 
         Return False if the process is dead or does not read within ``TELL_S`` seconds.
@@ -160,7 +160,7 @@ class Spares:
         with self._changed:
             return [spare.process.pid for spare in self._spares]
 
-    def start(self, command: Command) -> subprocess.Popen[bytes]:
+    def start(self, command: ProcessCommand) -> subprocess.Popen[bytes]:
         """Turn a spare process into ``command``, or start a new process.
 
         Return the process. A spare process that hangs is logged and killed. Raises OSError.

@@ -54,7 +54,7 @@ class _Replica:
         """
         assert self.pipe is not None
         try:
-            request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
+            request = protocol.from_engine.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
         except (OSError, EOFError):  # the engine process is gone; another engine process may follow
             self.pipe.close()
             self.pipe = None

@@ -16,7 +16,7 @@ from weft.config.gpus import gpu_environment
 from weft.config.hosts import meeting_place, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ParallelSection
-from weft.engine.ranks.processes import Command, Start, start_process
+from weft.engine.ranks.processes import ProcessCommand, Start, start_process
 from weft.parallel.address import own_address, tcp
 
 log = get_logger(__name__)
@@ -149,7 +149,7 @@ class RankProcesses:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         arguments = self._address, str(rank), self._level
         environment = gpu_environment(self._engine, rank)
-        return self._begin(Command("rank_main", arguments, self._config, environment))
+        return self._begin(ProcessCommand("rank_main", arguments, self._config, environment))
 
 
 def end_of(status: int) -> str:
@@ -174,7 +174,7 @@ def rank_address(config: EngineConfig) -> str:
     published in the rendezvous store.
     """
     if not replica_spans(config.parallel, config.replica):
-        return f"ipc://{config.domain}/ranks{config.replica}"
+        return f"ipc://{config.socket_folder}/ranks{config.replica}"
     host, port = meeting_place(config.parallel)
     return tcp(own_address(host, port), port)
 

@@ -15,7 +15,7 @@ from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
 from weft.common.shared_bytes import UNREACHABLE, open_shared
 from weft.types import frames as f
-from weft.types.plan import Encode, Op, StepPlan
+from weft.types.plan import Encode, SlotUpdate, StepPlan
 
 log = get_logger(__name__)
 
@@ -50,13 +50,13 @@ class StepPixels:
         framed = tuple(_framed(op, by_name) for op in plan.ops)
         return msgspec.structs.replace(plan, ops=framed)
 
-    def heard(self, frame: f.ToHead) -> f.ToHead:
+    def heard(self, frame: f.ToEngine) -> f.ToEngine:
         """Return ``frame`` unchanged.
 
         After a rank has failed to open a name, later frames carry pixels; logged once.
         """
         if (
-            isinstance(frame, f.Failed)
+            isinstance(frame, f.RankFailed)
             and frame.error.code in (PixelsLost.code, UNREACHABLE)
             and self._by_name
         ):
@@ -77,7 +77,7 @@ class StepPixels:
         self._held.clear()
 
 
-def _framed(op: Op, by_name: bool) -> Op:
+def _framed(op: SlotUpdate, by_name: bool) -> SlotUpdate:
     if not isinstance(op, Encode) or op.shared is None:
         return op
     return msgspec.structs.replace(op, pixels=b"") if by_name else msgspec.structs.replace(op, shared=None)
@@ -90,7 +90,7 @@ def opened(plan: StepPlan) -> StepPlan:
     return msgspec.structs.replace(plan, ops=tuple(map(_opened, plan.ops)))
 
 
-def _opened(op: Op) -> Op:
+def _opened(op: SlotUpdate) -> SlotUpdate:
     """Map the shared pixels of ``op`` and return ``op`` with the pixels.
 
     Other operations are returned unchanged. Raises PixelsLost.

@@ -63,7 +63,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 _from_supervisor = msgspec.msgpack.Decoder(RankRuns | RankEnded)
-from_head = msgspec.msgpack.Decoder(StartRank | EndRank)
+from_engine = msgspec.msgpack.Decoder(StartRank | EndRank)
 encode = msgspec.msgpack.encode
 
 

@@ -15,8 +15,8 @@ from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.group.liveness import SILENT, Liveness
-from weft.parallel.control import HeadChannel, RankChannel
-from weft.types.frames import FrameError, RankHeartbeat, decode_to_head, decode_to_rank, encode
+from weft.parallel.control import EngineChannel, RankChannel
+from weft.types.frames import FrameError, RankHeartbeat, decode_to_engine, decode_to_rank, encode
 
 strangers = CountedLog(get_logger(__name__))
 
@@ -70,12 +70,12 @@ class _Thread:
         raise NotImplementedError
 
 
-class HeadWatch(_Thread):
+class EngineWatch(_Thread):
     """The engine's side: answers heartbeats. The callbacks run in the watch's thread."""
 
     def __init__(
         self,
-        channel: HeadChannel,
+        channel: EngineChannel,
         rank_timeout: float,
         heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
@@ -106,7 +106,7 @@ class HeadWatch(_Thread):
             return False
         peer, data = found
         try:
-            heartbeat = decode_to_head(data)
+            heartbeat = decode_to_engine(data)
             if isinstance(heartbeat, RankHeartbeat):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:

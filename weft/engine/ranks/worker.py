@@ -23,7 +23,7 @@ from weft.common.errors import EngineDead, WeftError, known_error
 from weft.common.log import get_logger
 from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.step_pixels import opened
-from weft.engine.ranks.worker_rooms import WorkerRooms
+from weft.engine.ranks.worker_transfers import WorkerTransfers
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest
@@ -90,8 +90,8 @@ class Worker:
         self._orphan = False
         self._served = False
         """True if the current engine process has begun an epoch."""
-        self._rooms: dict[f.Cache, WorkerRooms] = {
-            cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
+        self._transfers: dict[f.Cache, WorkerTransfers] = {
+            cache: WorkerTransfers(rank, cache) for cache in get_args(f.Cache)
         }
         both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
         self._wake = [reports.descriptor for reports in both if reports is not None]
@@ -122,8 +122,8 @@ class Worker:
         self._channel = channel
         self._incarnation = incarnation
         self._orphan = self._served = False
-        for cache, rooms in self._rooms.items():
-            rooms.joined(moves(self._runner, cache)[0])
+        for cache, transfers in self._transfers.items():
+            transfers.joined(moves(self._runner, cache)[0])
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -181,9 +181,9 @@ class Worker:
         Raises GivenUp after Refused, and EngineDead for a frame out of order.
         """
         # RankWelcome and RankHeartbeat have no branch: the join and the heartbeat thread handle these frames.
-        if isinstance(frame, f.Shutdown):
+        if isinstance(frame, f.RankShutdown):
             self.stopped = True
-        elif isinstance(frame, f.Refused):
+        elif isinstance(frame, f.RankRefused):
             raise GivenUp(f"this rank was rejected: {frame.error.message}")
         elif isinstance(frame, f.Abort):
             # Ignore a late Abort of an earlier epoch.
@@ -195,8 +195,8 @@ class Worker:
             self._form(frame)
         elif isinstance(frame, f.StepFrame):
             self._step(frame)
-        elif isinstance(frame, f.RoomToRank):
-            self._rooms[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
+        elif isinstance(frame, f.TransferToRank):
+            self._transfers[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
@@ -206,7 +206,7 @@ class Worker:
         Raises GivenUp when the transfer thread has failed. A new process can transfer again.
         """
         some = False
-        for cache, rooms in self._rooms.items():
+        for cache, transfers in self._transfers.items():
             transfer, reports, _ = moves(self._runner, cache)
             if transfer is None or reports is None:
                 continue
@@ -214,7 +214,7 @@ class Worker:
                 raise GivenUp("this rank's KV transfer thread has failed")
             told = reports.take()
             some |= bool(told)
-            for frame in rooms.said(told):
+            for frame in transfers.said(told):
                 self._send(frame)
         return some
 
@@ -299,7 +299,9 @@ class Worker:
     def _answer(self) -> None:
         result = self._runner.read(self._in_flight.popleft())
         self.step = result.step
-        self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
+        self._send(
+            f.StepOutcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result))
+        )
 
     def _current(self, epoch: int) -> bool:
         """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the engine
@@ -334,7 +336,7 @@ class Worker:
             raise known from error
         step = self.step + 1
         lost = isinstance(error, CommLost)
-        self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
+        self._send(f.RankFailed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
 
     def _leave(self) -> None:
         """Leave the epoch: abort communicators, wait for the steps in flight and drop the results.
@@ -350,5 +352,5 @@ class Worker:
             except Exception as error:
                 log.info("rank %d: a step in flight ended with its epoch: %s", self.rank, error)
 
-    def _send(self, frame: f.ToHead) -> None:
+    def _send(self, frame: f.ToEngine) -> None:
         self._channel.send(f.encode(frame))

@@ -28,7 +28,7 @@ _Chunks = Annotated[list[_Chunk], Meta(min_length=1)]
 _Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 
 
-class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ScriptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The output fields of an entry and of each choice. None inherits from the entry, then the default."""
 
     text: str | None = None
@@ -46,11 +46,11 @@ class _Match(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request: Annotated[int, Meta(ge=1)] | None = None
 
 
-class _Entry(_Fields, frozen=True, kw_only=True):
+class _ScriptEntry(_ScriptFields, frozen=True, kw_only=True):
     match: str | _Match | None = None
     repeat: bool | Annotated[int, Meta(ge=1)] = 1
     num_cached: Annotated[int, Meta(ge=0)] = 0
-    choices: Annotated[list[_Fields], Meta(min_length=1)] | None = None
+    choices: Annotated[list[_ScriptFields], Meta(min_length=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def read_script(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tupl
     for number, (line, data) in enumerate(_load(Path(path), name), 1):
         where = f"{name}, entry {number} (line {line})"
         try:
-            entry = msgspec.convert(data, _Entry)
+            entry = msgspec.convert(data, _ScriptEntry)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{where}: {error}", param="--scripted") from None
         made.append(_Maker(where, tokenizer, vocab_size).entry(entry))
@@ -174,7 +174,7 @@ class _Maker:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
-    def entry(self, data: _Entry) -> Entry:
+    def entry(self, data: _ScriptEntry) -> Entry:
         """Return the entry for ``data``. Raises ConfigError for contradicting or invalid fields."""
         match = _Match(contains=data.match) if isinstance(data.match, str) else data.match or _Match()
         contains = [match.contains] if isinstance(match.contains, str) else match.contains or []
@@ -198,7 +198,7 @@ class _Maker:
             outputs=tuple(self._output(one, data) for one in data.choices or [data]),
         )
 
-    def _output(self, data: _Fields, entry: _Entry) -> Output:
+    def _output(self, data: _ScriptFields, entry: _ScriptEntry) -> Output:
         """Return the output of one choice, ``data``.
 
         Unset fields come from ``entry``, then from the defaults.
@@ -226,7 +226,7 @@ class _Maker:
             wait=field("wait_ms", 0.0) / 1e3,
         )
 
-    def _ids(self, data: _Fields, finish: Finish) -> tuple[int, ...]:
+    def _ids(self, data: _ScriptFields, finish: Finish) -> tuple[int, ...]:
         """Return the token ids of a choice: its ``token_ids``, or its encoded ``text``.
 
         Empty only for an error without text.

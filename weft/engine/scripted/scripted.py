@@ -31,7 +31,7 @@ from weft.types.messages import (
     READINESS_SALT,
     VERSION,
     CacheMiss,
-    HeadStats,
+    EngineStats,
     Submit,
     TokenEvent,
     Welcome,
@@ -141,7 +141,7 @@ class ScriptedEngine:
         self._read_tokens = 0
         self._made_tokens = 0
 
-    # -- the interface for `HeadProtocol`
+    # -- the interface for `EngineProtocol`
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
         """Start to play an output and return no events. Uses up one use of the chosen entry.
@@ -190,9 +190,9 @@ class ScriptedEngine:
         """Return True if a sequence is live."""
         return bool(self._live)
 
-    def stats(self) -> HeadStats:
+    def stats(self) -> EngineStats:
         """Return counters and gauges. A script has no blocks."""
-        return HeadStats(
+        return EngineStats(
             steps=self.steps,
             running=len(self._live),
             prompt_tokens=self._read_tokens,

@@ -2,7 +2,7 @@
 
 One thread does everything. Between steps the thread handles messages of API servers. Heartbeats leave from
 the step loop, so a heartbeat proves progress. An invalid frame is counted and dropped.
-``weft.control.fleet.head_protocol`` decides the answers.
+``weft.control.fleet.engine_protocol`` decides the answers.
 
 Pixels in shared memory of API servers on the same host are mapped before a sequence is submitted. A mapping
 lasts until neither the sequence nor a step refers to the mapping, even if the API server is killed. An engine
@@ -29,11 +29,11 @@ from weft.common.log import get_logger
 from weft.common.shared_bytes import SharedBytes, SharedName, most_descriptors, open_shared
 from weft.config.names import process_name
 from weft.config.resolved import EngineConfig
-from weft.control.fleet.head_protocol import HeadEngine, HeadProtocol, Outgoing
+from weft.control.fleet.engine_protocol import EngineInterface, EngineProtocol, Outgoing
 from weft.engine.server.listener import Listener
 from weft.engine.server.profiling import Profiler
 from weft.types import messages as m
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, decode_parts
 
 log = get_logger(__name__)
@@ -109,7 +109,7 @@ REPORT_S = 60.0
 """Seconds between two log lines about draft acceptance."""
 
 
-class ServedEngine(HeadEngine, Protocol):
+class ServedEngine(EngineInterface, Protocol):
     """The engine interface of the loop. See ``weft.engine.core.EngineCore`` and
     ``weft.engine.scripted.scripted.ScriptedEngine``.
     """
@@ -164,7 +164,7 @@ class EngineServer:
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._pixels = PixelInbox(shows)
-        self._protocol = HeadProtocol(core, core.incarnation, self._pixels)
+        self._protocol = EngineProtocol(core, core.incarnation, self._pixels)
         self._last_heartbeat = 0.0
         self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
@@ -282,11 +282,11 @@ def tell_why(listener: Listener, error: WeftError) -> None:
     with contextlib.suppress(zmq.ZMQError):
         while True:
             front, *_ = listener.receive()
-            failed = m.HeadFailed(error=EngineDead(error.message).info())
+            failed = m.EngineFailed(error=EngineDead(error.message).info())
             listener.socket.send_multipart([front, m.encode(failed)], zmq.NOBLOCK)
 
 
-def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
+def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
     """Load the model and serve the model at ``listener`` until shutdown.
 
     The entry point of the engine process.

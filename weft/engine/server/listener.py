@@ -13,7 +13,7 @@ from weft.config.resolved import EngineConfig
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types import messages as m
-from weft.types.board import Listening, head_key
+from weft.types.board import Listening, engine_key
 
 SEND_QUEUE = 10_000
 """Maximum unread messages of an API server. Beyond the limit the API server counts as gone."""
@@ -36,7 +36,7 @@ class Listener:
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         socket = self._context.socket(zmq.ROUTER)
         if keys is not None:
-            keys.guard_head(socket)
+            keys.guard_engine(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
@@ -79,7 +79,7 @@ def listen(config: EngineConfig, endpoint: str) -> Listener:
     listening = Listening(incarnation=config.incarnation, address=listener.address)
     board = BoardClient(place, keys)
     try:
-        board.tell(head_key(config.replica), msgspec.msgpack.encode(listening), TELL_S)
+        board.tell(engine_key(config.replica), msgspec.msgpack.encode(listening), TELL_S)
     except BaseException:
         listener.close()
         raise

@@ -24,9 +24,9 @@ from weft.config.topology import face, serves
 from weft.control.fleet.instance_table import Patience
 from weft.control.links.links import Links
 from weft.control.links.thread import LinksThread
-from weft.control.processes.owner import HeadOwner
+from weft.control.processes.engine_owner import EngineOwner
 from weft.engine.core import EngineCore
-from weft.engine.server.heads import HeadGroups
+from weft.engine.server.engine_processes import EngineGroups
 from weft.parallel.remote import REFUSED
 from weft.types import messages as m
 from weft.types.messages import Measures
@@ -81,10 +81,10 @@ class Replicas:
         # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
-        self._heads: HeadGroups | None = None
+        self._engines: EngineGroups | None = None
         self._thread: LinksThread | None = None
         try:
-            self._heads = HeadGroups(self._groups, self._folder, level)
+            self._engines = EngineGroups(self._groups, self._folder, level)
             self._thread = LinksThread(self._links)
         except WeftError as error:
             statuses = self._end()
@@ -102,13 +102,13 @@ class Replicas:
 
         Raises the errors of the start.
         """
-        heads = self._heads
-        assert heads is not None
+        engines = self._engines
+        assert engines is not None
         # With `restarts=0` no engine process is started again, so no thread other than `_maker` ever starts
         # an engine.
         transfer = self.config.transfer
         enough = functools.partial(serves, fallback=transfer.prefill_fallback)
-        owner = HeadOwner(heads.members, heads, restarts=0, serves=enough)
+        owner = EngineOwner(engines.members, engines, restarts=0, serves=enough)
         self._maker.submit(owner.start).result(60.0)
         return Links(
             owner,
@@ -124,10 +124,10 @@ class Replicas:
         return self._thread
 
     @property
-    def heads(self) -> HeadGroups:
+    def engines(self) -> EngineGroups:
         """The engine processes of all groups. Read-only."""
-        assert self._heads is not None
-        return self._heads
+        assert self._engines is not None
+        return self._engines
 
     @property
     def deterministic(self) -> bool:
@@ -159,27 +159,27 @@ class Replicas:
         """Return True if sequences are open."""
         return self.thread.open_sequences > 0
 
-    awaiting = False
-    """Always False: the replicas wait for external input on their own. See ``EngineCore.awaiting``."""
+    blocked = False
+    """Always False: the replicas wait for external input on their own. See ``EngineCore.blocked``."""
 
     def hear(self) -> list[m.TokenEvent]:
-        """Return no events. See ``awaiting``."""
+        """Return no events. See ``blocked``."""
         return []
 
     def sleep(self, seconds: float) -> None:
-        """Return at once. See ``awaiting``."""
+        """Return at once. See ``blocked``."""
 
     def step(self) -> list[m.TokenEvent]:
         """Return events of the replicas. Block up to ``STEP_S`` seconds for the first. Raises EngineDead."""
         return self.thread.step(STEP_S)
 
-    def stats(self) -> m.HeadStats:
+    def stats(self) -> m.EngineStats:
         """Request and return the counters and gauges of all replicas: sums, and the highest fill level.
         Raises EngineDead.
         """
         return summed(self.thread.stats(ANSWER_S))
 
-    def stats_of(self) -> dict[str, tuple[m.Role, m.HeadStats]]:
+    def stats_of(self) -> dict[str, tuple[m.Role, m.EngineStats]]:
         """Request the counters and gauges now. Return replica name -> (role, counters and gauges). Raises
         EngineDead.
         """
@@ -202,7 +202,7 @@ class Replicas:
         """
         if self._thread is not None:
             self._thread.end()
-        statuses = [] if self._heads is None else self._heads.close(CLOSE_S)
+        statuses = [] if self._engines is None else self._engines.close(CLOSE_S)
         self._maker.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
         return statuses
@@ -217,12 +217,12 @@ def _capacity(group: EngineConfig) -> int:
     return group.scheduler.max_num_seqs + group.scheduler.max_queued_requests
 
 
-def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
+def summed(stats: Sequence[m.EngineStats]) -> m.EngineStats:
     """Return the combined statistics of all engine processes: sums, element by element for tuples, and the
     highest fill level.
     """
     made = {}
-    for name in m.HeadStats.__struct_fields__:
+    for name in m.EngineStats.__struct_fields__:
         values = [getattr(one, name) for one in stats]
         if name == "kv_usage":
             made[name] = max(values)
@@ -237,7 +237,7 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
             made[name] = tuple(map(sum, zip(*padded, strict=True)))
         else:
             made[name] = sum(values)
-    return m.HeadStats(**made)
+    return m.EngineStats(**made)
 
 
 def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | None:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from weft.common.errors import Forbidden, Overloaded, Unauthorized
-from weft.front.http.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
+from weft.front.http.rate_limit import RateLimits, RateRefused, RateRequest, Spent, duration, headers_of
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(?::\d{0,5})?")
 """Host name or address, with an optional port."""
@@ -276,9 +276,9 @@ class AccessControl:
         """Take one request from the key's limit. Return the rate limit headers. Raises RateLimited over a
         limit."""
         assert self._limits is not None
-        (verdict,) = self._limits.on(Asked(key), self._now())
+        (verdict,) = self._limits.on(RateRequest(key), self._now())
         headers = headers_of(verdict)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, RateRefused):
             raise RateLimited(verdict.what, verdict.wait, headers)
         return headers
 

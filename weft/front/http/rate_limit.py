@@ -15,7 +15,7 @@ import msgspec
 MINUTE = 60.0
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RateRequest(msgspec.Struct, frozen=True):
     """A request arrived with this key."""
 
     key: int
@@ -37,14 +37,14 @@ class Standing(msgspec.Struct, frozen=True):
     """Seconds until the bucket is full."""
 
 
-class Admitted(msgspec.Struct, frozen=True, kw_only=True):
+class RateAdmitted(msgspec.Struct, frozen=True, kw_only=True):
     """The request may begin. A field is None without a limit."""
 
     requests: Standing | None
     tokens: Standing | None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RateRefused(msgspec.Struct, frozen=True, kw_only=True):
     """The request is refused for ``wait`` seconds, because of the limit ``what``."""
 
     what: str
@@ -53,8 +53,8 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Standing | None
 
 
-Event: TypeAlias = Asked | Spent
-Action: TypeAlias = Admitted | Refused
+Event: TypeAlias = RateRequest | Spent
+Action: TypeAlias = RateAdmitted | RateRefused
 
 
 class _Bucket:
@@ -92,9 +92,9 @@ class RateLimits:
         self._buckets: dict[int, tuple[_Bucket | None, _Bucket | None]] = {}
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """Apply ``event`` and return the actions: one Admitted or Refused for ``Asked``, [] for ``Spent``.
-        An admitted request takes one from the key's request bucket; a refused request takes nothing.
-        ``now``: seconds of any monotonic clock."""
+        """Apply ``event`` and return the actions: one Admitted or Refused for ``RateRequest``, [] for
+        ``Spent``. An admitted request takes one from the key's request bucket; a refused request takes
+        nothing. ``now``: seconds of any monotonic clock."""
         requests, tokens = self._of(event.key, now)
         if isinstance(event, Spent):
             if tokens is not None:
@@ -113,8 +113,8 @@ class RateLimits:
             "tokens": None if tokens is None else tokens.standing(now),
         }
         if waits[what]:
-            return [Refused(what=what, wait=waits[what], **have)]
-        return [Admitted(**have)]
+            return [RateRefused(what=what, wait=waits[what], **have)]
+        return [RateAdmitted(**have)]
 
     def _of(self, key: int, now: float) -> tuple[_Bucket | None, _Bucket | None]:
         """Return the key's buckets (requests, tokens), created full at the first call; None without a

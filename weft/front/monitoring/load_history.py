@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 
 SECONDS = 600
 """Samples in a ring. A sample has at most 2,400 bytes, so a ring has at most 1.5 MB."""
@@ -25,7 +25,7 @@ WINDOW = 60
 """Seconds before a point that its latencies are taken from."""
 LATENCIES = 2
 """Histograms of a sample: time to first token and time between tokens."""
-_NO_STATS = HeadStats()
+_NO_STATS = EngineStats()
 
 
 class EngineState(NamedTuple):
@@ -34,7 +34,7 @@ class EngineState(NamedTuple):
     name: str
     role: str
     up: bool
-    stats: HeadStats
+    stats: EngineStats
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class LoadHistory:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=SECONDS)
         self._at: float | None = None
-        self._stats: dict[str, HeadStats] = {}
+        self._stats: dict[str, EngineStats] = {}
         self._counts: Sequence[Sequence[float]] = ()
         self.engines: list[EngineLoad] = []
         """Load of each engine process over the last sample."""
@@ -147,7 +147,7 @@ class _Growth(NamedTuple):
 _COUNTERS = ("generation_tokens", "prompt_tokens", "steps", "decode_rows", "prefill_rows")
 
 
-def _growth(now: HeadStats, before: HeadStats) -> _Growth:
+def _growth(now: EngineStats, before: EngineStats) -> _Growth:
     """Return the growth of the counters. The first heartbeat of an engine has the counts of its whole past,
     so growth begins with the second one. A counter below its last value belongs to a restarted engine, and
     counts from 0."""

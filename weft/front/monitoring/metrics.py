@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.control.links.links import Links
-from weft.types.messages import BYTES, SECONDS, HeadStats, Measures, TransferStats
+from weft.types.messages import BYTES, SECONDS, EngineStats, Measures, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,8 +33,8 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
-#: name -> (help, value of a HeadStats). Gauges show the present state.
-_GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
+#: name -> (help, value of a EngineStats). Gauges show the present state.
+_GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
     "kv_cache_usage_perc": ("Used fraction of the fullest KV cache pool, 0 to 1.", lambda s: s.kv_usage),
@@ -49,7 +49,7 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     ),
 }
 #: Counters, since the start of the engine process.
-_COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
+_COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prompt_tokens": ("Prompt tokens, computed or found in the prefix cache.", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
@@ -108,7 +108,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
 
 
 #: Counters per position of a draft after the token verified with the draft, from 0.
-_PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
+_PLACES: dict[str, tuple[str, Callable[[EngineStats], tuple[int, ...]]]] = {
     "spec_decode_num_draft_tokens_per_pos": (
         "Draft tokens verified, by position in the draft.",
         lambda s: s.drafts,
@@ -123,11 +123,11 @@ _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
 _TRANSFER_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_awaiting": (
         "Sequences that wait for another group to compute the prompt.",
-        lambda s: s.awaiting,
+        lambda s: s.blocked,
     ),
     "transfers_fetching": ("Sequences that are receiving KV cache blocks.", lambda s: s.fetching),
-    "transfers_open": ("Open KV cache transfers.", lambda s: s.rooms),
-    "transfers_blocks_on_hold": ("KV cache blocks pinned by a transfer.", lambda s: s.blocks_on_hold),
+    "transfers_open": ("Open KV cache transfers.", lambda s: s.open),
+    "transfers_blocks_on_hold": ("KV cache blocks pinned by a transfer.", lambda s: s.pinned_blocks),
 }
 _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_done": ("KV cache transfers that succeeded.", lambda s: s.done),
@@ -141,11 +141,11 @@ _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     ),
     "transfers_evictions": (
         "Sequences returned to the API server, to be prefilled again.",
-        lambda s: s.evictions,
+        lambda s: s.returns,
     ),
 }
 #: Histograms of all engine processes: name -> (help, bounds, value).
-_STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[HeadStats], Measures]]] = {
+_STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[EngineStats], Measures]]] = {
     "request_queue_time_seconds": (
         "Seconds from the arrival of a sequence at the engine until the sequence got a slot.",
         SECONDS,
@@ -176,9 +176,9 @@ _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[Transfer
 _EMBEDDING_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "embedding_transfers_awaiting": (
         "Sequences that wait for image embeddings of another group.",
-        lambda s: s.awaiting,
+        lambda s: s.blocked,
     ),
-    "embedding_transfers_open": ("Open transfers of image embeddings.", lambda s: s.rooms),
+    "embedding_transfers_open": ("Open transfers of image embeddings.", lambda s: s.open),
 }
 _EMBEDDINGS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "embedding_transfers_done": ("Transfers of image embeddings that succeeded.", lambda s: s.done),
@@ -191,7 +191,7 @@ _EMBEDDINGS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "embedding_transfers_received_bytes": ("Bytes of image embeddings received.", lambda s: s.received_bytes),
     "embedding_transfers_evictions": (
         "Sequences returned to the API server, because their images must be encoded again.",
-        lambda s: s.evictions,
+        lambda s: s.returns,
     ),
 }
 _EMBEDDING_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
@@ -204,7 +204,7 @@ _EMBEDDING_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[Transfe
 }
 
 _UP = "1 while the engine process is alive, else 0."
-_HEAD = ("head", "role")
+_ENGINE = ("head", "role")
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
@@ -274,7 +274,7 @@ class _LinkCollector(Collector):
         return family
 
 
-class _HeadCollector(_LinkCollector):
+class _EngineCollector(_LinkCollector):
     """Collector of each engine process's metrics, as of the last heartbeat."""
 
     def collect(self) -> Iterable[Metric]:
@@ -285,39 +285,39 @@ class _HeadCollector(_LinkCollector):
         roles = [(one.name, one.role or "") for one in instances]
         alive = [float(one.alive) for one in instances]
         # `roles` has the label values (name, role) of each engine process, in the order of `stats`.
-        yield self._gauge("engine_up", _UP, zip(roles, alive, strict=True), *_HEAD)
+        yield self._gauge("engine_up", _UP, zip(roles, alive, strict=True), *_ENGINE)
         for name, (text, read) in _GAUGES.items():
             loads = [read(its) for _, its in stats]
-            yield self._gauge(name, text, zip(roles, loads, strict=True), *_HEAD)
+            yield self._gauge(name, text, zip(roles, loads, strict=True), *_ENGINE)
         moving = [(who, its.transfers) for who, (_, its) in zip(roles, stats, strict=True)]
         yield from self._transfers(moving, _TRANSFER_GAUGES, _TRANSFERS, _TRANSFER_HISTOGRAMS)
         moving = [(who, its.embedding_transfers) for who, (_, its) in zip(roles, stats, strict=True)]
         yield from self._transfers(moving, _EMBEDDING_GAUGES, _EMBEDDINGS, _EMBEDDING_HISTOGRAMS)
-        for name, (text, bounds, of_head) in _STAGES.items():
-            measured = [(who, of_head(its)) for who, (_, its) in zip(roles, stats, strict=True)]
+        for name, (text, bounds, of_engine) in _STAGES.items():
+            measured = [(who, of_engine(its)) for who, (_, its) in zip(roles, stats, strict=True)]
             yield self._histogram(name, text, bounds, measured)
-        free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
+        free = [((engine, str(k)), float(n)) for engine, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free KV cache blocks, by KV cache group.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
             places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
             yield self._counter(name, text, places, "head", "position")
         for name, (text, read) in _COUNTERS.items():
-            yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
+            yield self._counter(name, text, [((engine,), read(its)) for engine, its in stats], "head")
 
     def _transfers(
         self,
-        all_heads: Iterable[tuple[tuple[str, str], TransferStats | None]],
+        all_engines: Iterable[tuple[tuple[str, str], TransferStats | None]],
         gauges: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
         counters: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
         histograms: Mapping[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]],
     ) -> Iterable[Metric]:
-        """Yield the transfer metrics of the engine processes with transfers. ``all_heads``: ((name, role),
+        """Yield the transfer metrics of the engine processes with transfers. ``all_engines``: ((name, role),
         counters; None without transfers)."""
-        moving = [(who, its) for who, its in all_heads if its is not None]
+        moving = [(who, its) for who, its in all_engines if its is not None]
         for name, (text, read) in gauges.items():
-            yield self._gauge(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
+            yield self._gauge(name, text, [(who, read(its)) for who, its in moving], *_ENGINE)
         for name, (text, read) in counters.items():
-            yield self._counter(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
+            yield self._counter(name, text, [(who, read(its)) for who, its in moving], *_ENGINE)
         for name, (text, bounds, of_histogram) in histograms.items():
             yield self._histogram(name, text, bounds, [(who, of_histogram(its)) for who, its in moving])
 
@@ -328,7 +328,7 @@ class _HeadCollector(_LinkCollector):
         bounds: tuple[float, ...],
         values: Iterable[tuple[tuple[str, str], Measures]],
     ) -> Metric:
-        family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
+        family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_ENGINE])
         for who, measured in values:
             family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
         return family
@@ -368,10 +368,10 @@ class Metrics:
 
     def __init__(self, model: str, links: Links) -> None:
         """Register all metrics, without observations. ``model``: value of the label ``model_name``."""
-        self._heads = CollectorRegistry(auto_describe=False)
+        self._engines = CollectorRegistry(auto_describe=False)
         self._own = CollectorRegistry(auto_describe=False)
         self.model = model
-        self._heads.register(_HeadCollector(links, model))
+        self._engines.register(_EngineCollector(links, model))
         self._own.register(_LinkCollector(links, model))
         made = [
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
@@ -391,7 +391,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the exposition of a server with one API server process."""
-        return generate_latest(self._heads) + self.own()
+        return generate_latest(self._engines) + self.own()
 
     def own(self) -> bytes:
         """Return the metrics counted by this API server, without the engine metrics, which every API server
@@ -411,7 +411,7 @@ class Metrics:
                 whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
-        return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
+        return generate_latest(self._engines) + generate_latest(_Families(merged.values()))
 
 
 def _bucket_counts(histogram: Histogram) -> list[float]:
@@ -433,15 +433,15 @@ class _Families(CollectorRegistry):
 def describe() -> str:
     """Return one line per metric: name, type, labels, buckets. The content of ``docs/metrics.txt``."""
     # Engine metrics carry the labels of the engine process; the API server's own metrics do not.
-    of_heads = (_STAGES, _TRANSFER_HISTOGRAMS, _EMBEDDING_HISTOGRAMS)
-    head_bounds = {name: bounds for one in of_heads for name, (_, bounds, _) in one.items()}
+    of_engines = (_STAGES, _TRANSFER_HISTOGRAMS, _EMBEDDING_HISTOGRAMS)
+    engine_bounds = {name: bounds for one in of_engines for name, (_, bounds, _) in one.items()}
     gauges = (*_GAUGES, *_TRANSFER_GAUGES, *_EMBEDDING_GAUGES, "engine_up")
-    lines = [f"weft:{name} gauge model_name,{','.join(_HEAD)}" for name in gauges]
+    lines = [f"weft:{name} gauge model_name,{','.join(_ENGINE)}" for name in gauges]
     counters = (*_TRANSFERS, *_EMBEDDINGS)
-    lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in counters]
+    lines += [f"weft:{name}_total counter model_name,{','.join(_ENGINE)}" for name in counters]
     lines += [
-        f"weft:{name} histogram model_name,{','.join(_HEAD)} {','.join(f'{bound:g}' for bound in bounds)}"
-        for name, bounds in head_bounds.items()
+        f"weft:{name} histogram model_name,{','.join(_ENGINE)} {','.join(f'{bound:g}' for bound in bounds)}"
+        for name, bounds in engine_bounds.items()
     ]
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weft.front.monitoring.metrics import Metrics
 from weft.front.monitoring.request_log import RequestFacts, log_end
 from weft.front.monitoring.request_trace import RequestTrace
-from weft.tracing.spans import SpanContext
+from weft.tracing.trace_spans import SpanContext
 from weft.types.messages import TokenEvent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from weft.tracing.spans import MAX_TRACEPARENT, Span, SpanContext, parse_traceparent
+from weft.tracing.trace_spans import MAX_TRACEPARENT, Span, SpanContext, parse_traceparent
 from weft.tracing.writer import SpanWriter
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from weft.common.log import get_logger
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 
 log = get_logger(__name__)
 
@@ -21,9 +21,9 @@ class Throughput:
 
     def __init__(self, now: float) -> None:
         self._at = now
-        self._before: dict[str, HeadStats] = {}
+        self._before: dict[str, EngineStats] = {}
 
-    def line(self, now: float, engines: Iterable[tuple[str, HeadStats]]) -> str | None:
+    def line(self, now: float, engines: Iterable[tuple[str, EngineStats]]) -> str | None:
         """Return the line for the time since the last call; None without computed tokens or open sequences.
         The counters become the base of the next call.
 
@@ -45,16 +45,16 @@ class Throughput:
             f"prefix cache hit rate {hit_rate}"
         )
 
-    def _since(self, stats: dict[str, HeadStats], name: str) -> int:
+    def _since(self, stats: dict[str, EngineStats], name: str) -> int:
         """Return the growth of a counter over all engines. The counters of a restarted engine begin at 0."""
         grown = 0
         for engine, now in stats.items():
-            value, before = getattr(now, name), getattr(self._before.get(engine, HeadStats()), name)
+            value, before = getattr(now, name), getattr(self._before.get(engine, EngineStats()), name)
             grown += value - before if value >= before else value
         return grown
 
 
-async def report(engines: Callable[[], Iterable[tuple[str, HeadStats]]]) -> None:
+async def report(engines: Callable[[], Iterable[tuple[str, EngineStats]]]) -> None:
     """Log a line every ``EVERY_S`` seconds with traffic. Runs until the task is cancelled. ``engines`` is
     called for each line."""
     loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weft.config.resolved import EngineConfig
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 
 _OLDER = {
     b"vllm:inter_token_latency_seconds": b"vllm:time_per_output_token_seconds",
@@ -25,8 +25,8 @@ _HTTP = re.compile(
 )
 
 
-def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, HeadStats]]) -> bytes:
-    """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
+def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, EngineStats]]) -> bytes:
+    """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``engine``, and
     metrics that vLLM derives in another way. ``engines``: names, and the counters of the last heartbeat."""
     renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
     older = [
@@ -55,7 +55,7 @@ class _Derived(Collector):
     def __init__(
         self,
         config: EngineConfig,
-        engines: list[tuple[str, HeadStats]],
+        engines: list[tuple[str, EngineStats]],
         answers: Counter[tuple[str, str, str]],
     ) -> None:
         self._config = config

@@ -15,10 +15,10 @@ from weft.front.http import answers as r
 from weft.front.http import openapi
 from weft.front.http.streaming import StreamForm
 from weft.front.openai.prompt_only import PromptOnly
-from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.completions_request import CompletionRequest
+from weft.front.requests.answer_logprobs import completion_logprobs, prompt_logprobs
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
-from weft.front.requests.logprobs import completion_logprobs, prompt_logprobs
 from weft.front.requests.serving import AnswerShape, handle
 from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Detokenizer

@@ -39,7 +39,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.top is not None or self.prompt_logprobs or bool(self.encoding)
 
 
-class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+class OutputConstraint(msgspec.Struct, frozen=True, kw_only=True):
     """Required form of the answer after the reasoning, and the request field that requires the form."""
 
     grammar: Grammar
@@ -68,7 +68,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     form: AnswerOptions
     tools: ToolUse = ToolUse()
-    constraint: Constraint | None = None
+    constraint: OutputConstraint | None = None
     effort: str | None = None
     """Value of ``reasoning_effort``."""
     thinks: bool | None = None

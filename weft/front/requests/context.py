@@ -50,17 +50,17 @@ from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, pa
 from weft.front.requests.reading import Job, Reader, check_model, takes_too_long
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.siblings import Siblings
-from weft.grammar.guard.service import Compile
+from weft.grammar.guard.compile_jobs import Compile
 from weft.media.decode import can_decode
 from weft.media.headers import ImageHeader
-from weft.media.memory import Lease
+from weft.media.media_memory import MediaLease
 from weft.media.pictures import Wanted, headers_of
 from weft.media.service import MediaService
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
-from weft.types.messages import HeadStats
+from weft.types.messages import EngineStats
 
 if TYPE_CHECKING:
     from weft.front.requests.generation import Generation
@@ -199,7 +199,7 @@ class Front:
         self._sampling = asyncio.create_task(keep)
         self._reader = setup.reader(text)
 
-    def _engine_stats(self) -> list[tuple[str, HeadStats]]:
+    def _engine_stats(self) -> list[tuple[str, EngineStats]]:
         return [(instance.name, instance.stats) for instance in self.links.instances]
 
     def _engine_states(self) -> list[load_history.EngineState]:
@@ -293,9 +293,9 @@ class Front:
         return welcome.block_size if caches and welcome is not None else 0
 
     @functools.cached_property
-    def thought_end(self) -> tuple[int, ...]:
+    def reasoning_end(self) -> tuple[int, ...]:
         """Token ids of the end-of-reasoning marker."""
-        text = self.text.output.thought_end
+        text = self.text.output.reasoning_end
         return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
 
     def parser(self, spec: OutputSpec) -> OutputParser:
@@ -312,7 +312,7 @@ class Front:
         kind: str,
         body: list[bytes],
         then: Callable[[Job], T],
-        lease: Lease | None = None,
+        lease: MediaLease | None = None,
         client: int = 0,
     ) -> T:
         """Read a request's body, given in pieces, off the event loop. Return the result of ``then``, called
@@ -348,7 +348,7 @@ class Front:
         kind: str,
         body: list[bytes],
         use: Callable[[ReadAnswer], T],
-        lease: Lease | None,
+        lease: MediaLease | None,
         client: int = 0,
     ) -> tuple[T, dict[str, memoryview]]:
         """Read a body, and repeat the read with each missing input until all inputs are known. Return

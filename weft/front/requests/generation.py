@@ -18,11 +18,11 @@ from weft.front.http.streaming import late
 from weft.front.monitoring.request_times import RequestTimes
 from weft.front.requests.context import Front
 from weft.front.requests.reading import Job, Prompt
-from weft.front.requests.thinking import ThoughtBudget, after, single
+from weft.front.requests.thinking import ReasoningBudget, after, single
 from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Stops
-from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.parser import OutputParser
+from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.scope import ContentScope
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids_to_bytes
@@ -71,11 +71,11 @@ class Generation:
         self.id = ""
         """Id of the answer; "" before ``named``."""
         self._aborted = False
-        self._budgets: dict[int, ThoughtBudget] = {}
+        self._budgets: dict[int, ReasoningBudget] = {}
         """Choice index -> reasoning budget, while the budget may still be exhausted."""
         self._submitted: dict[int, Submit] = {}
         """Choice index -> submission, for the same choices."""
-        self._ended_thoughts: set[int] = set()
+        self._ended_reasoning: set[int] = set()
         """Indices of choices continued in another sequence after the forced end of their reasoning."""
         self._early: list[TextDelta] = []
         """Deltas known before the first event of the engine."""
@@ -171,7 +171,7 @@ class Generation:
         for number, choice in enumerate(self.choices):
             reader = self.parser()
             assert isinstance(reader, OutputEngine)  # guaranteed by the request's reader
-            budget = ThoughtBudget(tokens, reader)
+            budget = ReasoningBudget(tokens, reader)
             self._budgets[choice.index] = budget
             self._submitted[choice.index] = self._submits[number]
             # Budget 0: the end marker is output before the engine starts, so the submission includes the
@@ -249,7 +249,7 @@ class Generation:
         choice = self._by_sequence.get(event.sequence)
         if choice is None:  # replaced by a continuation sequence
             return []
-        if choice.index in self._ended_thoughts:
+        if choice.index in self._ended_reasoning:
             # The first sequence has counted the cached prompt already.
             event = msgspec.structs.replace(event, num_cached=0)
         delta = choice.on_event(event)
@@ -262,9 +262,9 @@ class Generation:
         if delta.finish_reason == "abort":
             raise EngineDead("the engine aborted the request")
         self._hold(delta)
-        return [delta, *self._watch_thought(choice, delta)]
+        return [delta, *self._watch_reasoning(choice, delta)]
 
-    def _watch_thought(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
+    def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
         """Count ``delta`` against the choice's budget, and force the end of the reasoning after the budget
         is exhausted. The old sequence is finished, and the choice continues in a new sequence. Return the
         delta of the end marker; [] if nothing was forced."""
@@ -278,7 +278,7 @@ class Generation:
         links, old = self._front.links, self._submitted[choice.index]
         # The old sequence ends. A new sequence of the same choice continues from all tokens so far.
         links.finish(self.flow, choice.sequence)
-        self._ended_thoughts.add(choice.index)
+        self._ended_reasoning.add(choice.index)
         ids = self._front.ids
         made = after(old, choice.token_ids, sequence=ids.mint(), request=ids.mint())
         self._ids += [made.sequence, made.request]
@@ -295,7 +295,7 @@ class Generation:
         """Append the end-of-reasoning marker to the choice, and remove the choice's budget. Return the
         marker's delta; None without room for the marker and an answer."""
         del self._budgets[choice.index]
-        closing = self._front.thought_end
+        closing = self._front.reasoning_end
         if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
             return None
         return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.front.protocol.messages.read import read_count, read_messages
+from weft.front.protocol.messages.read_messages import read_count, read_messages
 from weft.front.protocol.responses.read import read_response, read_tokens
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.tokenizing import detokenize, tokenize

@@ -23,7 +23,7 @@ OutputFinish: TypeAlias = FinishReason | Literal["tool_calls"]
 assert "tool_calls" not in get_args(FinishReason)
 
 
-class Call:
+class OutputCall:
     """A tool call of an output, as far as received."""
 
     def __init__(self, id: str, name: str) -> None:
@@ -48,7 +48,7 @@ class ChoiceOutput:
     """Feeds a choice's text to a parser and keeps the result. Not thread-safe."""
 
     def __init__(self, parser: OutputParser) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[OutputCall] = []
         """Begun calls, indexed by the call number of the events."""
         self._ids: set[str] = set()
         """Ids of the calls."""
@@ -98,7 +98,7 @@ class ChoiceOutput:
         elif isinstance(event, CallBegin):
             assert event.call == len(self.calls), "tool calls must be numbered in order"
             event = msgspec.structs.replace(event, id=self._id_of(event))
-            self.calls.append(Call(event.id, event.name))
+            self.calls.append(OutputCall(event.id, event.name))
         elif isinstance(event, CallArguments):
             self.calls[event.call].add(event.text)
         elif isinstance(event, CallEnd):

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
-from weft.front.protocol.chat import ChatRequest, conversation_of
-from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from weft.front.protocol.chat_request import ChatRequest, conversation_of
+from weft.front.protocol.completions_request import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.effort import effort_variables, switch_variables
-from weft.front.protocol.embeddings import EmbeddingRequest
-from weft.front.protocol.generate import form_of
+from weft.front.protocol.embeddings_request import EmbeddingRequest
+from weft.front.protocol.generate_request import form_of
 from weft.front.protocol.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
-from weft.front.protocol.messages.protocol import CountRequest
+from weft.front.protocol.messages.messages_request import CountRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.protocol.responses.protocol import TokensRequest
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
@@ -38,7 +38,7 @@ from weft.text.parsing.parser import OutputSpec, Tool
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
 from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.grammar import Grammar, JsonSchema, OneOf
-from weft.types.media import MediaItem
+from weft.types.media_item import MediaItem
 from weft.types.sampling import SamplingParams, TokenParams
 
 R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
@@ -118,8 +118,8 @@ class Reader:
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
         an answer. ``grammars``: compiles each grammar before submission to an engine; reading waits for
-        slow grammars. ``keep_attribution``: see ``weft.front.protocol.messages.conversion``. ``pictures``:
-        None if the model takes no images."""
+        slow grammars. ``keep_attribution``: see ``weft.front.protocol.messages.messages_conversion``.
+        ``pictures``: None if the model takes no images."""
         self.text = text
         self.limits = limits
         self._names = names
@@ -173,12 +173,12 @@ class Reader:
         """Return the job of a chat request. Raises WeftError for an invalid request, NeedsFiles for
         unfetched images, and NeedsProof for a grammar without a verdict."""
         asked = self.named(parse(body, ChatRequest))
-        thoughts = asked.thoughts()
+        reasoning_request = asked.reasoning_request()
         try:
-            thinks = bool(self.text.output.thought_end)
-            return self.converse(conversation_of(asked, thoughts, thinks=thinks))
+            thinks = bool(self.text.output.reasoning_end)
+            return self.converse(conversation_of(asked, reasoning_request, thinks=thinks))
         except InvalidRequest as error:
-            raise renamed(error, thoughts.names) from None
+            raise renamed(error, reasoning_request.names) from None
 
     def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
         """Return the job of a conversation of any API. ``clip``: reduce ``max_tokens`` to the free context
@@ -215,7 +215,7 @@ class Reader:
         name = "thinking_token_budget"
         if asked.thinking_budget is None:
             return
-        if not self.text.output.thought_end:
+        if not self.text.output.reasoning_end:
             raise InvalidRequest(
                 "the server does not know the reasoning format of this model; start the server with "
                 "--reasoning-parser",
@@ -234,7 +234,7 @@ class Reader:
         prompt_bytes(ids, self.limits, "prompt_token_ids")  # raises for ids outside the vocabulary
         known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
         end = self.text.tokenizer.decode(known, skip_special_tokens=False)
-        return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
+        return ChatPrompt(ids, end, self.text.output.in_reasoning(end, ""))
 
     def prompted(self, asked: Conversation) -> tuple[ChatPrompt, tuple[Picture, ...]]:
         """Return (the final prompt, with one placeholder per image token; the images with their places). A
@@ -530,7 +530,7 @@ def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:
     """Return the chat template's variables: from the effort, from the reasoning switch, and from the
     request. The request's own variables win. Return None if the request has no variables, no effort and no
     reasoning switch."""
-    source, thinks = text.chat.source or "", text.output.tells_thoughts
+    source, thinks = text.chat.source or "", text.output.tells_reasoning
     made = {} if asked.effort is None else effort_variables(asked.effort, source, thinks)
     if asked.thinks is not None:
         made |= switch_variables(asked.thinks, source, thinks)

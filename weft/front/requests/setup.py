@@ -12,8 +12,8 @@ from weft.config.sections.front_section import FrontSection, template_variables
 from weft.config.sections.media_section import MediaSection
 from weft.front.requests.proofs import Grammars
 from weft.front.requests.reading import Reader
-from weft.grammar.guard.guarded import Backend, GuardedCompiler
-from weft.grammar.guard.service import Compile, GrammarService
+from weft.grammar.guard.compile_jobs import Compile, GrammarService
+from weft.grammar.guard.guarded import BackendArguments, GuardedCompiler
 from weft.media.pictures import Pictures
 from weft.text.chat import image_rules
 from weft.text.model import TextModel
@@ -97,7 +97,7 @@ class GrammarCheck:
         """Prepare the compiler; processes start with the first grammar. ``setup`` gives the tokenizer, the
         vocabulary and the time limit."""
         limits = setup.limits
-        backend = Backend(
+        backend = BackendArguments(
             name=CHECKER,
             tokenizer=setup.text.tokenizer,
             vocab_size=limits.vocab_size,

@@ -17,7 +17,7 @@ from weft.text.parsing.events import OutputEvent
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 
 
-class ThoughtReader(Protocol):
+class ReasoningReader(Protocol):
     """The part of ``OutputEngine`` used here."""
 
     def feed(self, text: str) -> list[OutputEvent]: ...
@@ -27,10 +27,10 @@ class ThoughtReader(Protocol):
         """True if the text so far ends inside reasoning."""
 
 
-class ThoughtBudget:
+class ReasoningBudget:
     """Counts one choice's tokens inside reasoning, without the tags."""
 
-    def __init__(self, tokens: int, reader: ThoughtReader) -> None:
+    def __init__(self, tokens: int, reader: ReasoningReader) -> None:
         self._left = tokens
         self._reader = reader
 

@@ -11,7 +11,7 @@ def cache_creation(tokens: int, cached: int, block: int) -> int:
     return max(0, tokens // block * block - cached) if block else 0
 
 
-def thought_tokens(tokenizer: Tokenizer, thought: str, output: int) -> int:
+def reasoning_tokens(tokenizer: Tokenizer, reasoning: str, output: int) -> int:
     """Return the number of reasoning tokens among the ``output`` tokens of a choice, by tokenizing the
     reasoning text."""
-    return min(len(tokenizer.encode(thought)), output) if thought else 0
+    return min(len(tokenizer.encode(reasoning)), output) if reasoning else 0

@@ -11,7 +11,7 @@ from weft.front.http.answers import to_json
 from weft.front.protocol.conversation import AnswerOptions, Conversation
 from weft.front.protocol.parse import Body, missing, parse
 from weft.front.protocol.tools import FunctionTool, tool_use
-from weft.front.requests.logprobs import json_array
+from weft.front.requests.answer_logprobs import json_array
 from weft.front.requests.reading import Reader
 from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.sampling import SamplingParams

@@ -7,10 +7,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from weft.front.protocol.responses.conversion import Facts, new_id
-from weft.front.protocol.responses.tools import Named
-from weft.front.responses import events as e
-from weft.front.thoughts import sealed
+from weft.front.protocol.responses.conversion import ResponsesFacts, new_id
+from weft.front.protocol.responses.responses_tools import Named
+from weft.front.responses import responses_events as e
+from weft.front.sealed_reasoning import sealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 Item = TypeVar("Item", bound=e.Output)
@@ -19,7 +19,7 @@ Item = TypeVar("Item", bound=e.Output)
 class Items:
     """Output items in output order, and the events for the stream."""
 
-    def __init__(self, facts: Facts, logprobs: Callable[[], bytes]) -> None:
+    def __init__(self, facts: ResponsesFacts, logprobs: Callable[[], bytes]) -> None:
         """``logprobs``: returns the logprobs of the text since its last call, as items of a JSON array."""
         self.done: list[e.Output] = []
         """Ended items."""
@@ -37,7 +37,7 @@ class Items:
         if isinstance(found, Reasoning):
             # Only text carries logprobs: drop the logprobs of reasoning and calls.
             self._logprobs()
-            before = self._enter(_Summary if self._facts.summarizes else _Thought)
+            before = self._enter(_Summary if self._facts.summarizes else _OpenReasoning)
             return [*before, self._piece(found.text, b"")]
         self._logprobs()
         if isinstance(found, CallBegin):
@@ -122,7 +122,7 @@ class _Open(Generic[Item]):
 class _Text(_Open[e.OutputMessage]):
     """A message with one part."""
 
-    def __init__(self, at: int, facts: Facts) -> None:
+    def __init__(self, at: int, facts: ResponsesFacts) -> None:
         super().__init__(at, e.OutputMessage(id=new_id("message")))
         self._logprobs: list[bytes] | None = [] if facts.logprobs else None
 
@@ -161,7 +161,7 @@ class _Text(_Open[e.OutputMessage]):
 
 
 class _Reasoning(_Open[e.ReasoningOutput]):
-    def __init__(self, at: int, facts: Facts) -> None:
+    def __init__(self, at: int, facts: ResponsesFacts) -> None:
         super().__init__(at, e.ReasoningOutput(id=new_id("reasoning")))
         self._encrypted = facts.encrypted
         if facts.encrypted:
@@ -172,7 +172,7 @@ class _Reasoning(_Open[e.ReasoningOutput]):
             self.item.encrypted_content = sealed(text)
 
 
-class _Thought(_Reasoning):
+class _OpenReasoning(_Reasoning):
     """Reasoning, shown unchanged."""
 
     def begin(self) -> list[e.Event]:

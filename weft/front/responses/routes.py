@@ -18,9 +18,9 @@ from weft.front.protocol.responses.protocol import ResponsesRequest, TokensReque
 from weft.front.protocol.responses.read import NONE, line_of, references, with_history
 from weft.front.requests.context import Front
 from weft.front.requests.serving import handle, read_only
-from weft.front.responses import events as e
+from weft.front.responses import responses_events as e
+from weft.front.responses.response_store import ResponseStore, history
 from weft.front.responses.shape import ResponsesShape
-from weft.front.responses.store import ResponseStore, history
 
 MAX_ITEMS = 100
 _ELSEWHERE = (

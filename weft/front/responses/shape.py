@@ -12,13 +12,13 @@ from weft.common.errors import ErrorInfo
 from weft.front.http.answers import Usage, to_json
 from weft.front.http.streaming import StreamForm
 from weft.front.protocol.responses.conversion import kept_items, unpacked
+from weft.front.requests.answer_logprobs import chat_logprobs
 from weft.front.requests.generation import Generation
-from weft.front.requests.logprobs import chat_logprobs
 from weft.front.requests.outputs import ChoiceOutput
-from weft.front.requests.token_counts import cache_creation, thought_tokens
-from weft.front.responses import events as e
+from weft.front.requests.token_counts import cache_creation, reasoning_tokens
+from weft.front.responses import responses_events as e
 from weft.front.responses.content import Items
-from weft.front.responses.store import ResponseStore, Stored
+from weft.front.responses.response_store import ResponseStore, Stored
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 
@@ -55,7 +55,10 @@ class ResponsesShape:
         self._opened = True
         begun = msgspec.Raw(to_json(self._answer))
         return self._numbered(
-            [e.Lifecycle(type=f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+            [
+                e.ResponseLifecycle(type=f"response.{kind}", response=begun)
+                for kind in ("created", "in_progress")
+            ]
         )
 
     def weight(self, delta: TextDelta) -> int:
@@ -77,7 +80,7 @@ class ResponsesShape:
         """Complete the answer, store the response if requested, and return the last events."""
         events = self._end(usage)
         whole = msgspec.Raw(self._kept())
-        events.append(e.Lifecycle(type=f"response.{self._answer.status}", response=whole))
+        events.append(e.ResponseLifecycle(type=f"response.{self._answer.status}", response=whole))
         return self._numbered(events)
 
     def failed(self, error: ErrorInfo) -> list[e.Event]:
@@ -90,7 +93,7 @@ class ResponsesShape:
         answer.status = "failed"
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
         answer.error = e.ResponseError(code=code, message=error.message)
-        return [*before, *self._numbered([e.Lifecycle(type="response.failed", response=answer)])]
+        return [*before, *self._numbered([e.ResponseLifecycle(type="response.failed", response=answer)])]
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         """Yield the whole response as one piece of JSON. Stores the response if requested."""
@@ -129,7 +132,7 @@ class ResponsesShape:
     def _usage(self, usage: Usage) -> e.ResponseUsage:
         tokens, cached = usage.prompt_tokens, self._generation.choices[0].num_cached
         output = usage.completion_tokens
-        thinking = thought_tokens(self._generation.tokenizer, self._output.reasoning, output)
+        thinking = reasoning_tokens(self._generation.tokenizer, self._output.reasoning, output)
         return e.ResponseUsage(
             input_tokens=tokens,
             input_tokens_details=e.InputTokensDetails(

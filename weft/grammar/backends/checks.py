@@ -13,11 +13,11 @@ from weft.types.grammar import (
     ContextFree,
     FreeText,
     Grammar,
+    GrammarSequence,
     JsonSchema,
     OneOf,
     Regex,
     Repeated,
-    Sequence,
     Text,
     Triggered,
 )
@@ -48,7 +48,7 @@ def check_tree(grammar: Grammar) -> None:
 def _inner(part: Grammar) -> Iterator[Grammar]:
     """Yield the direct parts of ``part``; nothing for a leaf."""
     match part:
-        case OneOf() | Sequence() | Triggered():
+        case OneOf() | GrammarSequence() | Triggered():
             yield from part.parts
         case Repeated():
             yield part.part

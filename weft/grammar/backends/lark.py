@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark as gbnf_to_lark
 
 from weft.common.errors import InvalidRequest
 from weft.grammar.backends.lowering import (
-    Chain,
-    Choice,
+    GrammarChain,
+    GrammarChoice,
     Json,
     Literal,
     Loop,
@@ -49,10 +49,10 @@ def to_lark(node: Node, controls: Mapping[str, int]) -> str:
     """Return ``node`` in llguidance's JSON form. ``controls``: text to id of control tokens. Raises
     InvalidRequest.
     """
-    return _Writer(controls).write(node)
+    return _LarkWriter(controls).write(node)
 
 
-class _Writer:
+class _LarkWriter:
     def __init__(self, controls: Mapping[str, int]) -> None:
         self._controls = controls
         self._lines: list[str] = []
@@ -70,7 +70,7 @@ class _Writer:
         Parts become rules and terminals of their own, added to this writer. Raises InvalidRequest for an
         invalid schema or a rule that is not allowed.
         """
-        if node == Chain(()):
+        if node == GrammarChain(()):
             return '""'
         # One terminal for the whole regular part: see the top of this file.
         if is_regular(node):
@@ -82,9 +82,9 @@ class _Writer:
                 return self._nest(node, {"json_schema": _guided(node)})
             case Rules():
                 return self._nest(node, {"lark_grammar": _rules(node.source)})
-            case Choice():
+            case GrammarChoice():
                 return self._define("r", node, " | ".join(self._rule(part) for part in node.parts))
-            case Chain():
+            case GrammarChain():
                 return self._define("r", node, " ".join(map(self._rule, _merge(node.parts))))
             case Loop():
                 return self._define("r", node, f"({self._rule(node.part)}){_times(node)}")
@@ -115,7 +115,7 @@ def _merge(parts: tuple[Node, ...]) -> list[Node]:
             run.append(part)
             continue
         if run:
-            result.append(run[0] if len(run) == 1 else Chain(tuple(run)))
+            result.append(run[0] if len(run) == 1 else GrammarChain(tuple(run)))
             run = []
         if part is not None:
             result.append(part)
@@ -135,9 +135,9 @@ def _terminal(node: Node) -> str:
             return _slashed(node.regex)
         case Until():
             return _until(node)
-        case Choice():
+        case GrammarChoice():
             return "(" + " | ".join(map(_terminal, node.parts)) + ")"
-        case Chain():
+        case GrammarChain():
             return "(" + " ".join(map(_terminal, node.parts)) + ")" if node.parts else '""'
         case Loop():
             return f"({_terminal(node.part)}){_times(node)}"

@@ -58,13 +58,13 @@ class Rules(msgspec.Struct, frozen=True):
     source: str
 
 
-class Choice(msgspec.Struct, frozen=True):
+class GrammarChoice(msgspec.Struct, frozen=True):
     """One of several alternatives."""
 
     parts: tuple[Node, ...]
 
 
-class Chain(msgspec.Struct, frozen=True):
+class GrammarChain(msgspec.Struct, frozen=True):
     """All parts in order. Without parts: the empty text."""
 
     parts: tuple[Node, ...]
@@ -78,7 +78,7 @@ class Loop(msgspec.Struct, frozen=True):
     most: int | None
 
 
-Node = Literal | Token | Until | Pattern | Json | Rules | Choice | Chain | Loop
+Node = Literal | Token | Until | Pattern | Json | Rules | GrammarChoice | GrammarChain | Loop
 
 MAX_REPEATS = 4096
 """Maximum count of a repeated part."""
@@ -99,7 +99,7 @@ def is_regular(node: Node) -> bool:
     match node:
         case Literal() | Until() | Pattern():
             return True
-        case Choice() | Chain():
+        case GrammarChoice() | GrammarChain():
             return all(is_regular(part) for part in node.parts)
         case Loop():
             return is_regular(node.part)
@@ -113,14 +113,14 @@ def _check_ends(node: Node) -> None:
     The border between the two would be ambiguous.
     """
     match node:
-        case Chain():
+        case GrammarChain():
             # A control token also marks the border.
             for one, following in pairwise(node.parts):
                 if _is_open(one) and not (is_regular(following) or _starts_with_token(following)):
                     raise InvalidRequest("free text in front of JSON or of a grammar must have an end")
             for part in node.parts:
                 _check_ends(part)
-        case Choice():
+        case GrammarChoice():
             for part in node.parts:
                 _check_ends(part)
         case Loop():
@@ -132,9 +132,9 @@ def _is_open(node: Node) -> bool:
     match node:
         case Until():
             return not node.end
-        case Chain():
+        case GrammarChain():
             return bool(node.parts) and _is_open(node.parts[-1])
-        case Choice():
+        case GrammarChoice():
             return any(map(_is_open, node.parts))
         case Loop():
             return _is_open(node.part)
@@ -147,9 +147,9 @@ def _starts_with_token(node: Node) -> bool:
     match node:
         case Token():
             return True
-        case Chain():
+        case GrammarChain():
             return bool(node.parts) and _starts_with_token(node.parts[0])
-        case Choice():
+        case GrammarChoice():
             return all(map(_starts_with_token, node.parts))
         case Loop():
             return node.least > 0 and _starts_with_token(node.part)
@@ -178,7 +178,7 @@ class _Lowering:
                 return Rules(part.source)
             case g.OneOf():
                 return _choice([self.node(inner) for inner in part.parts])
-            case g.Sequence():
+            case g.GrammarSequence():
                 return _chain([self.node(inner) for inner in part.parts])
             case g.Repeated():
                 return self._repeated(part)
@@ -213,7 +213,7 @@ class _Lowering:
         if not part.between:
             return _loop(inner, part.least, part.most)
         if part.most == 0:
-            return Chain(())
+            return GrammarChain(())
         between = self._text(part.between)
         # inner (between inner)*: the first repetition has no separator.
         most = None if part.most is None else part.most - 1
@@ -236,7 +236,7 @@ class _Lowering:
 
 def _choice(parts: list[Node]) -> Node:
     unique = list(dict.fromkeys(parts))
-    return unique[0] if len(unique) == 1 else Choice(tuple(unique))
+    return unique[0] if len(unique) == 1 else GrammarChoice(tuple(unique))
 
 
 def _chain(parts: list[Node]) -> Node:
@@ -246,17 +246,17 @@ def _chain(parts: list[Node]) -> Node:
     """
     flat: list[Node] = []
     for part in parts:
-        for inner in part.parts if isinstance(part, Chain) else (part,):
+        for inner in part.parts if isinstance(part, GrammarChain) else (part,):
             if isinstance(inner, Literal) and not inner.text:
                 continue
             # Join neighbours, so that a token may span both texts.
             if isinstance(inner, Literal) and flat and isinstance(flat[-1], Literal):
                 inner = Literal(flat.pop().text + inner.text)  # type: ignore[union-attr]
             flat.append(inner)
-    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
+    return flat[0] if len(flat) == 1 else GrammarChain(tuple(flat))
 
 
 def _loop(part: Node, least: int, most: int | None) -> Node:
     if most == 0:
-        return Chain(())
+        return GrammarChain(())
     return part if (least, most) == (1, 1) else Loop(part, least, most)

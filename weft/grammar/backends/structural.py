@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.common.errors import InvalidRequest
 from weft.grammar.backends.lowering import (
-    Chain,
-    Choice,
+    GrammarChain,
+    GrammarChoice,
     Json,
     Literal,
     Loop,
@@ -54,9 +54,9 @@ def to_format(
                 return json_format(part)
             case Rules():
                 return {"type": "grammar", "grammar": client_rules(part.source)}
-            case Choice():
+            case GrammarChoice():
                 return {"type": "or", "elements": [convert(inner) for inner in part.parts]}
-            case Chain():
+            case GrammarChain():
                 if not part.parts:
                     return {"type": "const_string", "value": ""}
                 return {"type": "sequence", "elements": [convert(inner) for inner in part.parts]}

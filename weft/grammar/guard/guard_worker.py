@@ -2,8 +2,8 @@
 
     python -m weft.grammar.guard.guard_worker CPU_SECONDS DESCRIPTOR
 
-The first payload is a ``Backend``, every other payload a grammar. A grammar with too much time or memory ends
-only this process.
+The first payload is a ``BackendArguments``, every other payload a grammar. A grammar with too much time or
+memory ends only this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.common.log import get_logger
 from weft.common.priority import LONG_S, step_back
 from weft.common.workers import Answer, serve
 from weft.grammar.base import GrammarCompiler
-from weft.grammar.guard.guarded import MAX_BYTES, Backend, Verdict
+from weft.grammar.guard.guarded import MAX_BYTES, BackendArguments, Verdict
 from weft.grammar.guard.stack import STACK_BYTES, with_stack
 from weft.grammar.registry import make_compiler
 from weft.types.grammar import Grammar
@@ -41,7 +41,7 @@ def main() -> None:
     """
 
     def prepare(greeting: bytes) -> Answer:
-        backend = msgspec.msgpack.decode(greeting, type=Backend)
+        backend = msgspec.msgpack.decode(greeting, type=BackendArguments)
         compiler = make_compiler(backend.name, backend.tokenizer, backend.vocab_size, backend.end_ids)
         confine(MEMORY)
         decode = msgspec.msgpack.Decoder(Grammar).decode

@@ -34,7 +34,7 @@ MAX_BYTES = 16 << 20
 """Maximum bytes of one compiled grammar."""
 
 
-class Backend(msgspec.Struct, frozen=True, kw_only=True):
+class BackendArguments(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of ``make_compiler``."""
 
     name: str
@@ -75,9 +75,9 @@ class GuardedCompiler:
 
     def __init__(
         self,
-        backend: Callable[[], Backend],
+        backend: Callable[[], BackendArguments],
         seconds: float,
-        make: Callable[[Backend], GrammarCompiler] | None = None,
+        make: Callable[[BackendArguments], GrammarCompiler] | None = None,
     ) -> None:
         """``backend`` is called for the first grammar. ``seconds``: limit for one compile. ``make``: makes
         the compiler of this process; None for a process that only checks grammars.

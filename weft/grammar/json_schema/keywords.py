@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from weft.grammar.json_schema.patterns import JSON_STRING
-from weft.grammar.json_schema.schema import Keywords
+from weft.grammar.json_schema.schema import SchemaKeywords
 
-LLGUIDANCE = Keywords(
+LLGUIDANCE = SchemaKeywords(
     backend="llguidance",
     supported=frozenset(
         [
@@ -37,7 +37,7 @@ LLGUIDANCE = Keywords(
     ),
 )
 
-XGRAMMAR = Keywords(
+XGRAMMAR = SchemaKeywords(
     backend="xgrammar",
     supported=LLGUIDANCE.supported - {"multipleOf", "patternProperties", "minProperties", "maxProperties"},
     dialect=JSON_STRING,

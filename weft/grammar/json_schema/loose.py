@@ -7,13 +7,13 @@ from typing import Any
 
 from weft.common.errors import InvalidRequest
 from weft.grammar.json_schema.normal import lookup, normal
-from weft.grammar.json_schema.schema import Keywords, LeftOut, SchemaReader, check_nesting
+from weft.grammar.json_schema.schema import LeftOut, SchemaKeywords, SchemaReader, check_nesting
 
 MAX_NODES = 100_000
 """Maximum parts of a schema. A shared part counts once per use."""
 
 
-def loosened(schema: dict[str, Any], keywords: Keywords) -> tuple[dict[str, Any], list[LeftOut]]:
+def loosened(schema: dict[str, Any], keywords: SchemaKeywords) -> tuple[dict[str, Any], list[LeftOut]]:
     """Return (copy of ``schema`` without the keywords refused by ``read_schema``, these keywords).
 
     ``schema`` does not change. A ``oneOf`` with overlapping schemas becomes ``anyOf``. Raises InvalidRequest

@@ -70,10 +70,10 @@ def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:
 
     Raises InvalidRequest, with reason and position, for syntax without the same meaning in all dialects.
     """
-    return _Reader(pattern, dialect).whole()
+    return _PatternReader(pattern, dialect).whole()
 
 
-class _Reader:
+class _PatternReader:
     def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._text = pattern
         self._dialect = dialect

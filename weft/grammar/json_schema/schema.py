@@ -64,7 +64,7 @@ _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _UNSUPPORTED = "is not supported"
 
 
-class Keywords(msgspec.Struct, frozen=True, kw_only=True):
+class SchemaKeywords(msgspec.Struct, frozen=True, kw_only=True):
     """The keywords a backend enforces, as measured by bench/grammars.py."""
 
     backend: str
@@ -74,7 +74,7 @@ class Keywords(msgspec.Struct, frozen=True, kw_only=True):
     """Dialect of the backend's patterns."""
 
 
-def read_schema(text: str, keywords: Keywords) -> Any:
+def read_schema(text: str, keywords: SchemaKeywords) -> Any:
     """Return the schema in JSON text ``text``, rewritten for a backend: an object, or True.
 
     Raises InvalidRequest with the keyword and its position as a JSON pointer.
@@ -122,7 +122,7 @@ def check_nesting(schema: Any) -> None:
 class SchemaReader:
     """Rewrites one document. Every reference target becomes a definition of the result."""
 
-    def __init__(self, document: dict[str, Any], keywords: Keywords, *, loose: bool = False) -> None:
+    def __init__(self, document: dict[str, Any], keywords: SchemaKeywords, *, loose: bool = False) -> None:
         """``keywords``: the keywords that the backend enforces.
 
         ``loose``: keywords a backend cannot enforce are recorded in ``left_out`` instead of refused.

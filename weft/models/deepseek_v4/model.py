@@ -14,7 +14,7 @@ from weft.layers.build import Build
 from weft.layers.hyper import HyperConnection, HyperHead
 from weft.layers.rope import Rope
 from weft.models.decoder import Block, Decoder
-from weft.models.deepseek_v4.attention import SparseAttention, SparseInput, TypeInput, overlap_of
+from weft.models.deepseek_v4.v4_attention import SparseAttention, SparseInput, TypeInput, overlap_of
 from weft.moe.block import RoutedMLP
 from weft.parallel.comm import Pending, reduced
 

@@ -14,9 +14,9 @@ import torch
 
 from weft.config.spec import QuantizedSpec
 from weft.models.quantized import awq, float8
+from weft.models.quantized.packed_words import bits_of, unpack
 from weft.models.quantized.scales import Misfit, block_of
 from weft.models.quantized.sources import PLAIN
-from weft.models.quantized.words import bits_of, unpack
 from weft.models.weights import Placement
 from weft.ops.coded import Codes, as_bytes, broken, nibbles
 

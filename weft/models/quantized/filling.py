@@ -14,13 +14,13 @@ import torch
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
-from weft.layers.held import Held, Weight, hold_codes
+from weft.layers.pending_codes import PendingCodes, Weight, put_codes
 from weft.models.files import WeightFile
 from weft.models.quantized.coding import CodedPiece, arranged, read_codes
 from weft.models.quantized.cuts import cut
-from weft.models.quantized.readers import Lacks, read
+from weft.models.quantized.readers import LacksTensors, read
 from weft.models.quantized.scales import Misfit
-from weft.models.quantized.sources import PLAIN, Part, Source, names_of
+from weft.models.quantized.sources import PLAIN, Part, TensorSource, names_of
 from weft.models.slices import Window, inside, note_largest, part_shape, whole_groups, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops.coded import Codes
@@ -32,7 +32,7 @@ R = TypeVar("R")
 _log = get_logger(__name__)
 
 
-def is_zero_bias(part: Part, sources: Mapping[str, Source]) -> bool:
+def is_zero_bias(part: Part, sources: Mapping[str, TensorSource]) -> bool:
     """Return True if ``part``, unknown to the model, is a zero bias as written by quantization tools.
 
     Raises ConfigError if ``part`` is such a bias and not zero.
@@ -50,7 +50,7 @@ def is_zero_bias(part: Part, sources: Mapping[str, Source]) -> bool:
 
 
 @dataclass(slots=True)
-class Target:
+class FillTarget:
     """Parameters of a model, the sources of their values, and statistics of quantized weights."""
 
     weights: WeightMap
@@ -72,7 +72,7 @@ class Target:
     """Bytes of dequantized weights, as a part of ``held``."""
     cut_groups: int = 0
     """Number of weights dequantized because ranks cut their groups."""
-    waiting: list[Held] = field(default_factory=list)
+    waiting: list[PendingCodes] = field(default_factory=list)
     """Parameters with codes, stored by ``settle`` for ``report``."""
 
     def settle(self) -> None:
@@ -81,7 +81,7 @@ class Target:
         self.waiting = [held for held in found if held is not None and held.pieces]
         self.parameters = {}
 
-    def fill(self, source: Source, file: WeightFile) -> None:
+    def fill(self, source: TensorSource, file: WeightFile) -> None:
         """Copy this rank's part of ``source`` into the parameter, or attach the part as codes.
 
         ``file``: the open file at ``source.path``.
@@ -124,7 +124,7 @@ class Target:
             expected = sum(weight.parameter.data[window.target].nbytes for window in taken)
             if size != expected:
                 raise Misfit(f"the result has {size} bytes, config.json requires {expected}")
-        except Lacks as error:
+        except LacksTensors as error:
             names = " or ".join(names_of(source.name, error.role))
             raise ConfigError(
                 f"quantized weight {source.name} lacks {names}; the other parts are in {source.path.name}",
@@ -146,14 +146,14 @@ class Target:
         self.held += held
         self.wide_held += widened
 
-    def _count_widened(self, source: Source, file: WeightFile, size: int) -> None:
+    def _count_widened(self, source: TensorSource, file: WeightFile, size: int) -> None:
         """Count a weight of a GGUF file that was dequantized to ``size`` bytes while reading."""
         stored = file.gguf(source.name)
         if stored is not None and stored.quantized is not None:
             kind, published = stored.quantized
             self._count(kind, published, size, size)
 
-    def _hold_blocks(self, source: Source, file: WeightFile, weight: Weight) -> bool:
+    def _hold_blocks(self, source: TensorSource, file: WeightFile, weight: Weight) -> bool:
         """Attach a weight of a GGUF file to ``weight`` as codes.
 
         Return False, without effect, if the weight must be dequantized.
@@ -169,7 +169,7 @@ class Target:
         self,
         parts: dict[str, Tensor],
         spec: QuantizedSpec | None,
-        source: Source,
+        source: TensorSource,
         file: WeightFile,
         weight: Weight,
         cut_to: list[Window] | None = None,
@@ -208,7 +208,7 @@ class Target:
             places += found
         # Attach only after every piece fits: codes of a weight that is dequantized would occupy memory twice.
         for matrix, row, part in places:
-            hold_codes(weight, matrix, row, part)
+            put_codes(weight, matrix, row, part)
         self._count(form, published, sum(part.nbytes for _, _, part in places))
         return True
 
@@ -236,7 +236,7 @@ class Target:
         return places
 
     def _cut(
-        self, source: Source, file: WeightFile, taken: list[Window]
+        self, source: TensorSource, file: WeightFile, taken: list[Window]
     ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
         """Return (parts cut to the single window ``taken``, their format).
 
@@ -260,7 +260,7 @@ class Target:
             parts["shape"] = torch.tensor(local)
         return parts, msgspec.structs.replace(self.quantized, block=block)
 
-    def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
+    def _fill_slices(self, source: TensorSource, file: WeightFile, taken: list[Window]) -> bool:
         """Read only the windows ``taken`` into the parameter.
 
         Return False, without effect, for other weights. Raises ConfigError for another shape.
@@ -368,15 +368,15 @@ def hold_rounded(weight: Weight, index: tuple[int | slice, ...], values: Tensor)
             return False
         places.append((*place, part))
     for matrix, row, part in places:
-        hold_codes(weight, matrix, row, part)
+        put_codes(weight, matrix, row, part)
     return True
 
 
-def _read(part: Part, source: Source, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:
+def _read(part: Part, source: TensorSource, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:
     return _of_part(part, source, file, lambda of, name: of.part(name, place))
 
 
-def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[WeightFile, str], R]) -> R:
+def _of_part(part: Part, source: TensorSource, file: WeightFile, ask: Callable[[WeightFile, str], R]) -> R:
     if part.path == source.path:
         return ask(file, part.name)
     with WeightFile(part.path) as other:

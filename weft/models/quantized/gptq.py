@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.models.quantized.packed_words import bits_of, even_groups, scale_groups, unpack
 from weft.models.quantized.scales import Misfit
-from weft.models.quantized.words import bits_of, even_groups, scale_groups, unpack
 
 Tensor = torch.Tensor
 

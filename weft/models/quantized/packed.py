@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.models.quantized.packed_words import even_groups, scale_groups, unpack
 from weft.models.quantized.scales import Misfit
-from weft.models.quantized.words import even_groups, scale_groups, unpack
 
 Tensor = torch.Tensor
 

@@ -19,7 +19,7 @@ _BYTES = (torch.uint8, torch.int8)
 _Wanted: TypeAlias = Callable[[int], bool]
 
 
-class Lacks(Misfit):
+class LacksTensors(Misfit):
     """The part ``role`` is missing."""
 
     def __init__(self, role: str) -> None:
@@ -58,7 +58,7 @@ def read(
     if "packed" in parts:
         return _packed(parts, dtype)
     if PLAIN not in parts:
-        raise Lacks(_VALUES.get(spec.method, PLAIN))
+        raise LacksTensors(_VALUES.get(spec.method, PLAIN))
     return _with_scale(parts, spec, dtype, wanted)
 
 
@@ -74,7 +74,7 @@ def _is_plain(parts: Mapping[str, Tensor]) -> bool:
 def _need(parts: Mapping[str, Tensor], *roles: str) -> list[Tensor]:
     for role in roles:
         if role not in parts:
-            raise Lacks(role)
+            raise LacksTensors(role)
     return [parts[role] for role in roles]
 
 
@@ -141,7 +141,7 @@ def _fours(
     values, scale = _need(parts, PLAIN, "scale")
     factor = parts.get("factor")
     if not _exponents(parts) and factor is None:
-        raise Lacks("factor")
+        raise LacksTensors("factor")
     name = "MXFP4" if factor is None else "NVFP4"
     if values.dim() == 3:
         return name, _stacked_fours(values, scale, factor, dtype, wanted)

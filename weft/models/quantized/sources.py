@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Source:
+class TensorSource:
     """One weight, named as in the weight map, with parts by role."""
 
     name: str

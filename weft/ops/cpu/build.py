@@ -84,7 +84,7 @@ COMPILER_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiler:
+class CppCompiler:
     """A C++ compiler, and the first line of its version output."""
 
     path: str
@@ -111,7 +111,7 @@ def find() -> Path | None:
     return prebuilt.find(sources)
 
 
-def find_compiler() -> Compiler:
+def find_compiler() -> CppCompiler:
     """Return CXX if set, otherwise the first of g++, c++ and clang++ on PATH.
 
     Starts each candidate once for its version. Raises BuildError without a working compiler.
@@ -123,7 +123,7 @@ def find_compiler() -> Compiler:
             continue
         ran = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
         if ran.returncode == 0:
-            return Compiler(path=path, version=ran.stdout.splitlines()[0] if ran.stdout else name)
+            return CppCompiler(path=path, version=ran.stdout.splitlines()[0] if ran.stdout else name)
     looked = f"{named!r} (CXX)" if named else ", ".join(_COMPILERS)
     raise BuildError(
         f"no C++ compiler found (looked for {looked}); install one, for instance with "
@@ -267,7 +267,7 @@ def _torch_folder() -> Path:
 
 
 def _compile_all(
-    compiler: Compiler,
+    compiler: CppCompiler,
     target: Sequence[str],
     folder: Path,
     force: bool,
@@ -302,7 +302,7 @@ def _seconds(source: Path) -> float:
     return SECONDS.get(source.name, max(SECONDS.values()))
 
 
-def _announcement(sources: Sequence[Path], processes: int, compiler: Compiler) -> str:
+def _announcement(sources: Sequence[Path], processes: int, compiler: CppCompiler) -> str:
     """Return the line for the user before compiling, with an estimate of the seconds."""
     seconds = [_seconds(source) for source in sources]
     wall = max(max(seconds), sum(seconds) / processes)
@@ -332,7 +332,7 @@ def _with_headers(source: Path) -> list[str]:
     return [texts[name] for name in sorted(texts)]
 
 
-def _link(compiler: Compiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
+def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
     """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads.
 
     The file ``target`` is replaced when complete. With ``verbose``, ``say`` gets the command. Raises

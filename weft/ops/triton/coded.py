@@ -20,7 +20,7 @@ import triton.language as tl
 from weft.ops import torch_ops
 from weft.ops.coded import DEQUANTIZED, Codes, MixedCodes, as_bytes, to_fp8, to_int4
 from weft.ops.triton import fused, interpreting, matmul
-from weft.ops.triton.unpacking import TILE_K_EXACT, UNITS, finish, fitting, step, unpacked, way_of
+from weft.ops.triton.unpacking import TILE_K_EXACT, UNITS, dequantized_tile, finish, fitting, step, way_of
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,7 @@ _SCALES = {torch.float32: "float32", torch.float8_e4m3fn: "e4m3", torch.float8_e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class CodeForm:
     """Tile sizes and compile options. Equal forms give a row equal bits, whatever the other rows."""
 
     tile_m: int
@@ -49,13 +49,13 @@ class Form:
     stages: int
 
 
-NARROW = Form(tile_m=16, tile_n=64, tile_k=128, warps=4, stages=4)
+NARROW = CodeForm(tile_m=16, tile_n=64, tile_k=128, warps=4, stages=4)
 """For decode, which is bound by memory."""
-MIDDLE = Form(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=3)
+MIDDLE = CodeForm(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=3)
 """For medium row counts; also the only form of ``--deterministic``."""
 
 
-def form_of(rows: int) -> Form | None:
+def form_of(rows: int) -> CodeForm | None:
     """Return the fastest form for ``rows`` rows of x; None: dequantize the weights once for all rows."""
     if rows <= NARROW.tile_m:
         return NARROW
@@ -193,7 +193,7 @@ def _dequantize(
     begin = tl.program_id(1) * TILE_K
     live = n < rows
     row = first + n.to(tl.int64)
-    numbers, scale = unpacked(
+    numbers, scale = dequantized_tile(
         begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
         NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, tl.float32,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def pack_fp8(weight: Tensor) -> Codes:
     return _packed(to_fp8(weight.detach()))
 
 
-def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
+def arguments(codes: Codes, dtype: torch.dtype, form: CodeForm) -> dict[str, Any]:
     """Return the kernel arguments of a packed matrix or stack, for x in ``dtype``."""
     exact = dtype == torch.float32
     way = way_of(codes, min(form.tile_k, TILE_K_EXACT) if exact else form.tile_k)
@@ -274,14 +274,14 @@ def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
     }
 
 
-def parts_of(rows: int, outputs: int, inputs: int, form: Form, step: int) -> int:
+def parts_of(rows: int, outputs: int, inputs: int, form: CodeForm, step: int) -> int:
     """Return the number of parts of the inputs that fills a GPU with programs; 1: no split."""
     programs = -(-rows // form.tile_m) * -(-outputs // form.tile_n)
     most = inputs // (LEAST_STEPS * step)
     return max(1, min(PROGRAMS // programs, most, MOST_PARTS))
 
 
-def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form, whole: bool) -> None:
+def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: CodeForm, whole: bool) -> None:
     """Compute one matrix into ``out`` [rows, N], which may be columns of a wider tensor.
 
     ``whole``: do not split the inputs into parts.
@@ -372,7 +372,7 @@ def _run_dequantized(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor) 
 
 
 def product(
-    x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Form | None, whole: bool = True
+    x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: CodeForm | None, whole: bool = True
 ) -> Tensor:
     """Return ``x @ weight.T + bias``: x [T, K], bias [N]; [T, N] in x's dtype, rounded once.
 

@@ -108,7 +108,7 @@ def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def unpacked(
+def dequantized_tile(
     begin,
     row,  # int64 [TILE_N]: row among all rows of all matrices
     live,  # [TILE_N]: True if the row exists
@@ -186,7 +186,7 @@ def step(
     WIDEN: tl.constexpr,
 ):
     """Return ``acc`` plus the products of the inputs from ``begin`` on. Inputs beyond K count as 0."""
-    numbers, scale = unpacked(
+    numbers, scale = dequantized_tile(
         begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
         NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, x.dtype,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from weft.runner.batch.staging import (
     row_columns,
     verify_columns,
 )
-from weft.runner.images.media import MediaStore
+from weft.runner.images.image_store import MediaStore
 from weft.runner.sampling.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.types.exchange import Exchange

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(slots=True)
-class _Call:
+class _ProgramCall:
     op: torch._ops.OpOverload
     arguments: list[Any]
     """Values in schema order."""
@@ -52,7 +52,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_ProgramCall] = []
         self.obstacle: CannotCapture | None = None
         """First call that a program cannot repeat. The function still runs to its end, because the step needs
         the results."""
@@ -73,7 +73,7 @@ class _Watch(TorchDispatchMode):
             return made  # a query about types, for example: always the same answer
         if any(result is not None and not isinstance(result, Tensor) for result in results):
             self.obstacle = self.obstacle or CannotCapture(f"{func} gives the host a value")
-        self.calls.append(_Call(func, arguments, results))
+        self.calls.append(_ProgramCall(func, arguments, results))
         return made
 
 
@@ -158,7 +158,7 @@ class _Code:
 class _Builder:
     """Builds a ``Program`` from recorded calls."""
 
-    def __init__(self, calls: list[_Call]) -> None:
+    def __init__(self, calls: list[_ProgramCall]) -> None:
         self._calls = calls
         self._register: dict[int, int] = {}
         """Register of each tensor made by a call, by ``id``."""
@@ -186,7 +186,7 @@ class _Builder:
         cpu.load()
         return code.program()
 
-    def _results(self, call: _Call) -> list[int]:
+    def _results(self, call: _ProgramCall) -> list[int]:
         """Give each new tensor among the results a register. Return a register per result; -1 for other
         results (an argument written in place, or no tensor)."""
         registers = []
@@ -210,7 +210,7 @@ class _Builder:
                 found.append(self._register[id(value)])
         return found
 
-    def _argument(self, call: _Call, kind: str, value: Any) -> None:
+    def _argument(self, call: _ProgramCall, kind: str, value: Any) -> None:
         """Append the code of one argument to ``_code``. ``kind``: type of the argument in the schema of the
         operator. Raises CannotCapture for an unsupported type."""
         code = self._code
@@ -238,7 +238,7 @@ class _Builder:
         else:
             self._thing(call, value)
 
-    def _list(self, call: _Call, kind: str, value: Sequence[Any]) -> None:
+    def _list(self, call: _ProgramCall, kind: str, value: Sequence[Any]) -> None:
         """Append the code of a list of tensors or of integers. Raises CannotCapture for other lists."""
         code = self._code
         if "Tensor" in kind:
@@ -250,7 +250,7 @@ class _Builder:
         else:
             raise CannotCapture(f"{call.op} takes {value!r}")
 
-    def _thing(self, call: _Call, value: Any) -> None:
+    def _thing(self, call: _ProgramCall, value: Any) -> None:
         """Encode an argument that is neither a tensor nor a number. Raises CannotCapture for unsupported
         types."""
         code = self._code

@@ -16,7 +16,7 @@ SHARE = 0.5
 """Maximum share of the smallest pool for retained blocks, to leave space for other prefixes."""
 
 
-class _Kept(NamedTuple):
+class _Retained(NamedTuple):
     names: list[Sequence[bytes]]
     """The result of ``Caches.keep``."""
     blocks: int
@@ -36,7 +36,7 @@ class Retention:
         self._block = block_size
         self._seconds = seconds
         self._most = int(SHARE * caches.prefix_positions()) // block_size
-        self._sessions: OrderedDict[str, _Kept] = OrderedDict()
+        self._sessions: OrderedDict[str, _Retained] = OrderedDict()
         """Sessions in the order of expiry."""
         self.blocks = 0
         """Number of retained base blocks over all sessions; shared blocks count once per session."""
@@ -54,15 +54,15 @@ class Retention:
         """
         if not self._seconds or not session:
             return
-        kept = hashes[: min(computed // self._block, self._most)]
+        retained = hashes[: min(computed // self._block, self._most)]
         before = self._sessions.pop(session, None)
-        names = self._caches.keep(kept)  # first: blocks of both turns stay retained
+        names = self._caches.keep(retained)  # first: blocks of both turns stay retained
         if before is not None:
             self._drop(before)
-        if not kept:
+        if not retained:
             return
-        self._sessions[session] = _Kept(names, len(kept), self.now + self._seconds)
-        self.blocks += len(kept)
+        self._sessions[session] = _Retained(names, len(retained), self.now + self._seconds)
+        self.blocks += len(retained)
         while self.blocks > self._most:
             self._drop(self._sessions.popitem(last=False)[1])
 
@@ -77,6 +77,6 @@ class Retention:
         self._sessions.clear()
         self.blocks = 0
 
-    def _drop(self, kept: _Kept) -> None:
-        self._caches.unkeep(kept.names)
-        self.blocks -= kept.blocks
+    def _drop(self, retained: _Retained) -> None:
+        self._caches.unkeep(retained.names)
+        self.blocks -= retained.blocks

@@ -149,7 +149,7 @@ def features(shape: StepShape) -> list[float]:
     ]
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _CostFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cost model as JSON."""
 
     format: int
@@ -190,14 +190,14 @@ class CostModel:
         """Return readable JSON. ``from_json`` reads the JSON without loss."""
         seconds = dict(zip(NAMES, self.coefficients, strict=True))
         return msgspec.json.format(
-            msgspec.json.encode(_File(format=_FORMAT, about=self.about, seconds=seconds)), indent=2
+            msgspec.json.encode(_CostFile(format=_FORMAT, about=self.about, seconds=seconds)), indent=2
         )
 
     @classmethod
     def from_json(cls, data: bytes, name: str = "the cost model") -> CostModel:
         """Parse the result of ``to_json``. Raises ConfigError with ``name`` for anything else."""
         try:
-            file = msgspec.json.decode(data, type=_File)
+            file = msgspec.json.decode(data, type=_CostFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name} is not a cost model: {error}") from error
         if file.format != _FORMAT:

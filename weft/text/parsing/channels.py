@@ -16,7 +16,7 @@ MAX_UNKNOWN = 3
 Body: TypeAlias = Literal["content", "reasoning"]
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class ChannelHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The parsed header, and the position of the recipient in the text."""
 
     channel: str
@@ -28,9 +28,9 @@ class ChannelReader:
     """The channels of one output. Between messages ``body`` is None, and only a header can follow."""
 
     def __init__(
-        self, tape: Tape, declared: Channels, reader: CallReader, *, thoughts: bool, calls: bool
+        self, tape: Tape, declared: Channels, reader: CallReader, *, reasoning: bool, calls: bool
     ) -> None:
-        """Without ``thoughts``, reasoning channels become content.
+        """Without ``reasoning``, reasoning channels become content.
 
         Without ``calls``, messages to tools are no calls.
         """
@@ -38,7 +38,7 @@ class ChannelReader:
         self._tape = tape
         self._declared = declared
         self._calls = reader
-        self._tells_thoughts = thoughts
+        self._tells_reasoning = reasoning
         self._tells_calls = calls
 
     @property
@@ -54,12 +54,12 @@ class ChannelReader:
         """Texts at the end of a message, with or without a header."""
         return self._declared.ends
 
-    def begin(self, *, in_thought: bool) -> Reading[None]:
+    def begin(self, *, in_reasoning: bool) -> Reading[None]:
         """Read the start of the output and set ``body``.
 
-        The prompt ends either behind the role or inside a reasoning block (``in_thought``).
+        The prompt ends either behind the role or inside a reasoning block (``in_reasoning``).
         """
-        if in_thought:
+        if in_reasoning:
             self.body = "reasoning"
             return
         tape = self._tape
@@ -92,9 +92,9 @@ class ChannelReader:
         if header.recipient:
             tape.at = behind
             return (yield from self._call(header, behind))
-        thought = header.channel in self._declared.thoughts and self._tells_thoughts
+        reasoning = header.channel in self._declared.reasoning and self._tells_reasoning
         tape.skip(behind)
-        self.body = "reasoning" if thought else "content"
+        self.body = "reasoning" if reasoning else "content"
         tape.begin_part()
         return True
 
@@ -117,7 +117,7 @@ class ChannelReader:
             if len(text) == MAX_HEADER or not (yield from tape.more()):
                 return None
 
-    def _parsed(self, text: str, start: int) -> Header | None:
+    def _parsed(self, text: str, start: int) -> ChannelHeader | None:
         """Return the meaning of a header, or None for text without a header.
 
         Models write headers twice, leave the channel out and invent words. The last channel counts. Unknown
@@ -132,19 +132,19 @@ class ChannelReader:
         earlier, words = before.replace(used.channel, " ").split(), after.split()
         # A recipient may stand before or behind the channel; the last recipient counts.
         recipients = [word for word in (*earlier, *words) if word.startswith("to=")]
-        known = {*used.thoughts, *used.texts, *used.kinds, *recipients}
+        known = {*used.reasoning, *used.texts, *used.kinds, *recipients}
         if not known.issuperset(earlier) or len([word for word in words if word not in known]) > MAX_UNKNOWN:
             return None
         name = words[0] if words and used.channel in text else ""
-        channels = (*used.thoughts, *used.texts)
+        channels = (*used.reasoning, *used.texts)
         channel = next((one for one in channels if name.startswith(one)), used.texts[0])
         recipient = recipients[-1].removeprefix("to=") if recipients else ""
         if recipient in used.nobody:
             recipient = ""
         place = start + text.rfind("to=" + recipient) + len("to=") if recipient else start
-        return Header(channel=channel, recipient=recipient, recipient_at=place)
+        return ChannelHeader(channel=channel, recipient=recipient, recipient_at=place)
 
-    def _call(self, header: Header, behind: int) -> Reading[bool]:
+    def _call(self, header: ChannelHeader, behind: int) -> Reading[bool]:
         """Read the arguments of a message to a tool: the body of the message.
 
         Set ``body``: None behind an end mark, else "content". Return False if no call begins.

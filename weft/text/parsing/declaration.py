@@ -153,7 +153,7 @@ class Call(_Part, frozen=True, kw_only=True):
         return (outer,) if self.section is None or self.section.required or not own else (outer, own)
 
 
-class Thought(_Part, frozen=True, kw_only=True):
+class ReasoningMarks(_Part, frozen=True, kw_only=True):
     """The texts around a reasoning block. White space beside the tags belongs to the tags."""
 
     open: str
@@ -177,7 +177,7 @@ class Channels(_Part, frozen=True, kw_only=True):
     message: str
     ends: tuple[str, ...]
     """End texts in this order: of any message, of the last message, of a call. A grammar writes the first."""
-    thoughts: tuple[str, ...]
+    reasoning: tuple[str, ...]
     """Channels of reasoning."""
     texts: tuple[str, ...]
     """Channels of text for the user. A grammar writes answers into the first."""
@@ -195,18 +195,18 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     """One declaration: the parts to separate in an output. An empty declaration separates nothing."""
 
     name: str
-    thoughts: tuple[Thought, ...] = ()
+    reasoning: tuple[ReasoningMarks, ...] = ()
     calls: tuple[Call, ...] = ()
     channels: Channels | None = None
-    channel_thoughts: bool = True
+    channel_reasoning: bool = True
     """True if reasoning channels are separated. If False, their text is content."""
     channel_calls: bool = True
     """True if calls in channels are read."""
 
     @property
-    def tells_thoughts(self) -> bool:
+    def tells_reasoning(self) -> bool:
         """True if the format separates reasoning."""
-        return bool(self.thoughts) or (self.channels is not None and self.channel_thoughts)
+        return bool(self.reasoning) or (self.channels is not None and self.channel_reasoning)
 
     @property
     def tells_calls(self) -> bool:
@@ -235,8 +235,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
 
     def _texts(self) -> Iterator[str]:
         """Yield all exact texts of the declaration, possibly "" and with repetitions."""
-        for thought in self.thoughts:
-            yield from (thought.open, thought.close)
+        for reasoning in self.reasoning:
+            yield from (reasoning.open, reasoning.close)
         for call in self.calls:
             section = call.section or Section()
             yield from texts_of((*section.head, *call.head, *call.tail, *section.tail))
@@ -271,10 +271,10 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
     # A format with channels reads reasoning and calls only for the flag that named that format.
     made = OutputFormat(
         name="+".join(dict.fromkeys(part.name for part in parts)),
-        thoughts=() if thinking is None else thinking.thoughts,
+        reasoning=() if thinking is None else thinking.reasoning,
         calls=() if calling is None else calling.calls,
         channels=channels,
-        channel_thoughts=thinking is not None and thinking.channels is not None,
+        channel_reasoning=thinking is not None and thinking.channels is not None,
         channel_calls=calling is not None and calling.channels is not None,
     )
     check_format(made)
@@ -284,7 +284,7 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
 def check_format(declared: OutputFormat) -> None:
     """Raise ValueError if an opening text is empty or is a prefix of another opening text."""
     begins = list({trigger for call in declared.calls for trigger in call.triggers})
-    begins += [thought.open for thought in declared.thoughts]
+    begins += [reasoning.open for reasoning in declared.reasoning]
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:

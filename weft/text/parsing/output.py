@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from weft.text.parsing.call_grammars import OutputGrammars, ToolChoice
 from weft.text.parsing.declaration import OutputFormat
-from weft.text.parsing.engine import OutputEngine
-from weft.text.parsing.grammars import OutputGrammars, ToolChoice
 from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser, Tool
+from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.scope import ContentScope
 from weft.types.grammar import Grammar
 
@@ -33,19 +33,19 @@ class ModelOutput:
         return self.declared is not None and self.declared.tells_calls
 
     @property
-    def tells_thoughts(self) -> bool:
+    def tells_reasoning(self) -> bool:
         """True if reasoning can be separated from other text."""
-        return self.declared is not None and self.declared.tells_thoughts
+        return self.declared is not None and self.declared.tells_reasoning
 
     @property
-    def thought_end(self) -> str:
+    def reasoning_end(self) -> str:
         """The model's text between the end of reasoning and the answer; "" for a model without reasoning."""
         if self.declared is None:
             return ""
         if self.declared.channels is not None:
             used = self.declared.channels
             return used.ends[0] + used.start + used.role
-        return self.declared.thoughts[0].close + "\n\n" if self.declared.thoughts else ""
+        return self.declared.reasoning[0].close + "\n\n" if self.declared.reasoning else ""
 
     def parser(self, spec: OutputSpec) -> OutputParser:
         """Return a new parser for one choice."""
@@ -93,7 +93,7 @@ class ModelOutput:
             return part
         return OutputGrammars(self.declared).answer(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
-    def in_thought(self, prompt: str, continued: str) -> bool:
+    def in_reasoning(self, prompt: str, continued: str) -> bool:
         """Return True if the output after ``prompt`` starts inside a reasoning block.
 
         ``continued`` is the text of the assistant message that the output continues, or "".
@@ -102,15 +102,17 @@ class ModelOutput:
             return False
         # A block may be opened by the prompt, by the continued message, or by an implied start.
         end = prompt[-_TAIL:].rstrip()
-        for thought in self.declared.thoughts:
-            if end.endswith(thought.open) or continued.rfind(thought.open) > continued.rfind(thought.close):
+        for reasoning in self.declared.reasoning:
+            if end.endswith(reasoning.open) or continued.rfind(reasoning.open) > continued.rfind(
+                reasoning.close
+            ):
                 return True
-            if thought.implied and not continued and thought.close not in end[-len(thought.close) :]:
+            if reasoning.implied and not continued and reasoning.close not in end[-len(reasoning.close) :]:
                 return True
         used = self.declared.channels
         if used is None:
             return False
-        return any(end.endswith(used.channel + name + used.message) for name in used.thoughts)
+        return any(end.endswith(used.channel + name + used.message) for name in used.reasoning)
 
     def _ids(self, marks: frozenset[str]) -> frozenset[int]:
         return frozenset(

@@ -10,7 +10,7 @@ from weft.common.errors import InvalidRequest
 from weft.text.parsing.declaration import Parameters
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.values import types_of
-from weft.types.grammar import FreeText, Grammar, JsonSchema, OneOf, Regex, Repeated, Sequence, Text
+from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, OneOf, Regex, Repeated, Text
 
 _KEY = Regex(r"[A-Za-z0-9_.\-]{1,64}")
 _HELD = frozenset(("type", "enum", "const", "description", "title", "default", "examples", "$comment"))
@@ -27,10 +27,14 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
     gap = spelled.gap
     if properties is None:
         any_value = FreeText(ends=(_close(spelled),))
-        key = Sequence((Text(gap + spelled.key_open), _KEY, Text(_opening(spelled, string=True)), any_value))
+        key = GrammarSequence(
+            (Text(gap + spelled.key_open), _KEY, Text(_opening(spelled, string=True)), any_value)
+        )
         parts.append(Repeated(part=key))
     for key_name, schema in (properties or {}).items():
-        one = Sequence((Text(gap + spelled.key_open + key_name), *_value(spelled, tool, key_name, schema)))
+        one = GrammarSequence(
+            (Text(gap + spelled.key_open + key_name), *_value(spelled, tool, key_name, schema))
+        )
         parts.append(one if key_name in needed else Repeated(part=one, most=1))
     return (*parts, Text(gap + spelled.end))
 
@@ -42,10 +46,10 @@ def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
     """
     properties, needed = _properties(tool)
     if properties is None:
-        pair = Sequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
+        pair = GrammarSequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
         return (Repeated(part=pair, between=", "), Text(")"))
     pairs = {
-        key: Sequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
+        key: GrammarSequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
         for key, schema in properties.items()
     }
     # Required keywords come first, so that every optional keyword can start with a comma.
@@ -55,8 +59,8 @@ def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
         some = Repeated(part=OneOf(tuple(others)), between=", ", most=len(others)) if others else Text("")
         return (some, Text(")"))
     parts: list[Grammar] = [first[0]]
-    parts += [Sequence((Text(", "), pair)) for pair in first[1:]]
-    parts += [Repeated(part=Sequence((Text(", "), pair)), most=1) for pair in others]
+    parts += [GrammarSequence((Text(", "), pair)) for pair in first[1:]]
+    parts += [Repeated(part=GrammarSequence((Text(", "), pair)), most=1) for pair in others]
     return (*parts, Text(")"))
 
 

@@ -27,13 +27,13 @@ from weft.text.parsing.declaration import (
     Optional,
     OutputFormat,
     Parameters,
+    ReasoningMarks,
     Section,
     Syntax,
-    Thought,
     check_format,
 )
 
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+_REASONING = ("thinking", "reasoning_content", "reasoning")
 _PIECE = re.compile(
     r"(?P<blank>\\[sn](?:[*+?]\??)?)"
     r"|\(\?P<(?P<group>\w+)>(?:\\[wSd]|\[(?:\\.|[^\]\\])+\]|\.)(?:[+*]\??|\{\d*,?\d*\})?\)"
@@ -59,18 +59,23 @@ def read_response_template(template: Any) -> OutputFormat | None:
     if not isinstance(fields, Mapping) or template.get("version", 1) != 1:
         return None
     try:
-        thoughts = [thought for name in _THOUGHTS if name in fields for thought in _thoughts(fields[name])]
+        reasoning = [
+            reasoning_marks
+            for name in _REASONING
+            if name in fields
+            for reasoning_marks in _reasoning(fields[name])
+        ]
         calls = _calls(fields["tool_calls"]) if "tool_calls" in fields else ()
         _check_content(fields.get("content"))
         # Fields of no interest here (for example the role) are ignored.
-        made = OutputFormat(name="response_template", thoughts=tuple(thoughts), calls=calls)
+        made = OutputFormat(name="response_template", reasoning=tuple(reasoning), calls=calls)
         check_format(made)
     except (_Unreadable, ValueError):
         return None
-    return made if made.thoughts or made.calls else None
+    return made if made.reasoning or made.calls else None
 
 
-def _thoughts(field: Any) -> list[Thought]:
+def _reasoning(field: Any) -> list[ReasoningMarks]:
     """Return the reasoning tags of a field. Raise _Unreadable unless there is one closing text."""
     opens = _texts(field, "open")
     closes = _texts(field, "close")
@@ -78,8 +83,8 @@ def _thoughts(field: Any) -> list[Thought]:
         raise _Unreadable
     close = closes[0].strip()
     if not opens:  # the output starts inside the reasoning
-        return [Thought(open=close.replace("/", "", 1), close=close, implied=True)]
-    return [Thought(open=text.strip(), close=close) for text in opens]
+        return [ReasoningMarks(open=close.replace("/", "", 1), close=close, implied=True)]
+    return [ReasoningMarks(open=text.strip(), close=close) for text in opens]
 
 
 def _check_content(field: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.text.parsing.declaration import Kind, OutputFormat
-from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.parser import OutputSpec
+from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.tape import Tape
 
 

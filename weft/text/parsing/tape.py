@@ -193,8 +193,8 @@ class Tape:
 
     # -- what characters are
 
-    def text(self, end: int, *, thought: bool) -> None:
-        """Give out everything up to ``end`` as reasoning (``thought``) or content, and move ``done`` there.
+    def text(self, end: int, *, reasoning: bool) -> None:
+        """Give out everything up to ``end`` as reasoning (``reasoning``) or content, and move ``done`` there.
 
         Do nothing if ``end`` is not behind ``done``.
         """
@@ -202,8 +202,8 @@ class Tape:
             return
         piece = self.slice(self.done, end)
         self._follow_lines(piece)
-        self._give("reasoning" if thought else "content", piece)
-        self.mark("reasoning" if thought else "content", end)
+        self._give("reasoning" if reasoning else "content", piece)
+        self.mark("reasoning" if reasoning else "content", end)
 
     @property
     def line_blank(self) -> bool:

@@ -1,7 +1,7 @@
 """SentencePiece's ``tokenizer.model``: BPE with byte fallback, as published by Llama 2 and Mistral.
 
 Source: sentencepiece_model.proto, and the library, which the tests compare with. A GGUF file has the same
-pieces, scores and types, so ``weft.gguf.tokenizer`` makes the tokenizer.json. A model without an exact
+pieces, scores and types, so ``weft.gguf.gguf_tokenizer`` makes the tokenizer.json. A model without an exact
 conversion is refused with the reason.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.gguf.tokenizer import merges_by_score, tokenizer_files
+from weft.gguf.gguf_tokenizer import merges_by_score, tokenizer_files
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.converted import Converted, unusable
 from weft.text.vocabularies.protobuf import Value, fields, signed
@@ -37,7 +37,7 @@ class Piece(msgspec.Struct):
     kind: int = _NORMAL
 
 
-class Model(msgspec.Struct):
+class SentencePieceModel(msgspec.Struct):
     """The relevant fields of a model. Defaults are the defaults of the format."""
 
     pieces: list[Piece]
@@ -104,13 +104,13 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
     )
 
 
-def read_model(source: bytes) -> Model:
+def read_model(source: bytes) -> SentencePieceModel:
     """Return the model of a file's content. Raises ConfigError for any other file."""
     if source[:64].partition(b"\n")[0].rpartition(b" ")[2].isdigit():
         raise unusable(
             NAME, "it is a tiktoken list of ranks without a word pattern, not a SentencePiece model"
         )
-    model = Model([])
+    model = SentencePieceModel([])
     try:
         # Fields of ModelProto: 1 pieces, 2 trainer_spec, 3 normalizer_spec.
         for number, value in fields(source):
@@ -152,7 +152,7 @@ def _piece(value: Value) -> Piece:
     return piece
 
 
-def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
+def _read(model: SentencePieceModel, value: Value, names: Mapping[int, str]) -> None:
     """Read the fields ``names`` of a nested message into ``model``. Raises ValueError for invalid data."""
     for number, part in fields(_message(value)):
         name = names.get(number, "")
@@ -164,7 +164,7 @@ def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
             setattr(model, name, bool(signed(part)))
 
 
-def _check(model: Model) -> None:
+def _check(model: SentencePieceModel) -> None:
     """Raise ConfigError for a model that the conversion cannot reproduce exactly: not BPE, a normalizer,
     unused pieces, other white space, or ties of scores.
     """
@@ -185,7 +185,7 @@ def _check(model: Model) -> None:
     _check_order(model)
 
 
-def _check_order(model: Model) -> None:
+def _check_order(model: SentencePieceModel) -> None:
     """Raise ConfigError if pieces with equal scores compete.
 
     The library merges the leftmost of such pieces first. Merges in a tokenizer.json have a total order and

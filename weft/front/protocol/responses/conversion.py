@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest, NotFound
-from weft.front.protocol.conversation import AnswerOptions, Constraint, Conversation, Sharing
+from weft.front.protocol.conversation import AnswerOptions, Conversation, OutputConstraint, Sharing
 from weft.front.protocol.parse import printable
 from weft.front.protocol.responses.items import Adder
 from weft.front.protocol.responses.protocol import (
@@ -20,7 +20,7 @@ from weft.front.protocol.responses.protocol import (
     ResponsesRequest,
     TokensRequest,
 )
-from weft.front.protocol.responses.tools import Named, Offered, offered
+from weft.front.protocol.responses.responses_tools import Named, Offered, offered
 from weft.front.protocol.turns import Turns
 from weft.grammar import build
 from weft.types.sampling import SamplingParams
@@ -38,7 +38,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Item id -> referenced item."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the request for the answer."""
 
     repeats: dict[str, Any] = {}
@@ -56,21 +56,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
 
 
-def packed(facts: Facts) -> bytes:
+def packed(facts: ResponsesFacts) -> bytes:
     """Return ``facts`` in the form carried by a job. Items, possibly megabytes of images, are on a line
     after the rest, so ``unpacked`` need not parse the items."""
     return msgspec.json.encode(msgspec.structs.replace(facts, items=b"")) + b"\n" + facts.items
 
 
-def unpacked(data: bytes) -> Facts:
+def unpacked(data: bytes) -> ResponsesFacts:
     """Return the facts of ``packed``."""
     rest, _, items = data.partition(b"\n")
-    return msgspec.structs.replace(msgspec.json.decode(rest, type=Facts), items=items)
+    return msgspec.structs.replace(msgspec.json.decode(rest, type=ResponsesFacts), items=items)
 
 
 def conversation(
     asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
-) -> tuple[Conversation, Facts]:
+) -> tuple[Conversation, ResponsesFacts]:
     """Return (request in common form, facts for the answer).
 
     ``system_inside``, ``join_users``: see ``Turns``. Raises InvalidRequest, or NotFound for a reference to an
@@ -100,7 +100,7 @@ def conversation(
         effort=_effort(asked),
         sharing=Sharing(session=_session(whole, history)),
     )
-    return made, Facts() if whole is None else _facts(whole, tools, items, params)
+    return made, ResponsesFacts() if whole is None else _facts(whole, tools, items, params)
 
 
 def _session(whole: ResponsesRequest | None, history: History) -> str:
@@ -170,18 +170,18 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _constraint(asked: TokensRequest) -> Constraint | None:
+def _constraint(asked: TokensRequest) -> OutputConstraint | None:
     """Return the required form of the answer; None for text. Raises InvalidRequest."""
     form = None if asked.text is None else asked.text.format
     param = "text.format"
     if isinstance(form, NamedFormat):
         grammar = build.json_schema(form.schema, param=param)
-        return Constraint(grammar=grammar, param=param, strict=form.strict is not False)
+        return OutputConstraint(grammar=grammar, param=param, strict=form.strict is not False)
     if not isinstance(form, ObjectFormat):
         return None
     schema = form.schema
     grammar = build.json_object() if schema is None else build.json_schema(schema, param=param)
-    return Constraint(grammar=grammar, param=param)
+    return OutputConstraint(grammar=grammar, param=param)
 
 
 def _effort(asked: TokensRequest) -> str | None:
@@ -190,14 +190,14 @@ def _effort(asked: TokensRequest) -> str | None:
 
 def _facts(
     asked: ResponsesRequest, tools: Offered, items: list[dict[str, Any]], params: SamplingParams
-) -> Facts:
+) -> ResponsesFacts:
     """Return the facts for the answer: settings to repeat, names of tools, and items to store (none without
     ``store``).
     """
     reasoning = asked.reasoning
     summarizes = reasoning is not None and reasoning.summarizes
     store = asked.store is not False
-    return Facts(
+    return ResponsesFacts(
         repeats=_repeats(asked, tools, params, store),
         names=tools.names,
         items=kept_items(items if store else []),

@@ -9,9 +9,9 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import convert, printable
-from weft.front.protocol.responses.tools import joined
+from weft.front.protocol.responses.responses_tools import joined
 from weft.front.protocol.turns import Parts, Turns
-from weft.front.thoughts import unsealed
+from weft.front.sealed_reasoning import unsealed
 from weft.text.images import ImagePart, detail_of
 
 
@@ -118,11 +118,11 @@ class Adder:
 
         Unreadable reasoning is left out.
         """
-        thought = _parts_of(item.content, "reasoning_text", where)
-        thought = thought or unsealed(item.encrypted_content or "")
-        thought = thought or _parts_of(item.summary, "summary_text", where)
-        if thought:
-            self._turns.thinks(thought)
+        reasoning = _parts_of(item.content, "reasoning_text", where)
+        reasoning = reasoning or unsealed(item.encrypted_content or "")
+        reasoning = reasoning or _parts_of(item.summary, "summary_text", where)
+        if reasoning:
+            self._turns.thinks(reasoning)
 
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.chat import check_metadata
+from weft.front.protocol.chat_request import check_metadata
 from weft.front.protocol.fields import is_one_of
 from weft.front.protocol.parse import Body, between, short
 from weft.types.sampling import MAX_TOP_LOGPROBS, StopIn
@@ -45,11 +45,11 @@ UNSUPPORTED = frozenset(
 )
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ResponsesStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class Reasoning(_Strict, frozen=True, kw_only=True):
+class Reasoning(_ResponsesStruct, frozen=True, kw_only=True):
     """Reasoning effort, and the form of shown reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -67,19 +67,19 @@ class Reasoning(_Strict, frozen=True, kw_only=True):
         return (self.summary or self.generate_summary) is not None
 
 
-class PlainFormat(_Strict, frozen=True, kw_only=True, tag="text", tag_field="type"):
+class PlainFormat(_ResponsesStruct, frozen=True, kw_only=True, tag="text", tag_field="type"):
     """Any text."""
 
 
 class ObjectFormat(
-    _Strict, frozen=True, kw_only=True, omit_defaults=True, tag="json_object", tag_field="type"
+    _ResponsesStruct, frozen=True, kw_only=True, omit_defaults=True, tag="json_object", tag_field="type"
 ):
     """Any JSON object, or JSON valid under ``schema``."""
 
     schema: dict[str, Any] | None = None
 
 
-class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
+class NamedFormat(_ResponsesStruct, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
     """JSON valid under a schema."""
 
     name: str
@@ -90,7 +90,7 @@ class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_fie
     refused."""
 
 
-class TextConfig(_Strict, frozen=True, kw_only=True):
+class TextConfig(_ResponsesStruct, frozen=True, kw_only=True):
     """Required form of the answer's text."""
 
     format: PlainFormat | ObjectFormat | NamedFormat | None = None
@@ -98,7 +98,7 @@ class TextConfig(_Strict, frozen=True, kw_only=True):
     """No effect: a hint that no chat template knows."""
 
 
-class ChosenFunction(_Strict, frozen=True, kw_only=True):
+class ChosenFunction(_ResponsesStruct, frozen=True, kw_only=True):
     """A tool of the request."""
 
     type: Literal["function", "custom"]
@@ -106,19 +106,19 @@ class ChosenFunction(_Strict, frozen=True, kw_only=True):
     namespace: str | None = None
 
 
-class ChooseFunction(_Strict, frozen=True, kw_only=True, tag="function", tag_field="type"):
+class ChooseFunction(_ResponsesStruct, frozen=True, kw_only=True, tag="function", tag_field="type"):
     """Choice of one function, to be called."""
 
     name: str
 
 
-class ChooseCustom(_Strict, frozen=True, kw_only=True, tag="custom", tag_field="type"):
+class ChooseCustom(_ResponsesStruct, frozen=True, kw_only=True, tag="custom", tag_field="type"):
     """Choice of one custom tool, to be called."""
 
     name: str
 
 
-class ChooseAllowed(_Strict, frozen=True, kw_only=True, tag="allowed_tools", tag_field="type"):
+class ChooseAllowed(_ResponsesStruct, frozen=True, kw_only=True, tag="allowed_tools", tag_field="type"):
     """Call some of the tools; with ``required``, at least one."""
 
     mode: Literal["auto", "required"]
@@ -128,7 +128,7 @@ class ChooseAllowed(_Strict, frozen=True, kw_only=True, tag="allowed_tools", tag
 ResponseToolChoice = Literal["none", "auto", "required"] | ChooseFunction | ChooseCustom | ChooseAllowed
 
 
-class ResponseStreamOptions(_Strict, frozen=True, kw_only=True):
+class ResponseStreamOptions(_ResponsesStruct, frozen=True, kw_only=True):
     """Extra contents of a stream."""
 
     include_obfuscation: Literal[False] | None = None

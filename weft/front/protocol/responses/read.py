@@ -30,12 +30,12 @@ class _Refers(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Item(msgspec.Struct):
+class _ReadItem(msgspec.Struct):
     type: Any = None
     id: Any = None
 
 
-_Input = list[_Item] | str | None
+_Input = list[_ReadItem] | str | None
 
 
 class Lookup(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ from weft.text.parsing.formats import (
     llama,
     mistral,
     qwen3_coder,
+    reasoning,
     tagged,
-    thoughts,
 )
 
 _FAMILIES = (deepseek, gigachat, glm, gpt_oss, hermes, kimi, lists, llama, mistral, qwen3_coder, tagged)
@@ -27,7 +27,7 @@ _CALL_ALIASES = {
     "llama4_pythonic": "pythonic",
     "openai": "gpt_oss",
 }
-_THOUGHT_ALIASES = {
+_REASONING_ALIASES = {
     "deepseek_v3": "qwen3",
     "glm45": "qwen3",
     "kimi_k2": "qwen3",
@@ -43,5 +43,5 @@ def _named(formats: list[OutputFormat], aliases: dict[str, str]) -> dict[str, Ou
 
 CALLS = _named([one for family in _FAMILIES for one in family.FORMATS], _CALL_ALIASES)
 """Values of ``--tool-call-parser``."""
-THOUGHTS = _named([*thoughts.FORMATS], _THOUGHT_ALIASES)
+REASONING = _named([*reasoning.FORMATS], _REASONING_ALIASES)
 """Values of ``--reasoning-parser``."""

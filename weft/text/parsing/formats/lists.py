@@ -19,9 +19,9 @@ from weft.text.parsing.declaration import (
     JsonArguments,
     Keywords,
     OutputFormat,
+    ReasoningMarks,
     Section,
     Syntax,
-    Thought,
 )
 
 
@@ -53,11 +53,15 @@ COMMAND_A = _listed(
 GRANITE = _listed("granite", "<|tool_call|>", "", CallObject())
 LFM2 = _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", Keywords(), head=(NAME, "("))
 FORMATS = (APERTUS, APRIEL, COMMAND_A, GRANITE, LFM2)
-THOUGHTS = (
-    OutputFormat(name="apertus", thoughts=(Thought(open="<|inner_prefix|>", close="<|inner_suffix|>"),)),
+REASONING = (
+    OutputFormat(
+        name="apertus", reasoning=(ReasoningMarks(open="<|inner_prefix|>", close="<|inner_suffix|>"),)
+    ),
     OutputFormat(
         name="apriel",
-        thoughts=(Thought(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]"),),
+        reasoning=(ReasoningMarks(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]"),),
     ),
-    OutputFormat(name="command_a", thoughts=(Thought(open="<|START_THINKING|>", close="<|END_THINKING|>"),)),
+    OutputFormat(
+        name="command_a", reasoning=(ReasoningMarks(open="<|START_THINKING|>", close="<|END_THINKING|>"),)
+    ),
 )

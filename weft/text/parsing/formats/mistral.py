@@ -15,8 +15,8 @@ from weft.text.parsing.declaration import (
     JsonArguments,
     Optional,
     OutputFormat,
+    ReasoningMarks,
     Section,
-    Thought,
 )
 
 MISTRAL = OutputFormat(
@@ -41,5 +41,7 @@ MISTRAL = OutputFormat(
         ),
     ),
 )
-MISTRAL_THOUGHTS = OutputFormat(name="mistral", thoughts=(Thought(open="[THINK]", close="[/THINK]"),))
+MISTRAL_REASONING = OutputFormat(
+    name="mistral", reasoning=(ReasoningMarks(open="[THINK]", close="[/THINK]"),)
+)
 FORMATS = (MISTRAL,)

@@ -1,0 +1,84 @@
+"""The engine's side of the messages, over a real scheduler, without a socket."""
+
+from __future__ import annotations
+
+from testing.cluster.check import TokenModel
+from testing.cluster.engine_process import Engine
+from weft.common.clock import VirtualClock
+from weft.config.sections.all import SchedulerSection
+from weft.control.fleet.engine_protocol import EngineProtocol
+from weft.sim.engine import kv_config
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+
+def engine() -> EngineProtocol:
+    section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
+    kv = kv_config(section, 24, block_size=4)
+    return EngineProtocol(Engine(kv, section, TokenModel({}, {}), VirtualClock()), 7)
+
+
+def hello(front: str) -> m.Hello:
+    return m.Hello(versions=(m.OLDEST, m.VERSION), front=front)
+
+
+def submit(sequence: int, attempt: int = 0) -> m.Submit:
+    params = TokenParams(max_tokens=4)
+    ids = m.ids_to_bytes([1, 2])
+    return m.Submit(
+        sequence=sequence, request=sequence, seed=1, prompt_ids=ids, params=params, attempt=attempt
+    )
+
+
+def test_a_front_that_connects_again_takes_its_sequences_over() -> None:
+    """The former connection broke, and the engine has not noticed yet."""
+    one = engine()
+    one.on(b"old", hello("front"))
+    assert one.on(b"old", submit(1)) == []
+    assert one.on(b"old", submit(2)) == []
+    one.on(b"new", hello("front"))
+    assert one.on(b"new", submit(1, attempt=1)) == []
+    event = m.TokenEvent(sequence=1, token_ids=(5,))
+    told = m.TokenEvent(sequence=1, token_ids=(5,), attempt=1)
+    assert one.events([event]) == [(b"new", m.Tokens(step=-1, events=(told,)))]
+    assert one.events([m.TokenEvent(sequence=2, token_ids=(5,))]) == []  # left with the connection
+    one.forget(b"old")
+    assert one.on(b"new", m.Finish(sequence=1)) != []
+
+
+def test_another_front_with_the_same_id_is_refused_and_disturbs_nobody() -> None:
+    one = engine()
+    for name in ("one", "other"):
+        one.on(name.encode(), hello(name))
+    one.on(b"one", submit(1))
+    ((front, answer),) = one.on(b"other", submit(1, attempt=3))
+    assert front == b"other"
+    assert isinstance(answer, m.Tokens)
+    assert [event.finish for event in answer.events] == ["error"]
+    ((front, _),) = one.events([m.TokenEvent(sequence=1, token_ids=(5,))])
+    assert front == b"one"
+
+
+def test_a_submit_that_comes_twice_is_dropped_and_a_later_attempt_ends_the_earlier_one() -> None:
+    one = engine()
+    one.on(b"front", hello("front"))
+    assert one.on(b"front", submit(1)) == []
+    assert one.on(b"front", submit(1)) == []
+    assert one.bad_frames == 1
+    assert one.on(b"front", submit(1, attempt=2)) == []
+    assert one.on(b"front", submit(1, attempt=1)) == []
+    ((_, answer),) = one.events([m.TokenEvent(sequence=1, token_ids=(5,))])
+    assert isinstance(answer, m.Tokens)
+    assert [event.attempt for event in answer.events] == [2]
+
+
+def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
+    one = engine()
+    for name in ("one", "other"):
+        one.on(name.encode(), hello(name))
+    one.on(b"one", submit(1))
+    one.on(b"other", submit(2))
+    one.on(b"one", m.Goodbye())
+    assert not one.stopped
+    told = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
+    assert [front for front, _ in told] == [b"other"]

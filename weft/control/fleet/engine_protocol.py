@@ -1,0 +1,234 @@
+"""The engine's side of the messages: the connected API servers, and the owner of each live sequence. No I/O.
+
+Each Submit gets exactly one event with ``finish``, unless the API server sent a later attempt or left. An API
+server that is gone, or does not read, loses its own sequences and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from weft.common.errors import EngineDead, InvalidRequest, NotGreeted, PixelsLost, Unavailable, WeftError
+from weft.common.shared_bytes import SharedName
+from weft.control.fleet.prefix_index import PrefixReports
+from weft.kv.prefix_log import PrefixLog
+from weft.types import messages as m
+
+Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
+"""(connection of an API server, message), in sending order."""
+
+
+class EngineInterface(Protocol):
+    """The engine behind the protocol. See ``weft.engine.core.EngineCore``."""
+
+    @property
+    def recovering(self) -> bool: ...
+
+    def submit(self, submit: m.Submit) -> list[m.TokenEvent]: ...
+
+    def finish(self, sequence: int) -> list[m.TokenEvent]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> m.EngineStats: ...
+
+    def welcome(self, incarnation: int) -> m.Welcome: ...
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
+
+
+class Pixels(Protocol):
+    """Resolver of images passed by name. See ``weft.engine.server.engine_server``."""
+
+    @property
+    def probe(self) -> SharedName | None: ...
+
+    def take(self, submit: m.Submit) -> m.Submit: ...
+
+
+class _Front(NamedTuple):
+    name: str
+    """The name of the API server, the same for all connections of the server."""
+    quiet: bool
+    """True if the API server wants heartbeats only while owning sequences."""
+
+
+class _Owner(NamedTuple):
+    front: bytes
+    attempt: int
+
+
+class EngineProtocol:
+    """State machine of one engine process. A connection (bytes) identifies an API server."""
+
+    def __init__(self, engine: EngineInterface, incarnation: int, pixels: Pixels | None = None) -> None:
+        """Create the protocol without connections.
+
+        ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
+        """
+        self._engine = engine
+        self._pixels = pixels
+        self._incarnation = incarnation
+        self._fronts: dict[bytes, _Front] = {}
+        self._owners: dict[int, _Owner] = {}
+        """Owner (API server and attempt) of each live sequence."""
+        self.prefixes = PrefixReports(engine)
+        self.bad_frames = 0
+        self.draining = False
+        """True if new sequences are refused."""
+        self.stopped = False
+        """True once the engine process was asked to end."""
+
+    @property
+    def live(self) -> bool:
+        """True if a sequence of any API server is live."""
+        return bool(self._owners)
+
+    def on(self, front: bytes, message: m.ToEngine) -> Outgoing:
+        """Handle a message of the connection ``front`` and return the messages to send, to any connection.
+
+        May start or finish sequences in the engine, and set ``draining`` or ``stopped``. A message before
+        Hello counts in ``bad_frames``; a Submit among them is rejected.
+        """
+        if isinstance(message, m.Hello):
+            return self._hello(front, message)
+        if front not in self._fronts:
+            self.bad_frames += 1
+            if isinstance(message, m.Submit):  # the API server was dropped because it did not read
+                return self._reject(front, message, NotGreeted("Hello must be the first message"))
+        elif isinstance(message, m.Submit):
+            return self._submit(front, message)
+        elif isinstance(message, m.Finish):
+            if message.sequence in self._owners and self._owners[message.sequence].front == front:
+                return self.events(self._engine.finish(message.sequence))
+        elif isinstance(message, m.WatchPrefixes):
+            return list(self.prefixes.watch(front))
+        elif isinstance(message, m.Drain):
+            self.draining = True
+        elif isinstance(message, m.Goodbye):
+            self.forget(front)
+        elif not isinstance(message, m.Profile):  # the step loop handles profiles
+            self.stopped = True
+        return []
+
+    def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
+        """Return the engine's events of ``step`` as one message to each API server, with the attempt of each
+        sequence. A final event also removes the sequence. Events of unknown sequences are dropped.
+        """
+        by_front: dict[bytes, list[m.TokenEvent]] = {}
+        for event in events:
+            owner = self._owners.get(event.sequence)
+            # The API server left, or a later attempt has already ended the sequence.
+            if owner is None:
+                continue
+            if owner.attempt:
+                event = msgspec.structs.replace(event, attempt=owner.attempt)
+            by_front.setdefault(owner.front, []).append(event)
+            if event.finish is not None:
+                del self._owners[event.sequence]
+        return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
+
+    def heartbeats(self) -> Outgoing:
+        """Return a heartbeat for each API server, and the changes of the prefix cache.
+
+        Quiet API servers get a heartbeat only while their sequences run.
+        """
+        heartbeat = self._heartbeat()
+        busy = {owner.front for owner in self._owners.values()}
+        told: Outgoing = [
+            (name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet
+        ]
+        return [*self.prefixes.changes(), *told]
+
+    def failed(self, error: WeftError) -> Outgoing:
+        """Return the messages about a failed engine.
+
+        Sequences get no final event: the API server may continue the sequences elsewhere.
+        """
+        return [(front, m.EngineFailed(error=error.info())) for front in self._fronts]
+
+    def forget(self, front: bytes) -> None:
+        """Drop a lost API server, and finish all sequences of the server. Idempotent."""
+        self._fronts.pop(front, None)
+        self.prefixes.forget(front)
+        for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
+            del self._owners[sequence]
+            self._engine.finish(sequence)
+
+    def _hello(self, front: bytes, hello: m.Hello) -> Outgoing:
+        """Accept an API server and return Welcome and heartbeat.
+
+        A former connection of the same API server is forgotten, with its sequences. Without a common version,
+        return EngineFailed instead and accept nothing.
+        """
+        if m.common_version(hello.versions) is None:
+            low, high = hello.versions
+            spoken = f"this engine speaks versions {m.OLDEST} to {m.VERSION}, the API server {low} to {high}"
+            return [(front, m.EngineFailed(error=EngineDead(spoken).info()))]
+        welcome = self._engine.welcome(self._incarnation)
+        for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
+            self.forget(former)  # the former connection broke, unnoticed so far
+        self._fronts[front] = _Front(hello.front, hello.quiet)
+        if self._pixels is not None:
+            welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
+        return [(front, welcome), (front, self._heartbeat())]
+
+    def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
+        """Submit a sequence to the engine and return its events.
+
+        Errors become final events: nothing is raised.
+
+        A later attempt replaces a running one. A duplicate or an earlier attempt is counted in ``bad_frames``
+        and dropped. Lost pixels end the attempt as "evicted", so that the API server sends the pixels again.
+        """
+        owner = self._owners.get(submit.sequence)
+        try:
+            # Sequence ids come from API servers, so two servers may clash.
+            if owner is not None and owner.front != front:
+                raise Unavailable("another API server uses this sequence id")
+            if owner is not None and submit.attempt <= owner.attempt:
+                self.bad_frames += 1  # a duplicate or a late message: an answer would end the running attempt
+                return []
+            if owner is not None:
+                del self._owners[submit.sequence]
+                self._engine.finish(submit.sequence)
+            if self.draining:
+                raise Unavailable("the server is shutting down")
+            events = self._engine.submit(self._found(submit))
+        except PixelsLost as error:  # the API server still has the pixels and sends them again
+            return self._reject(front, submit, error, "evicted")
+        except (ValueError, msgspec.ValidationError):
+            return self._reject(front, submit, InvalidRequest("the request is malformed"))
+        except WeftError as error:
+            return self._reject(front, submit, error)
+        self._owners[submit.sequence] = _Owner(front, submit.attempt)
+        return self.events(events)
+
+    def _named(self, connection: bytes, name: str) -> bool:
+        """Return True if the connection belongs to the API server ``name``."""
+        return bool(name) and self._fronts[connection].name == name
+
+    def _found(self, submit: m.Submit) -> m.Submit:
+        """Return ``submit`` with the pixels passed by name.
+
+        Raise PixelsLost for missing pixels, and ValueError if the engine resolves no names.
+        """
+        if self._pixels is not None:
+            return self._pixels.take(submit)
+        if any(item.shared is not None for item in submit.media):
+            raise ValueError("pixels by name are not supported here")
+        return submit
+
+    def _reject(self, front: bytes, submit: m.Submit, error: WeftError, finish: str = "error") -> Outgoing:
+        event = m.TokenEvent(
+            sequence=submit.sequence, attempt=submit.attempt, finish=finish, error=error.info()
+        )
+        return [(front, m.Tokens(step=-1, events=(event,)))]
+
+    def _heartbeat(self) -> m.Heartbeat:
+        stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
+        # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
+        return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)

@@ -1,0 +1,331 @@
+"""The processes of a server with several API servers. This module carries out the decisions of
+``weft.control.processes.supervisor``.
+
+supervisor ──starts, watches► engines ◄──zmq── front 0, front 1, ..
+    │ registry (a file) ─────read by────────────►│
+    │ channel: drain, stop ─────────────────────►│
+    │◄──────────── ready, alive, this engine is lost
+
+A front is an API server.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from weft.common import signals
+from weft.common.clock import Clock, SystemClock
+from weft.common.errors import ReportedError, WeftError
+from weft.common.log import get_logger
+from weft.control.links.link import Address
+from weft.control.links.shutdown import shut_down
+from weft.control.processes import channel, process_registry
+from weft.control.processes import supervisor as s
+from weft.control.processes.engine_owner import Probes, Starter
+from weft.control.processes.rolling import Quit, Switch
+from weft.control.processes.table import Forget, Kill, ProcessState, Start
+
+log = get_logger(__name__)
+
+TURN_S = 0.1
+"""Maximum seconds between two checks of all processes."""
+
+StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
+"""Start an API server process, without a wait for readiness.
+
+Arguments: name, incarnation, and the child's end of the channel.
+"""
+
+
+class ClusterServer:
+    """Run a ``Supervisor``. Use from the main thread: all processes end with the calling thread."""
+
+    def __init__(
+        self,
+        supervisor: s.Supervisor,
+        engines: Starter,
+        start_front: StartFront,
+        folder: Path,
+        announce: Callable[[], None],
+        *,
+        secret: str | None = None,
+        clock: Clock | None = None,
+        on_switch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Set up the server; start nothing.
+
+        ``folder``: folder of the registry. ``announce`` is called once all API servers answer requests.
+        ``secret``: path of the file with the group's secret, if engines may run on other hosts. ``on_switch``
+        carries out `Switch`.
+        """
+        self._supervisor = supervisor
+        self._engines = engines
+        self._start_front = start_front
+        self._folder = folder
+        self._announce = announce
+        self._secret = secret
+        self._clock = clock or SystemClock()
+        self._addresses: dict[str, Address] = {}
+        self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
+        """Name -> incarnation, process and channel of each API server."""
+        self._selector = selectors.DefaultSelector()
+        self._signals: deque[int] = deque()
+        self._asked = self._switch_asked = False
+        """True while a requested rolling restart, or a requested switch, is not handled yet."""
+        self._on_switch = on_switch
+        self._probes = Probes()
+        self._published: process_registry.ProcessRegistry | None = None
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Serve until a stop signal, or until no request can be served any more. Return the exit status.
+
+        On return, engines have the order to stop, unless the status is above 128. Set the handlers of
+        ``signals.STOPS``, and leave these signals ignored.
+        """
+        for number in signals.heeded():
+            signal.signal(number, lambda caught, _: self._signals.append(caught))
+        signal.signal(signals.RESTART, lambda *_: self._ask())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+        try:
+            self._start()
+            while self._status is None:
+                self._turn()
+            return self._status
+        finally:
+            signals.ignore()
+            self._end()
+
+    def _ask(self) -> None:
+        """Request a rolling restart, from a signal handler."""
+        self._asked = True
+
+    def switch(self) -> None:
+        """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
+
+        Safe from any thread.
+        """
+        self._switch_asked = True
+
+    def _start(self) -> None:
+        """Start the engines, write the registry, then start the API servers."""
+        actions = self._supervisor.start(self._clock.now())
+        engines = [one for one in actions if isinstance(one, Start) and one.role == "head"]
+        self._carry_out(engines)
+        self._publish()  # API servers read the registry at start
+        self._carry_out([one for one in actions if one not in engines])
+
+    def _turn(self) -> None:
+        """Run one round, of up to ``TURN_S`` seconds: read messages, pass events to the supervisor, write the
+        registry. Sets ``_status`` at the end of the server.
+        """
+        ready = self._selector.select(TURN_S)
+        for key, _ in ready:
+            name, incarnation = key.data
+            self._hear(name, incarnation, key.fileobj)
+        # Signal handlers only append to the queue. The supervisor runs in this thread alone.
+        while self._signals:
+            self._on(s.Signalled(self._signals.popleft()))
+        for name, (incarnation, process, _) in list(self._fronts.items()):
+            if (status := process.poll()) is not None:
+                self._on(s.ProcessEnded("front", name, incarnation, status))
+        for name, address in list(self._addresses.items()):
+            if (status := address.process.poll()) is not None:
+                self._on(s.ProcessEnded("head", name, address.incarnation, status))
+        if self._asked:
+            self._asked = False
+            self._on(s.RestartAsked())
+        if self._switch_asked:
+            self._switch_asked = False
+            self._on(s.SwitchAsked())
+        for name, incarnation, idle in self._probes.look(self._supervisor.rolling.watched, self._addresses):
+            self._on(s.EngineSeen(name, incarnation, idle))
+        self._on(s.SupervisorTick())
+        self._publish()
+
+    def _hear(self, name: str, incarnation: int, link: object) -> None:
+        """Turn the messages of an API server into events.
+
+        Stop reading after the end of the stream. An invalid message is logged and counts as the end of the
+        stream.
+        """
+        assert isinstance(link, socket.socket)
+        try:
+            heard = channel.hear(link)
+        except msgspec.MsgspecError:
+            log.error("API server %s sent an invalid message", name)
+            heard = None
+        # The process status reports the end of the API server, so the closed channel is no event.
+        if heard is None:
+            self._selector.unregister(link)
+        for message in heard or ():
+            if isinstance(message, channel.FrontReady):
+                self._on(s.FrontIsReady(name, incarnation))
+            elif isinstance(message, channel.FrontAlive):
+                self._on(s.FrontIsAlive(name, incarnation, message.kept))
+            elif isinstance(message, channel.DrainAsked):
+                self._signals.append(signal.SIGTERM)
+            elif isinstance(message, channel.GroupRevived):
+                self._on(s.ReviveAsked(message.name))
+            elif isinstance(message, channel.GroupsScaled | channel.GroupRemoved):
+                self._change(message)
+            elif isinstance(message, channel.GroupRestarted):
+                self._on(s.RestartAsked(message.name))
+            else:
+                self._on(s.FrontLostEngine(message.name, message.incarnation, ReportedError(message.error)))
+
+    def _change(self, asked: channel.GroupsScaled | channel.GroupRemoved) -> None:
+        """Change the groups of the server. A refusal is logged: the API server has checked the request."""
+        try:
+            if isinstance(asked, channel.GroupRemoved):
+                self._on(s.RemoveAsked(asked.name))
+                return
+            change = self._supervisor.plan(asked.base, asked.groups)
+            for group in change.new:
+                self._engines.add(group, change.like)
+        except WeftError as error:
+            log.error("the groups stay as they are: %s", error.message)
+        else:
+            self._on(s.ScaleAsked(change))
+
+    def _on(self, event: s.Event) -> None:
+        """Pass an event to the supervisor and carry out the resulting actions."""
+        self._carry_out(self._supervisor.on(event, self._clock.now()))
+
+    def _carry_out(self, actions: Sequence[s.Action]) -> None:
+        """Carry out each action in order. ``Exit`` only sets ``_status``."""
+        for action in actions:
+            # Order matters: the patterns for role "head" come before the patterns for any role.
+            match action:
+                case Start("head", name, incarnation):
+                    self._start_engine(name, incarnation)
+                case Kill("head", name, incarnation):
+                    self._engines.kill(name, incarnation)
+                case Start(_, name, incarnation):
+                    self._run_front(name, incarnation)
+                case Kill(_, name, _):
+                    self._end_front(name)
+                case Forget("head", name):
+                    self._addresses.pop(name, None)
+                    self._engines.forget(name)
+                case Switch():
+                    self._on_switch()
+                case Quit(name, _):
+                    self._probes.quit(name)
+                case s.Tell(name, order):
+                    channel.tell(self._fronts[name][2], order)
+                case s.Announce():
+                    self._announce()
+                case s.Exit(status):
+                    self._status = status
+
+    def _start_engine(self, name: str, incarnation: int) -> None:
+        """Start an engine and store its address.
+
+        A failed start is logged and counts as the end of the process.
+        """
+        try:
+            self._addresses[name] = self._engines.start(name, incarnation)
+        except OSError as error:  # no memory, or no process slots
+            log.error("engine %s cannot be started: %s", name, error)
+            self._on(s.ProcessEnded("head", name, incarnation, 1))
+
+    def _run_front(self, name: str, incarnation: int) -> None:
+        """Start an API server with a new channel and read its channel from now on.
+
+        Raise OSError if the process cannot be started.
+        """
+        ours, theirs = channel.channel()
+        with theirs:
+            process = self._start_front(name, incarnation, theirs)
+        self._fronts[name] = incarnation, process, ours
+        self._selector.register(ours, selectors.EVENT_READ, (name, incarnation))
+
+    def _end_front(self, name: str) -> None:
+        """Remove an API server from ``_fronts``, close the channel and kill the process.
+
+        Wait up to 30 s for the end. Raises subprocess.TimeoutExpired after the wait.
+        """
+        _, process, link = self._fronts.pop(name)
+        if link in self._selector.get_map():
+            self._selector.unregister(link)
+        link.close()
+        process.kill()
+        process.wait(30.0)
+
+    def _publish(self) -> None:
+        """Write the registry if its content has changed.
+
+        A failed write is logged and tried again in the next round.
+        """
+        found = process_registry.ProcessRegistry((*self._engine_records(), *self._front_records()))
+        if found != self._published:
+            try:
+                process_registry.write(self._folder, found)
+            except OSError as error:  # for example a full disk; the next round tries again
+                log.error("the process registry cannot be written: %s", error)
+            else:
+                self._published = found
+
+    def _engine_records(self) -> list[process_registry.ProcessRecord]:
+        """Return the registry entries of all started engines."""
+        records = []
+        for name, entry in self._supervisor.engines.entries.items():
+            address = self._addresses.get(name)
+            endpoint = None if address is None else address.endpoint
+            process = None if address is None else address.process
+            records.append(
+                process_registry.ProcessRecord(
+                    role="head",
+                    name=name,
+                    incarnation=entry.incarnation,
+                    state=entry.condition,
+                    expert_group=entry.member.expert_group,
+                    group=entry.member.group,
+                    base=entry.member.base,
+                    group_role=entry.member.role,
+                    endpoint=endpoint() if callable(endpoint) else endpoint,
+                    pid=process.pid if isinstance(process, subprocess.Popen) else None,
+                    secret=self._secret if address is not None and address.keys is not None else None,
+                    error=None if entry.error is None else entry.error.info(),
+                )
+            )
+        return records
+
+    def _front_records(self) -> list[process_registry.ProcessRecord]:
+        """Return the registry entries of all API servers."""
+        return [
+            process_registry.ProcessRecord(
+                role="front",
+                name=name,
+                incarnation=entry.incarnation,
+                state=entry.state.value,
+                pid=self._fronts[name][1].pid if name in self._fronts else None,
+            )
+            for name, entry in self._supervisor.fronts.entries.items()
+        ]
+
+    def _end(self) -> None:
+        """Kill all API servers, close all probes and order the running engines to stop.
+
+        Engines get no order after a signal during the start, or a second signal.
+        """
+        for name in list(self._fronts):
+            self._end_front(name)
+        self._selector.close()
+        self._probes.close()
+        # After a signal during the start, or a second signal, engines are not asked: they end with this
+        # process.
+        if self._status is not None and self._status <= 128:
+            running = [
+                n for n, e in self._supervisor.engines.entries.items() if e.state is ProcessState.RUNNING
+            ]
+            shut_down([self._addresses[name] for name in running])

@@ -1,0 +1,301 @@
+"""Caches of a rank, as seen by a transport: direct memory, read by peers, or memory behind a ring.
+
+    Direct    the caches are host memory: peers read the caches, and received bytes are copied into the caches
+    Staged    the caches are anywhere, e.g. on a GPU. To send: copy to a ring of host memory, send from
+              the ring. To receive: copy to an inbox and compute the digests, then copy from the inbox to
+              the caches
+
+Peers see no difference: spans of the regions shown by a sender. A rank with staged caches shows one region,
+the ring; peers never learn where the caches are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from weft.common.errors import EngineDead
+from weft.common.log import get_logger
+from weft.disagg.protocol.outbox import Outbox
+from weft.disagg.protocol.pushes import Write, Written
+from weft.disagg.protocol.spans import SpanPart
+from weft.disagg.transport.copies import Copies
+from weft.disagg.transport.copying import copy_spans
+from weft.disagg.transport.shared_memory import SharedMemory
+from weft.types.transfer import TransferKey
+
+Tensor = torch.Tensor
+
+log = get_logger(__name__)
+
+_NOT_COPIED = EngineDead("a rank could not copy what a transfer sends").info()
+_SOONEST_S, _LATEST_S = 0.0005, 0.004
+"""Minimum and maximum seconds between checks of copies under way."""
+_PIECE = 1 << 20
+"""Bytes moved to the caches while the next bytes are copied into the inbox."""
+
+
+class Memory(Protocol):
+    """Caches of a rank, as read and written by a transport. Used from the transport's thread."""
+
+    staged: bool
+    regions: Sequence[Tensor]
+    """The caches, uint8 [bytes] each."""
+    shown: Sequence[Tensor]
+    """Regions for the source spans of outgoing writes: uint8 on the host."""
+    shared: Sequence[SharedMemory]
+    """``shown``, if peers can map the memory."""
+
+    def put(self, write: Write) -> Write | None:
+        """Accept a write. Return the write if ready to send; None if ``ready`` will return the write
+        later."""
+
+    def ready(self) -> list[Write]:
+        """Return writes ready to send, with spans in terms of ``shown`` and without digests."""
+
+    def failed(self) -> list[Written]:
+        """Return writes with a failed copy, since the last call."""
+
+    def patience(self) -> float | None:
+        """Return the seconds until the next useful ``ready``; None if only an answer of a peer can make
+        progress."""
+
+    def ended(self, peer: str, key: TransferKey, number: int) -> None:
+        """See ``Outbox.ended``."""
+
+    def lost(self, peer: str) -> None:
+        """See ``Outbox.lost``."""
+
+    def cancel(self, key: TransferKey) -> None:
+        """See ``Outbox.cancel``."""
+
+    def quiet(self, key: TransferKey) -> bool:
+        """See ``Outbox.quiet``."""
+
+    def mark(self) -> Any:
+        """See ``Copies.mark``. Call from the computing thread."""
+
+    def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Copy spans into a region, see ``copying.copy_spans``. Return the digests. The bytes are in the
+        caches after ``settle``."""
+
+    def settle(self) -> None:
+        """Block until all bytes of ``take`` calls are in the caches."""
+
+    def close(self) -> None:
+        """Stop all reads and writes of the caches. Raises EngineDead after a time-out."""
+
+
+class DirectMemory:
+    """Caches in host memory."""
+
+    staged = False
+
+    def __init__(self, regions: Sequence[Tensor], shared: Sequence[SharedMemory] = ()) -> None:
+        """``shared``: the same regions, if peers map the caches."""
+        self.regions = self.shown = regions
+        self.shared = shared
+
+    def put(self, write: Write) -> Write | None:
+        return write
+
+    def ready(self) -> list[Write]:
+        return []
+
+    def failed(self) -> list[Written]:
+        return []
+
+    def patience(self) -> float | None:
+        return None
+
+    def ended(self, peer: str, key: TransferKey, number: int) -> None:
+        return
+
+    def lost(self, peer: str) -> None:
+        return
+
+    def cancel(self, key: TransferKey) -> None:
+        return
+
+    def quiet(self, key: TransferKey) -> bool:
+        return True
+
+    def mark(self) -> Any:
+        return None
+
+    def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        return copy_spans(source, self.regions[region], spans, seeds)
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Sizes(NamedTuple):
+    """Sizes of the staging memory, in bytes."""
+
+    slot: int = 4 << 20
+    """Maximum bytes of one outgoing write."""
+    slots: int = 16
+    inbox: int = 16 << 20
+    """Maximum bytes of one received span."""
+
+
+class _Copying(NamedTuple):
+    slot: int
+    copy: Any
+    since: float
+
+
+class Staged:
+    """Caches behind a ring and an inbox. Owns the memory of both.
+
+    INVARIANT: a slot of the ring is reused only after the receiver's answer, or after the end of the
+    connection to the receiver. A cancelled transfer may have a copy out of the caches under way until
+    ``quiet``.
+    """
+
+    staged = True
+
+    def __init__(
+        self, regions: Sequence[Tensor], copies: Copies, sizes: Sizes, *, sends: bool, takes: bool
+    ) -> None:
+        """Allocate and pin the ring (if ``sends``) and the inbox (if ``takes``). Raises EngineDead."""
+        self.regions, self.sizes = regions, sizes
+        self._copies = copies
+        self._outbox = Outbox(sizes.slots if sends else 0)
+        self._ring = SharedMemory(sizes.slot * sizes.slots if sends else 0, "weft-ring")
+        self._inbox = SharedMemory(sizes.inbox if takes else 0, "weft-inbox")
+        self._filled = 0
+        self._copying: list[_Copying] = []
+        self._failed: list[Written] = []
+        self.shared: Sequence[SharedMemory] = [self._ring]
+        self.shown: Sequence[Tensor] = [self._ring.tensor]
+        self._sends = sends
+        try:
+            for memory in (self._ring, self._inbox):
+                copies.pin(memory.tensor)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def outbox(self) -> Outbox:
+        return self._outbox
+
+    def put(self, write: Write) -> Write | None:
+        if not self._sends:
+            raise EngineDead("a rank that only receives cannot send")
+        self._outbox.put(write)
+        return None
+
+    def ready(self) -> list[Write]:
+        """Start copies of waiting writes into free slots. Return the writes whose copies have ended, now with
+        spans in the ring. A copy that cannot start is logged and reported by ``failed``."""
+        if not self._sends:
+            return []
+        now = time.monotonic()
+        for slot, write in self._outbox.begin():
+            try:
+                copy = self._copies.out(self.regions, write.parts, self._slot(slot), write.ready)
+            except Exception:  # a fault of one write ends only its transfer
+                log.exception("a write of transfer %d/%d could not be copied", *write.key[:2])
+                self._failed.append(Written(write.key, write.peer, write.number, _NOT_COPIED))
+                # The slot goes back at once: mark the copy as done, then the write as ended.
+                self._outbox.copied(slot)
+                self._outbox.ended(write.peer, write.key, write.number)
+                continue
+            self._copying.append(_Copying(slot, copy, now))
+        made, under_way = list[Write](), list[_Copying]()
+        for one in self._copying:
+            if not self._copies.ended(one.copy):
+                under_way.append(one)
+            elif (copied := self._outbox.copied(one.slot)) is not None:
+                made.append(self._in_slot(copied, one.slot))
+        self._copying = under_way
+        return made
+
+    def failed(self) -> list[Written]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def patience(self) -> float | None:
+        if not self._copying:
+            return 0.0 if self._outbox.can_begin else None
+        age = time.monotonic() - self._copying[0].since
+        return min(max(age / 4, _SOONEST_S), _LATEST_S)
+
+    def ended(self, peer: str, key: TransferKey, number: int) -> None:
+        self._outbox.ended(peer, key, number)
+
+    def lost(self, peer: str) -> None:
+        self._outbox.lost(peer)
+
+    def cancel(self, key: TransferKey) -> None:
+        self._outbox.cancel(key)
+
+    def quiet(self, key: TransferKey) -> bool:
+        return self._outbox.quiet(key)
+
+    def mark(self) -> Any:
+        return self._copies.mark()
+
+    def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """See ``Memory.take``. Raises EngineDead for a span longer than the inbox."""
+        made, at = [np.empty(0, np.uint64)], 0
+        ends = np.cumsum(spans[:, 2])
+        while at < len(spans):
+            before = int(ends[at - 1]) if at else 0
+            # At least one span per piece, even if the span is longer than a piece.
+            until = max(at + 1, int(np.searchsorted(ends, before + _PIECE, side="right")))
+            made.append(self._into(source, region, spans[at:until], seeds[at:until]))
+            at = until
+        return np.concatenate(made)
+
+    def settle(self) -> None:
+        self._copies.settle()
+        self._filled = 0
+
+    def close(self) -> None:
+        self._copies.close()
+        self._copying.clear()
+        for memory in (self._ring, self._inbox):
+            memory.close()
+
+    def _into(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Copy spans into the inbox and start the copy to ``region``. Return the digests, uint64 [n]. Blocks
+        while the inbox is full. Raises EngineDead for more bytes than the inbox holds."""
+        size = int(spans[:, 2].sum())
+        if size > self._inbox.nbytes:
+            raise EngineDead(f"{size} bytes of KV cache in one write; the limit is {self._inbox.nbytes}")
+        # The inbox is full: wait for the copies to the caches, then start at its beginning.
+        if self._filled + size > self._inbox.nbytes:
+            self.settle()
+        begin = self._filled
+        # Gathered bytes are aligned for every dtype used on the device.
+        self._filled = begin + -(-size // 16) * 16
+        moves = spans.copy()
+        moves[:, 1] = begin + np.cumsum(spans[:, 2]) - spans[:, 2]
+        digests = copy_spans(source, self._inbox.tensor, moves, seeds)
+        self._copies.into(self._inbox.tensor[begin : begin + size], self.regions[region], spans[:, 1:])
+        return digests
+
+    def _slot(self, slot: int) -> Tensor:
+        return self._ring.tensor[slot * self.sizes.slot : (slot + 1) * self.sizes.slot]
+
+    def _in_slot(self, write: Write, slot: int) -> Write:
+        """Return the write with spans in the ring: the parts lie back to back from the start of the slot."""
+        parts, at = [], slot * self.sizes.slot
+        for part in write.parts:
+            spans = part.spans.copy()
+            spans[:, 0] = at + np.cumsum(spans[:, 2]) - spans[:, 2]
+            at += part.nbytes
+            parts.append(SpanPart(0, part.target, spans))
+        return msgspec.structs.replace(write, parts=tuple(parts), ready=None)

@@ -1,0 +1,298 @@
+"""Start and end the engine processes of a server, and the workers, which outlive engine processes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import Unavailable
+from weft.config.gpus import engine_rank, gpu_environment, gpus_here
+from weft.config.hosts import uses_board
+from weft.config.names import instance_name
+from weft.config.resolved import EngineConfig
+from weft.control.links.link import Address
+from weft.control.processes.table import Member
+from weft.engine.ranks.processes import ProcessCommand, Start, start_process
+from weft.engine.ranks.rank_supervisor import RankSupervisor
+from weft.engine.ranks.ranks import RankProcesses, are_supervised, rank_address
+from weft.parallel.remote import REFUSED, RemoteEngine, RemoteEngines
+
+LEAVE_S = 3.0
+"""Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
+
+
+class EngineProcesses:
+    """The processes of one group: an engine process for each replica. An engine process ends with the
+    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
+
+    ``weft.control.processes`` decides when an engine process is started again.
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """``folder``: engine processes listen in a new subfolder of ``folder``.
+
+        No other user may have access to ``folder``. ``log_level``: of the processes. ``start``: starts a
+        process.
+
+        Raises ConfigError when other hosts cannot reach the local host.
+        """
+        parallel = config.parallel
+        self._replicas = {
+            instance_name(config, replica): replica for replica in range(parallel.data_parallel_size)
+        }
+        together = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+        member = Member(
+            expert_group=(config.group or "all") if together else "",
+            group=config.group,
+            role=config.transfer.role,
+            base=config.base,
+        )
+        self.config = config
+        """Settings of the group."""
+        self.members = dict.fromkeys(self._replicas, member)
+        """Name of each engine process, in order, with the facts for the owner of the engines."""
+        self._remote = RemoteEngines(config) if uses_board(config.parallel) else None
+        self._running: dict[str, subprocess.Popen[bytes] | RemoteEngine] = {}
+        self._ended: list[subprocess.Popen[bytes] | RemoteEngine] = []
+        self._folder = group_folder(folder)
+        self._local = LocalEngines(config, self._folder, log_level, start)
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Start the engine process ``name`` and return the address.
+
+        Does not wait for the start. Raises OSError.
+
+        Every start has a new address, so messages for an earlier engine process never reach a later engine.
+        """
+        replica = self._replicas[name]
+        expert_group = self.members[name].expert_group
+        if self._remote is not None and replica in self._remote:
+            remote = self._remote.start(replica)
+            self._running[name] = remote
+            return Address(remote.endpoint, remote, self._remote.keys, incarnation, expert_group=expert_group)
+        endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
+        process = self._local.start(replica, endpoint)
+        self._running[name] = process
+        return Address(endpoint, process, None, incarnation, expert_group=expert_group)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """Kill a dead or hung engine process, before the next engine starts.
+
+        Unknown names are ignored. ``close`` still returns the status of a process that refused to start.
+        """
+        old = self._running.pop(name, None)
+        if old is not None:
+            old.kill()  # also ends a stopped (SIGSTOP) process
+            # Keep processes that refused to start, because `close` returns their statuses.
+            self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
+            self._ended.append(old)
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """End the processes of the group. The engine processes have received a shutdown.
+
+        Wait up to ``seconds`` for the local engine processes and kill the rest. Then end the workers. Last,
+        give other hosts the rest of the time, at least ``LEAVE_S`` seconds, to read ``status``: the exit
+        status of the server.
+
+        Return the exit status of each local engine process, and each known non-zero status of an engine
+        process on another host. Statuses of replaced engine processes may be included.
+        """
+        until = time.monotonic() + seconds
+        engines = [*self._running.values(), *self._ended]
+        ends = [
+            close_engine(engine, max(until - time.monotonic(), 0))
+            for engine in engines
+            if not isinstance(engine, RemoteEngine)
+        ]
+        # Workers end last: an engine process sends its workers the shutdown.
+        self._local.close(max(until - time.monotonic(), 0))
+        if self._remote is not None:
+            ends += [
+                ended for engine in engines if isinstance(engine, RemoteEngine) and (ended := engine.poll())
+            ]
+            self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
+        return ends
+
+
+class EngineGroups:
+    """The engine processes of all groups of a server: see ``EngineProcesses``."""
+
+    def __init__(
+        self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """Prepare all groups. No engine process is started.
+
+        Each group gets a new subfolder of ``folder``. No other user may have access to ``folder``. ``groups``
+        need distinct names, and nobody checks the names. A single group may have no name. ``log_level``: of
+        the processes. ``start``: starts a process. Raises ConfigError when other hosts cannot reach the local
+        host. After an error, the groups made so far are closed.
+        """
+        self._of: dict[str, EngineProcesses] = {}
+        self._groups: list[EngineProcesses] = []
+        self._setup = folder, log_level, start
+        self._ends: list[int] = []
+        """Exit statuses of the engine processes of groups that have ended."""
+        self.members: dict[str, Member] = {}
+        """Name of every engine process, in order, with the facts for the owner of the engines."""
+        try:
+            for config in groups:
+                self._open(config)
+        except BaseException:
+            self.close(0.0, 2)
+            raise
+
+    def _open(self, config: EngineConfig) -> None:
+        """Add a group. Raises ConfigError: see ``EngineProcesses``."""
+        group = EngineProcesses(config, *self._setup)
+        self._groups.append(group)
+        self._of.update(dict.fromkeys(group.members, group))
+        self.members.update(group.members)
+
+    def add(self, group: str, like: str) -> None:
+        """Prepare ``group`` with the settings of the group ``like``. Start nothing.
+
+        Raises Unavailable if the group runs over several hosts, or if too few GPUs are free.
+        """
+        config = next(one.config for one in self._groups if one.config.group == like)
+        ranks = config.parallel.layout.ranks
+        if config.parallel.nnodes > 1:
+            raise Unavailable(f"group {like} runs over several hosts, so no group can be added")
+        used = {gpu for one in self._groups for gpu in one.config.gpus}
+        free = [gpu for gpu in gpus_here(config.parallel, config.device) if gpu not in used]
+        if config.device == "cuda" and len(free) < ranks:
+            raise Unavailable(f"group {group} needs {ranks} free GPUs, and {len(free)} are free")
+        gpus = tuple(free[:ranks])
+        self._open(msgspec.structs.replace(config, group=group, gpus=gpus))
+
+    def forget(self, name: str) -> None:
+        """Drop an engine that has left the server. With the last engine of its group, the group ends."""
+        group = self._of.pop(name)
+        del self.members[name]
+        if group not in self._of.values():
+            self._groups.remove(group)
+            self._ends += group.close(0.0)
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Start an engine process and return the address. Does not wait for the start."""
+        return self._of[name].start(name, incarnation)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """Kill a dead or hung engine process, before the next engine starts."""
+        self._of[name].kill(name, incarnation)
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """Call ``EngineProcesses.close`` for all groups, within ``seconds`` in total. Return the exit
+        statuses of the engine processes.
+        """
+        until = time.monotonic() + seconds
+        closed = [
+            end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
+        ]
+        return [*self._ends, *closed]
+
+
+def group_folder(folder: Path) -> Path:
+    """Create a new folder in ``folder`` for the sockets and files of one group and return the path. Two
+    groups never share a folder.
+    """
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            result = folder / f"g{number}"
+            result.mkdir(mode=0o700)
+            return result
+    raise AssertionError("unreachable")
+
+
+class LocalEngines:
+    """Starts the engine processes of the local host, and owns the rank supervisor of the workers. Used from
+    the main thread.
+    """
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
+        """``folder``: for the files of the engine processes.
+
+        No other user may have access to ``folder``. ``start``: starts a process.
+        """
+        self._start = start
+        self._config = config
+        self._folder = folder
+        self._level = log_level
+        self._rank_supervisor: RankSupervisor | None = None
+        """Created when the first engine process with supervised workers starts."""
+
+    def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
+        """Start an engine process at ``endpoint`` and return the process.
+
+        Does not wait for the start. Raises OSError.
+
+        The first start of a replica with supervised workers creates the rank supervisor. ``incarnation``: see
+        ``EngineConfig``.
+        """
+        pipe = None
+        parallel = self._config.parallel
+        if are_supervised(parallel, replica):
+            self._rank_supervisor = self._rank_supervisor or RankSupervisor(
+                parallel.data_parallel_size, self._workers
+            )
+            pipe = self._rank_supervisor.link(replica)
+        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
+        return start_engine(own, endpoint, self._level, pipe, self._start)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for workers, which have received a shutdown, then kill the rest."""
+        if self._rank_supervisor is not None:
+            self._rank_supervisor.close(seconds)
+            self._rank_supervisor = None
+
+    def _of(self, replica: int) -> EngineConfig:
+        return msgspec.structs.replace(self._config, replica=replica, socket_folder=str(self._folder))
+
+    def _workers(self, replica: int) -> RankProcesses:
+        config = self._of(replica)
+        return RankProcesses(config, rank_address(config), self._level, self._start)
+
+
+def start_engine(
+    config: EngineConfig,
+    endpoint: str,
+    log_level: str,
+    pipe: Connection | None = None,
+    start: Start = start_process,
+) -> subprocess.Popen[bytes]:
+    """Start an engine process at ``endpoint`` and return the process, which ends with the calling process.
+
+    Does not wait for the start. Raises OSError.
+
+    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here, also
+    after an error. Call from the main thread: the kernel ties a child to the starting thread.
+    """
+    descriptors = () if pipe is None else (pipe.fileno(),)
+    environment = gpu_environment(config, engine_rank(config))
+    setup = msgspec.msgpack.encode(config)
+    try:
+        return start(ProcessCommand("engine_main", (endpoint, log_level), setup, environment, descriptors))
+    finally:
+        if pipe is not None:
+            pipe.close()
+
+
+def close_engine(engine: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait up to ``seconds`` for an engine process, which has received a shutdown, then kill the engine.
+    Return the exit status.
+    """
+    try:
+        return engine.wait(seconds)
+    except subprocess.TimeoutExpired:
+        engine.kill()
+        return engine.wait()

@@ -1,0 +1,87 @@
+"""POST /v1/embeddings: vectors of length 1, made from a prompt's final hidden states."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.front.http import openapi
+from weft.front.http.answers import Embedding, EmbeddingList, EmbeddingUsage, Usage, error_response, to_json
+from weft.front.http.streaming import StreamForm
+from weft.front.protocol.embeddings_request import EmbeddingRequest
+from weft.front.requests.context import Front
+from weft.front.requests.generation import Generation
+from weft.front.requests.serving import handle
+from weft.text.choice import Choice, TextDelta
+from weft.text.pooled import normalized
+
+NUMBER_BYTES = 24
+"""Maximum bytes of a number in JSON."""
+
+
+def add_embeddings(app: FastAPI, front: Front) -> None:
+    """Add the route to ``app``."""
+
+    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, EmbeddingList))
+    async def create_embedding(request: Request) -> Response:
+        """Make a vector of each text, from the model's last hidden states."""
+        return await handle(front, request, "embeddings", functools.partial(EmbeddingShape, front))
+
+
+class EmbeddingShape:
+    """Answer of one embeddings request. Never streamed."""
+
+    form = StreamForm()
+
+    def __init__(self, front: Front, generation: Generation) -> None:
+        """Raises InvalidRequest for an answer above ``--max-response-bytes``, by an estimate of the size."""
+        self._generation = generation
+        self._asked = generation.job.asked
+        each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES
+        size = len(generation.choices) * front.config.spec.hidden * each
+        if size > (most := front.section.max_response_bytes):
+            raise InvalidRequest(
+                f"the answer would have about {size} bytes; this server's limit is {most} "
+                "(--max-response-bytes): send fewer inputs per request, or set encoding_format to base64",
+                param="input",
+                code="response_too_large",
+            )
+
+    def opening(self) -> list[Any]:
+        return []
+
+    def weight(self, delta: TextDelta) -> int:
+        return 0
+
+    def chunks(self, delta: TextDelta) -> list[Any]:
+        return []
+
+    def closing(self, usage: Usage) -> list[Any]:
+        return []
+
+    def failed(self, error: ErrorInfo) -> list[Any]:
+        return [error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Do nothing: the choices keep everything for the whole answer."""
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """Yield the answer's JSON: one piece per vector, with a head and an end."""
+        yield b'{"object":"list","data":['
+        for number, choice in enumerate(self._generation.choices):
+            yield (b"," if number else b"") + to_json(self._embedding(choice))
+        counts = EmbeddingUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.prompt_tokens)
+        yield b'],"model":' + to_json(self._asked.model) + b',"usage":' + to_json(counts) + b"}"
+
+    def _embedding(self, choice: Choice) -> Embedding:
+        vector = normalized(choice.embedding)
+        if self._asked.encoding == "base64":
+            return Embedding(index=choice.index, embedding=base64.b64encode(vector.tobytes()).decode())
+        return Embedding(index=choice.index, embedding=np.asarray(vector).tolist())

@@ -1,0 +1,158 @@
+"""Checkpoint folders made from GGUF files: small files beside a link to the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
+from weft.common.lfs import refuse_pointer
+from weft.gguf.config import ModelFacts, config_of
+from weft.gguf.container import Container, StoredTensor, shards
+from weft.gguf.gguf_names import GgufNames, Published, published
+from weft.gguf.gguf_tokenizer import tokenizer_files
+
+VERSION = 5
+"""Version of the folder's contents. Folders of other versions are ignored."""
+_WEIGHTS = "weights"
+_LAYOUT = "gguf.json"
+_NO_TOKENIZER = "no-tokenizer.txt"
+"""File with the reason why the file's tokenizer cannot be used, in place of a tokenizer."""
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file for ``path``: the file itself, or the only model in a folder without config.json.
+
+    Return None for any other folder. Raises ConfigError for a missing file, and for a folder with several
+    models.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no file {str(path)!r}", param="--model")
+        refuse_pointer(path, "--model")
+        return path
+    if (path / "config.json").is_file():
+        return None
+    models = {shards(file)[0] for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")}
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models))
+        raise ConfigError(f"{str(path)!r} has several GGUF files: name one of {names}", param="--model")
+    return next(iter(models), None)
+
+
+def checkpoint_folder(path: Path) -> str:
+    """Return the checkpoint folder of the GGUF file ``path``, in the user's cache. Makes a missing folder.
+
+    A changed file gets another folder. Raises ConfigError for an unsupported model.
+    """
+    parts = shards(path.resolve())
+    folder = cache_folder("gguf") / _key(parts)
+    if (folder / "config.json").is_file():
+        return str(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration of {parts[0].name} cannot be written to {folder.parent}: "
+            f"{error.strerror}; set XDG_CACHE_HOME to another folder",
+            param="--model",
+        ) from error
+    # A folder appears complete, by a rename, because other processes look for the same folder.
+    try:
+        _write(made, parts)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            if not (folder / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return str(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise ConfigError for a folder from a GGUF file with an unusable tokenizer.
+
+    The folder exists anyway, because ``--tokenizer`` may name another tokenizer. The error is raised on every
+    start with the file's own tokenizer, not only on the start that made the folder.
+    """
+    found = folder / _NO_TOKENIZER
+    if found.is_file():
+        raise ConfigError(
+            f"{found.read_text(encoding='utf-8')}. Name a folder with the published tokenizer of this model: "
+            "--tokenizer FOLDER",
+            param="--tokenizer",
+        )
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder made from a GGUF file; empty for other folders."""
+    return sorted(folder.glob(f"{_WEIGHTS}-*.gguf"))
+
+
+def weights_of(path: Path) -> dict[str, Published]:
+    """Return the weights in the file ``path`` of a checkpoint folder, by published name.
+
+    Raises ConfigError if the folder has no readable layout file.
+    """
+    try:
+        layout = msgspec.json.decode((path.parent / _LAYOUT).read_bytes(), type=GgufNames)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{path.name} has no {_LAYOUT} in its folder; give the name of the .gguf file", param="--model"
+        ) from error
+    here = str(path.resolve())
+    return {weight.name: weight for weight in published(layout) if weight.parts[0].path == here}
+
+
+def _key(parts: list[Path]) -> str:
+    """Return a folder name unique to the files and to their present size, time and inode."""
+    seen = hashlib.sha256(f"{VERSION}".encode())
+    for part in parts:
+        state = part.stat()
+        seen.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}".encode())
+    return f"{parts[0].stem[:80]}-{seen.hexdigest()[:16]}"
+
+
+def _write(folder: Path, parts: list[Path]) -> None:
+    """Write the files of the checkpoint folder: layout, tokenizer, links to the weights, and config.json
+    last. Raises ConfigError for an unsupported model.
+
+    An unusable tokenizer is noted in a file instead: see ``check_tokenizer``.
+    """
+    containers = [Container(part) for part in parts]
+    metadata = containers[0].metadata
+    tensors = [tensor for container in containers for tensor in container.tensors()]
+    try:
+        facts = ModelFacts(metadata)
+        config = config_of(metadata, tensors, _rope_factors(tensors))
+        layers = config["num_hidden_layers"]
+        layout = GgufNames(facts.family, layers, facts.heads, facts.kv_heads, tuple(tensors))
+        published(layout)  # raises for tensors of unsupported models, before an engine starts
+    except ConfigError as error:
+        raise ConfigError(f"{parts[0].name}: {error.message}", param=error.param) from error
+    (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))
+    try:
+        texts = tokenizer_files(metadata)
+    except ConfigError as error:
+        texts = {_NO_TOKENIZER: f"the tokenizer in {parts[0].name} cannot be used: {error.message}"}
+    for name, content in texts.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    for number, part in enumerate(parts):
+        os.symlink(part, folder / f"{_WEIGHTS}-{number:05d}.gguf")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _rope_factors(tensors: list[StoredTensor]) -> list[float] | None:
+    for tensor in tensors:
+        if tensor.name == "rope_freqs.weight" and tensor.kind == "F32":
+            return [float(factor) for factor in tensor.data]
+    return None

@@ -1,0 +1,126 @@
+"""Messages between an API server and its media workers: a task and a reply, each followed by raw bytes.
+
+head length (4 bytes, little-endian) | head (msgpack) | rest: file or pixels, never packed
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from weft.common.shared_bytes import SharedName
+from weft.media.headers import ImageHeader
+from weft.media.media_errors import BadMedia
+
+_LENGTH = struct.Struct("<I")
+Side: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The greeting of a worker: the rules for all tasks."""
+
+    most_bytes: int
+    """Maximum bytes of a file."""
+    memory: int
+    """Bytes the process may map in addition to the memory at its start."""
+    seconds: float
+    """Maximum seconds of one fetch."""
+    allowed: tuple[str, ...] = ()
+    """Domains from which files may be fetched."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The pixels of one image as a model needs the image."""
+
+    height: Side
+    """Height and ``width`` of the resized image."""
+    width: Side
+    canvas: tuple[Side, Side]
+    """(height, width) of the pixels. The image is in the upper left corner; the rest is black."""
+    resample: Annotated[int, Meta(ge=0, le=5)]
+    """Pillow's number of the resize filter."""
+    fingerprint: bytes
+    """Hash of the model's processing. Equal images with different processing get different keys."""
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Task: fetch a file."""
+
+    url: str
+
+
+class DecodeFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the files behind a head."""
+
+    header: ImageHeader
+    size: Annotated[int, Meta(ge=0)]
+    """Size in bytes."""
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Task: decode the files behind the head, of an image or of a frame group, in order."""
+
+    files: tuple[DecodeFile, ...]
+    target: Target
+    into: SharedName | None = None
+    """Shared memory for the pixels. If writing fails, the reply contains the pixels."""
+
+
+Task: TypeAlias = Fetch | Decode
+
+
+class MediaDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply to a task. The file or the pixels follow, unless the pixels are in shared memory.
+
+    Pixels are uint8 [frames, height, width, 3].
+    """
+
+    key: bytes = b""
+    """Cache key of the pixels."""
+    reason: str = ""
+    """Reason of a failure; see ``BadMedia``."""
+    code: str = ""
+    frame: int = 0
+    """Number of the failed frame."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_task: msgspec.msgpack.Decoder[Task] = msgspec.msgpack.Decoder(Task)
+_done = msgspec.msgpack.Decoder(MediaDone)
+
+
+def packed(head: Task | MediaDone) -> bytes:
+    """Return the bytes in front of the rest: length and head."""
+    data = _encoder.encode(head)
+    return _LENGTH.pack(len(data)) + data
+
+
+def task_of(payload: bytes) -> tuple[Task, memoryview]:
+    """Return a task and the bytes behind the task. Raises ValueError or msgspec.DecodeError."""
+    head, rest = _split(payload)
+    return _task.decode(head), rest
+
+
+def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
+    """Return (key, bytes behind the reply). The bytes are a view into ``answer``; a fetched file has an
+    empty key. Raises BadMedia for a reply with a failure, and ValueError or msgspec.DecodeError for an
+    invalid reply."""
+    head, rest = _split(answer)
+    done = _done.decode(head)
+    if done.reason:
+        raise BadMedia(done.reason, done.code, done.frame)
+    return done.key, rest
+
+
+def _split(data: bytes | bytearray) -> tuple[memoryview, memoryview]:
+    """Return views of the head and of the rest. Raises ValueError for a message that is too short."""
+    view = memoryview(data)
+    if len(view) < _LENGTH.size:
+        raise ValueError("a message without a header")
+    (size,) = _LENGTH.unpack(view[: _LENGTH.size])
+    if len(view) < _LENGTH.size + size:
+        raise ValueError("a message with a truncated header")
+    return view[_LENGTH.size : _LENGTH.size + size], view[_LENGTH.size + size :]

@@ -1,0 +1,153 @@
+"""A process that fetches or decodes images for an API server.
+
+    python -m weft.media.media_worker CPU_SECONDS DESCRIPTOR
+
+Like other workers, the process reads payloads from an inherited socket and replies to each, until the other
+end closes. The payload bytes are untrusted. Memory and CPU time of a task are bounded. If the process dies,
+only its current image fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from weft.common.confine import confine
+from weft.common.errors import PixelsLost
+from weft.common.log import get_logger
+from weft.common.priority import LONG_S, step_back
+from weft.common.shared_bytes import SharedName, write_shared
+from weft.common.workers import Answer, serve
+from weft.media.decode import can_decode, group_pixels, key_of, load
+from weft.media.fetch import Fetcher
+from weft.media.headers import ImageHeader
+from weft.media.media_errors import UNREACHABLE, BadMedia
+from weft.media.media_messages import Decode, MediaDone, WorkerRules, packed, task_of
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+NICENESS = 10
+"""Lower priority than the workers that read requests."""
+LONG_NICENESS = 19
+"""Niceness of a long decode."""
+GRACE_S = 1.0
+"""Seconds after a fetch's own deadline before the fetch is interrupted, wherever it waits."""
+
+
+def main(make: Callable[..., Fetcher] = Fetcher) -> None:
+    """Run a media worker until the other end closes. ``make`` makes the fetcher."""
+
+    def prepare(greeting: bytes) -> Answer:
+        """Load Pillow if installed, and limit the process's memory. Return the function that answers a
+        payload."""
+        rules = msgspec.msgpack.decode(greeting, type=WorkerRules)
+        if can_decode():
+            load()
+        confine(rules.memory)
+        fetcher = make(rules.allowed, rules.most_bytes, rules.seconds)
+        return lambda payload: answer_to(payload, fetcher, rules)
+
+    serve(prepare, NICENESS, float(sys.argv[1]))
+
+
+def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
+    """Return the reply to one task, in pieces. An error of the image, lack of memory and a time-out are
+    replies too. Pixels go to shared memory if possible, and then are not part of the reply. Raises
+    ValueError or msgspec.DecodeError for an invalid payload."""
+    try:
+        task, data = task_of(payload)
+        if isinstance(task, Decode):
+            # Long decodes must not slow down the engines and other requests.
+            pixels, key = _stepping_back(lambda: _decoded(task, data))
+            done = packed(MediaDone(key=key))
+            return (done,) if _written(pixels, task.into) else (done, pixels)
+        with _interrupted(rules.seconds + GRACE_S):
+            return packed(MediaDone()), fetcher.fetch(task.url)
+    except BadMedia as error:
+        return (packed(MediaDone(reason=error.reason, code=error.code, frame=error.frame)),)
+    except MemoryError:
+        reason = "needs more memory than this server allows; send a smaller image"
+        return (packed(MediaDone(reason=reason, code="image_too_large")),)
+    except TimeoutError:
+        return (packed(MediaDone(reason="took too long to fetch", code=UNREACHABLE)),)
+
+
+def _stepping_back(work: Callable[[], T]) -> T:
+    """Return the result of ``work``, run in a new thread, or raise its exception. The thread gets the
+    lowest priority if the work is long. Raises MemoryError if no thread can start."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise MemoryError from None  # no memory left for the thread's stack
+    thread.join(LONG_S)
+    if thread.is_alive():
+        step_back(thread, LONG_NICENESS)
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _decoded(task: Decode, data: memoryview) -> tuple[bytes, bytes]:
+    """Return (pixels, cache key) of a task. Raises BadMedia and MemoryError."""
+    pixels = group_pixels(_files(task, data), task.target)
+    return pixels, key_of(pixels, task.target)
+
+
+def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:
+    """Return the files of ``task``, which stand one after another behind the head."""
+    ends = list(itertools.accumulate(file.size for file in task.files))
+    cuts = zip([0, *ends], ends, task.files, strict=False)
+    return [(data[begin:end], file.header) for begin, end, file in cuts]
+
+
+def _written(pixels: bytes, into: SharedName | None) -> bool:
+    """Write ``pixels`` to the shared memory ``into``. Return True on success; False without shared memory,
+    or if the memory cannot be opened."""
+    if into is None:
+        return False
+    try:
+        write_shared(into, pixels)
+    except PixelsLost:  # the API server is in another namespace, or has dropped the shared memory
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _interrupted(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the block after ``seconds``. Works only in the main thread: uses the
+    process's real-time timer, and restores the handler of SIGALRM."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Wake-up descriptor for a loop that waits on file descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+class WakeupDescriptor:
+    """Eventfd that wakes one waiting thread. Any thread may ring."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable from ``ring`` until ``hear``. -1 after ``close``."""
+
+    def ring(self) -> None:
+        """Make the descriptor readable. Does not block."""
+        with contextlib.suppress(OSError):  # closed, or the counter is full
+            os.eventfd_write(self.descriptor, 1)
+
+    def hear(self) -> None:
+        """Reset the descriptor to not readable. Does not block."""
+        with contextlib.suppress(OSError):
+            os.eventfd_read(self.descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor. Later calls of ``ring`` do nothing. Idempotent."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

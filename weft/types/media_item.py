@@ -1,0 +1,89 @@
+"""Images of a prompt as data: placeholder tokens and pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from weft.common.shared_bytes import SharedName
+from weft.types.transfer import TransferParameters
+
+BLOCK_ROWS = 64
+"""Rows per block of embeddings: the unit of allocation, and of transfers to other groups."""
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One image of a prompt (or one frame group of a video), resized to the model's size."""
+
+    key: bytes
+    """16-byte key, computed by the media worker from the pixels, the shape, the processing and the request's
+    salt. Prefix caches and embedding caches identify the image by the key.
+    """
+    start: int
+    """Position of the first placeholder token in the prompt."""
+    count: int
+    """Number of placeholder tokens, and of rows of the embedding."""
+    grid: tuple[int, int, int]
+    """Frame groups, rows and columns of patches, before neighbours are merged."""
+    pixels: bytes = b""
+    """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
+    shared: SharedName | None = None
+    """Name of shared memory on the local host with the pixels, valid while the sender of the message keeps
+    the pixels. On the wire the name replaces the pixels. In memory both may be present.
+    """
+    transfer: TransferParameters | None = None
+    """Transfer parameters of the embedding, if another group encodes the image."""
+
+
+def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+    """Return ``items`` without pixels, for a group that needs only the positions of the images."""
+    return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
+
+
+SPAN = 6
+"""Numbers per span; see ``spans_of``."""
+
+
+def spans_of(items: Iterable[MediaItem], merge: int) -> np.ndarray:
+    """Return the spans of a prompt's images, with rope positions: int32 [items, 6].
+
+    A row is (start, count, frames, rows, columns, rope): position and number of tokens, the grid of tokens
+    (``merge`` x ``merge`` patches each), and the rope position of the first token. An image takes as many
+    rope positions as the longer side has tokens, and the text after the image continues from there.
+
+    ``items`` must be in order of position, without overlap. Raises ValueError otherwise.
+    """
+    spans = []
+    end, rope = 0, 0
+    for item in items:
+        frames, rows, columns = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
+        if item.start < end:
+            raise ValueError("images of a prompt overlap, or are not in order")
+        rope += item.start - end
+        spans.append((item.start, item.count, frames, rows, columns, rope))
+        end = item.start + item.count
+        rope += max(rows, columns)
+    return np.array(spans, dtype=np.int32).reshape(-1, SPAN)
+
+
+def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the frame, row and column rope position of each token: int64 [3, T].
+
+    spans: int32 [items, 6] from ``spans_of``. positions: int64 [T], any positions of one sequence. A text
+    token has three equal numbers. The function is the definition, for tests. Steps compute the same on the
+    device (``Spans.rope_positions`` in ``weft/runner/images/image_store.py``). Source: Qwen2-VL, arXiv
+    2409.12191, section 2.1, with each frame of a video as a separate item (Qwen3-VL).
+    """
+    # [T] -> [3, T]: text tokens first, then each span overwrites the span's tokens and shifts the later text.
+    result = np.repeat(positions[np.newaxis].astype(np.int64), 3, axis=0)
+    for start, count, _, rows, columns, rope in spans.astype(np.int64):
+        inside = (positions >= start) & (positions < start + count)
+        token = positions[inside] - start
+        result[0, inside] = rope + token // (rows * columns)
+        result[1, inside] = rope + token // columns % rows
+        result[2, inside] = rope + token % columns
+        behind = positions >= start + count
+        result[:, behind] = positions[behind] - (start + count) + rope + max(rows, columns)
+    return result
