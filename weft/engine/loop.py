@@ -4,8 +4,8 @@
     commit    read, commit, learn
     _mask     of a constrained step: masks and sample, once all earlier steps have committed
 
-Each step in flight has one plan. The plan is immutable from ``freeze`` to ``commit``. With two steps in flight,
-step N + 1 is planned and launched before the tokens of step N are read:
+Each step in flight has one plan. The plan is immutable from ``freeze`` to ``commit``. With two steps in
+flight, step N + 1 is planned and launched before the tokens of step N are read:
 
     launch N+1 ──────────────┐
     read N, commit N         │ runs meanwhile

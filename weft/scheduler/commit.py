@@ -1,5 +1,4 @@
-"""Apply the result of a step to the sequences. Rows are dropped if the sequence has left the slot since
-planning.
+"""Apply the result of a step to the sequences. Rows of sequences without their planned slot are dropped.
 
 Most rows are quiet: a decode row with one token, without an end of the sequence and without further fields in
 the event. Quiet rows commit together, as columns. Every other row commits alone.
@@ -38,8 +37,7 @@ class _Row:
     """Accepted drafts and one more token; [] for a row that does not sample. The last is invalid with
     ``error``."""
     embedding: bytes = b""
-    """The pooled embedding as little-endian float32 bytes, if the row completes an embedding prompt; else
-    b""."""
+    """Pooled embedding as little-endian float32 bytes; b"" unless the row completes an embedding prompt."""
 
 
 def commit(
@@ -54,8 +52,7 @@ def commit(
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
     _check_rows(plan, result)
-    prefill = plan.prefill
-    decode = plan.decode
+    prefill, decode = plan.prefill, plan.decode
     alive = _alive(state, decode)
     tokens = _first_tokens(decode, result)
     if policy is not None:
