@@ -1,8 +1,8 @@
 """A simulated engine process: the product's ``EngineProtocol`` and ``Scheduler``, on virtual time.
 
 The group (``testing.cluster.group``) has one rank or several. ``GroupRunner.forward`` sends a step to all
-ranks. The result is committed once the group's ``Membership`` counts the step. The engine
-(``testing.cluster.cluster_engine``) handles the loss of an epoch and the beginning of the next epoch.
+ranks. The result is committed once the group's ``Membership`` counts the step. The loss of an epoch and the
+beginning of the next epoch are in ``testing.cluster.cluster_engine``.
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ class EngineProcess:
 
     def __init__(self, cluster: Cluster, instance: str, number: int) -> None:
         """Create a process of ``instance``, not started. ``number``: start number, over all processes."""
-        self.cluster = cluster
-        self.instance = instance
+        self.cluster, self.instance = cluster, instance
         self.name = f"{instance}#{number}"
         self.alive = True
         self.stalled_until = 0.0
-        self.listens = False
-        self.ready = False
-        self.replaced = False
-        """True once the supervisor has decided on the successor, or on none."""
+        self.listens = self.ready = self.replaced = False
+        """``replaced``: the supervisor has decided on the successor, or on none."""
         self.slow = False
         """True if the process will not start in time."""
         self.incarnation = cluster.rng.getrandbits(32)
@@ -90,8 +87,7 @@ class EngineProcess:
         self._inbox: deque[tuple[bytes, m.ToEngine]] = deque()
         self._waits = 0
         """Number of the current wait for a step; each wait gets a new number."""
-        self._busy = False
-        self._heartbeat_due = False
+        self._busy = self._heartbeat_due = False
 
     # -- start and end
 

@@ -10,6 +10,7 @@ from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 from weft.control.processes import supervisor as s
 from weft.control.processes.rolling import QUIT_S, Quit, Switch
+from weft.control.processes.scaling import to_revive
 from weft.control.processes.supervisor import ServerPhase, Supervisor
 from weft.control.processes.table import (
     SHORT_S,
@@ -19,7 +20,6 @@ from weft.control.processes.table import (
     ProcessState,
     ProcessTable,
     Start,
-    to_revive,
 )
 
 GONE = EngineDead("the process ended")

@@ -13,8 +13,8 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import plan_removal, plan_scale
-from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start, to_revive
+from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
+from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
 
 log = get_logger(__name__)
 

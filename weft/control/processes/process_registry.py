@@ -16,8 +16,8 @@ import msgspec
 from weft.common.errors import EngineDead, ErrorInfo, NotFound, ReportedError, WeftError
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_removal, plan_scale
-from weft.control.processes.table import Condition, Member, Role, named, to_revive, with_expert_groups
+from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
+from weft.control.processes.table import Condition, Member, Role, named, with_expert_groups
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"

@@ -1,4 +1,4 @@
-"""Changes of a server's groups while the server runs: which groups start, which groups leave. Pure.
+"""Changes of a server's groups while the server runs: which groups start, leave or come back. Pure.
 
 Groups with one *base* name can be scaled: ``decode`` is the base name of ``decode0`` and ``decode1``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weft.common.errors import InvalidRequest, NotFound
@@ -91,6 +91,26 @@ def plan_removal(
     names = [one for one in found if one not in leaving]
     _check_roles(names, members, leaving, serves)
     return names
+
+
+def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
+    """Return the ``retired`` processes to start when an operator revives ``name`` (a group or a process).
+
+    The result includes retired members of the same expert-parallel groups. Raise NotFound for an unknown
+    name, and InvalidRequest if no process of ``name`` is retired.
+    """
+    names = with_expert_groups(named(name, members), members)
+    if not name or not names:
+        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+    gone = set(retired)
+    found = [one for one in names if one in gone]
+    if not found:
+        raise InvalidRequest(
+            f"no engine of {name!r} is retired; engines that die are restarted automatically",
+            param="group",
+        )
+    return found
 
 
 def _check_roles(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import InvalidRequest, NotFound, WeftError
+from weft.common.errors import NotFound, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import RestartBudget
 
@@ -108,26 +108,6 @@ def with_expert_groups(names: Iterable[str], members: Mapping[str, Member]) -> l
     asked = set(names)
     expert_groups = {members[one].expert_group for one in asked} - {""}
     return [one for one, member in members.items() if one in asked or member.expert_group in expert_groups]
-
-
-def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
-    """Return the ``retired`` processes to start when an operator revives ``name`` (a group or a process).
-
-    The result includes retired members of the same expert-parallel groups. Raise NotFound for an unknown
-    name, and InvalidRequest if no process of ``name`` is retired.
-    """
-    names = with_expert_groups(named(name, members), members)
-    if not name or not names:
-        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
-    gone = set(retired)
-    found = [one for one in names if one in gone]
-    if not found:
-        raise InvalidRequest(
-            f"no engine of {name!r} is retired; engines that die are restarted automatically",
-            param="group",
-        )
-    return found
 
 
 @dataclass(slots=True)

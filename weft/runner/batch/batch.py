@@ -1,8 +1,8 @@
 """Batch building: turns a plan into model and sampler inputs without waiting for the device.
 
 The host knows the running slots, the token count of each row and the rows with logits. Ids, positions and
-cache indices are gathered on the device from ``SlotState``. All host columns of a step go to the device in
-one copy. Rows of both segments are derived together, prefill rows first.
+cache indices are gathered on the device from ``SlotState``. Host columns of a step go to the device in one
+copy. Rows of both segments are derived together, prefill rows first.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ class _Staged:
 
 def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
     """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
-    if plan.agreed is None:
-        return step
-    return replace(step, exchange=Exchange(rows=plan.agreed.padded_tokens))
+    agreed = plan.agreed
+    return step if agreed is None else replace(step, exchange=Exchange(rows=agreed.padded_tokens))
 
 
 def _upload(buffer: StagingBuffer, *groups: Sequence[np.ndarray]) -> list[list[Tensor]]:
@@ -108,14 +107,10 @@ class BatchBuilder:
         media: MediaStore | None = None,
     ) -> None:
         """``media``: image embeddings for prompt rows; None without images."""
-        self._state = state
-        self._media = media
-        self._pools = kv.pools
-        self._backends = backends
-        self._dtype = dtype
+        self._state, self._media, self._pools = state, media, kv.pools
+        self._backends, self._dtype = backends, dtype
         # Constant columns of all steps, and the empty segment.
-        most = state.history.shape[0] * kv.copies
-        device = state.history.device
+        most, device = state.history.shape[0] * kv.copies, state.history.device
         self._order = torch.arange(most + 1, device=device)
         self._offsets = self._order.int()
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
@@ -137,8 +132,7 @@ class BatchBuilder:
         valid until ``buffer`` is released.
         """
         rows, staged = self._stage(plan, buffer)
-        starts = self._state.num_computed[rows.slot]
-        slots = rows.slot[rows.row]
+        starts, slots = self._state.num_computed[rows.slot], rows.slot[rows.row]
         positions = starts[rows.row] + rows.within
         ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
         return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits.merged_row
@@ -149,8 +143,7 @@ class BatchBuilder:
         ``cut``: tokens of the first prompt row that the other micro-batch computes earlier; the recurrent
         state after these tokens is in copy 0. ``exchange``: shared by both micro-batches.
         """
-        prefill = plan.prefill
-        decode = plan.decode
+        prefill, decode = plan.prefill, plan.decode
         index = logits_columns(plan).merged_row
         ahead = np.zeros(plan.rows if cut else 0, np.int64)
         ahead[:1] = cut
@@ -162,14 +155,12 @@ class BatchBuilder:
             # [rows]: the row with a cut starts behind ``cut`` and reads its state from copy 0.
             live = self._state.live[rows.slot].masked_fill(ahead_there > 0, 0)
             starts = starts + ahead_there
-        step = self._step(prefill, decode, rows, starts, index_there, live=live)
-        return replace(step, exchange=exchange)
+        return replace(self._step(prefill, decode, rows, starts, index_there, live=live), exchange=exchange)
 
     def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[RowColumns[Tensor], _Staged]:
         """Upload all columns of ``plan`` in one copy. Return the row columns, and the columns for logits and
         drafts, on the device. ``entries`` and ``merged`` are None if no row has drafts."""
-        logits = logits_columns(plan)
-        drafts = verify_columns(plan)
+        logits, drafts = logits_columns(plan), verify_columns(plan)
         rows, there, drafts_there = _upload(
             buffer, row_columns(plan.prefill, plan.decode), logits, [column.ravel() for column in drafts]
         )
