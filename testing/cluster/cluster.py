@@ -254,7 +254,7 @@ class Cluster(Timeline):
                 # A stopped process cannot read the order to end, and the host of a remote rank restarts the
                 # rank.
                 excused = process.stalled_until > self.now or process.rank in engine_process.replica.remote
-                require(excused, f"{process.name} runs, and its head has ended in order")
+                require(excused, f"{process.name} runs, and its engine process has ended in order")
         for replica in self.replicas.values():
             replica.close()
             left = sorted(one.name for one in replica.by_peer.values() if one.alive)

@@ -116,7 +116,7 @@ class GroupRunner(Executor[Launched]):
         for op in plan.ops:
             if isinstance(op, AppendBlocks | AppendEach):
                 held = self.held_over.intersection(op.blocks.tolist())
-                require(not held, f"step {plan.step} gives blocks {sorted(held)} away, which are on hold")
+                require(not held, f"step {plan.step} gives blocks {sorted(held)} away, which are pinned")
 
 
 class Engine(EngineLoop[Launched]):

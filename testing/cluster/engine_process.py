@@ -341,7 +341,7 @@ class EngineProcess:
         elif self.engine.recovering:
             self._send(self.protocol.events(self.engine.step()))
             if self.engine.runner.held_over:
-                self.cluster.count("blocks on hold over a loss", len(self.engine.runner.held_over))
+                self.cluster.count("blocks pinned over a loss", len(self.engine.runner.held_over))
             self._turn(worked=True)
 
     def group_failed(self, error: WeftError) -> None:
@@ -360,7 +360,7 @@ class EngineProcess:
         """Pin the blocks of a running sequence for ``seconds``. Return True if there were blocks to pin."""
         blocks = self.engine.pin(seconds, self.cluster.now)
         if blocks:
-            self.cluster.note(self.name, "..", "", f"blocks {blocks} are on hold for {seconds:.3f} s")
+            self.cluster.note(self.name, "..", "", f"blocks {blocks} are pinned for {seconds:.3f} s")
             self.cluster.at(self.cluster.now + seconds, self, self._unpin, blocks)
         return bool(blocks)
 

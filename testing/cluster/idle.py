@@ -41,7 +41,7 @@ def check_idle(engine_process: EngineProcess) -> None:
     if isinstance(scheduler, EncodeScheduler):
         book = scheduler._book
         left = (len(book._transfers), book.pixels, book.waits)
-        require(not any(left), f"{name}: rooms, pixels, waiting images {left} are left when idle")
+        require(not any(left), f"{name}: transfers, pixels, waiting images {left} are left when idle")
         _check_cache(name, scheduler.cache)
         return
     require(stats.free_slots == kv.num_slots, f"{name}: slots are missing when idle")
@@ -49,7 +49,7 @@ def check_idle(engine_process: EngineProcess) -> None:
     require(stats.free_blocks == blocks, f"{name}: blocks are missing when idle")
     images = scheduler._state.images
     transfers = (len(images), len(images._images), len(images._offers), len(images._coming))
-    require(not any(transfers), f"{name}: rooms of images {transfers} are left when idle")
+    require(not any(transfers), f"{name}: transfers of images {transfers} are left when idle")
     require(not scheduler._state.media._uses, f"{name}: embeddings are used when nobody runs")
     _check_cache(name, scheduler._state.media.cache)
 

@@ -102,7 +102,7 @@ class TransferWorld:
         stats = engine_process.engine.stats()
         transfers, images = stats.transfers, stats.embedding_transfers
         if images is not None and engine_process.engine.transfer.role != "encode":
-            self._cluster.count("embeddings landed", images.done)
+            self._cluster.count("embeddings received", images.done)
             self._cluster.count("embeddings failed", images.failed)
             self._cluster.count("sequences whose images were late", engine_process.engine.late_images)
         if engine_process.engine.transfer.role == "encode":

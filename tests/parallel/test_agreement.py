@@ -213,7 +213,7 @@ def test_bells_follow_who_moves() -> None:
 def test_an_engine_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
     store, group = dist.HashStore(), AgreementGroup(0, 2, LocalWakeups(2).of(0))
     said = ends_when_aborted(lambda: group.connect(store, 0, deadline(60)), group.abort)
-    assert said == "the heads group could not form: aborted before all ranks had connected"
+    assert said == "the engines group could not form: aborted before all ranks had connected"
     group.close()
 
 

@@ -231,5 +231,5 @@ def test_unequal_versions_are_named_both() -> None:
     ):
         f.decode_to_engine(f.encode(known))
     step = f.StepFrame(version=f.VERSION + 1, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
-    with pytest.raises(f.VersionMismatch, match=f"the head speaks version {f.VERSION + 1}"):
+    with pytest.raises(f.VersionMismatch, match=f"the engine speaks version {f.VERSION + 1}"):
         f.decode_to_rank(f.encode(step))

@@ -162,7 +162,7 @@ def table(report: dict[str, Any]) -> str:
         roles = ", ".join(f"{count} {role}" for role, count in sorted(report["heads"].items()))
         rate, kept = report["per_head"]["requests_per_second"], report["per_head"]["goodput_per_second"]
         goodput = "" if kept is None else f", goodput {_number(kept)}"
-        rows.append(("each head", f"{_number(rate)} requests/s{goodput} ({roles})"))
+        rows.append(("each engine", f"{_number(rate)} requests/s{goodput} ({roles})"))
     lines = [f"{name:<14}{value}" for name, value in rows]
     heads = ["mean", *(f"p{share}" for share in PERCENTILES), "max"]
     lines += ["", f"{'ms':<6}" + "".join(f"{head:>11}" for head in heads)]

@@ -1,6 +1,6 @@
 """Distribution of ranks over hosts, and checks of the distribution.
 
-In this module a head is the engine process of a replica: the rank with place 0.
+In this module an engine is the engine process of a replica: the rank with place 0.
 """
 
 from __future__ import annotations
@@ -72,20 +72,20 @@ def host_of(parallel: ParallelSection, rank: int) -> int:
 
 
 def engine_of(parallel: ParallelSection, rank: int) -> int:
-    """Return the head's rank in the replica of ``rank``."""
+    """Return the engine's rank in the replica of ``rank``."""
     return rank - parallel.layout.place(rank)
 
 
 def engines_on(parallel: ParallelSection, node: int) -> list[int]:
-    """Return the replicas with a head on host ``node``."""
+    """Return the replicas with an engine on host ``node``."""
     layout = parallel.layout
     return [layout.replica(rank) for rank in ranks_on(parallel, node) if not layout.place(rank)]
 
 
 def workers_on(parallel: ParallelSection, node: int) -> list[int]:
-    """Return the ranks of host ``node`` with a head on another host.
+    """Return the ranks of host ``node`` with an engine on another host.
 
-    A head starts the workers of its host.
+    An engine starts the workers of its host.
     """
     return [r for r in ranks_on(parallel, node) if host_of(parallel, engine_of(parallel, r)) != node]
 
@@ -104,7 +104,7 @@ def expert_group_spans(parallel: ParallelSection, replica: int) -> bool:
 
 
 def uses_board(parallel: ParallelSection) -> bool:
-    """Return True if heads may run on several hosts, and meet by the rendezvous store on host 0."""
+    """Return True if engines may run on several hosts, and meet by the rendezvous store on host 0."""
     if parallel.only_host is not None:
         return parallel.only_host > 0
     return parallel.nnodes > 1 and parallel.data_parallel_size > 1

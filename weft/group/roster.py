@@ -121,7 +121,7 @@ class Roster:
             if any(has < all_have for has, all_have in zip(blocks, self.pools, strict=False)):
                 log.warning("rank %d has less memory than the KV cache of the group needs", rank)
             self.tell(rank, f.Pools(blocks=self.pools))
-        # The rooms include the own rank, so more rooms than members means all ranks.
+        # `_rooms` includes the own rank, so more entries than members means all ranks.
         elif len(self._rooms) > len(self.members):
             own = self._rooms[self._rank]
             self.pools = least(own, {other: self._rooms[other] for other in self.members})

@@ -311,7 +311,7 @@ class FullGroup:
             self.pool.share(block)
         begin = first + len(shared)
         new = [self.pool.take() for _ in range(self._blocks(upto) - begin)]
-        # Blocks before `whole` lack positions not sent by the sender: never publish such blocks.
+        # Blocks before `whole` lack positions not sent by the sender: never insert such blocks.
         whole = -(-max(start, self._first_sent(position, sent_block)) // self.block_size)
         self._tables[fetch] = _Table([NULL_BLOCK] * first + shared + new, first, max(hits, whole))
         return blocks_of(new, begin)

@@ -25,7 +25,7 @@ class AgreementGroup:
         """Create an unconnected member. For ``host`` see ``GroupComm``."""
         self._replica = replica
         self._launcher = Launcher()
-        self._comm = GroupComm("heads", range(replicas), replica, self._launcher, host)
+        self._comm = GroupComm("engines", range(replicas), replica, self._launcher, host)
         self._wakeups = wakeups
         self._waves = Waves()
         self._epoch = -1

@@ -219,7 +219,7 @@ class TransferBook:
     def returned(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
         """Add the terminal event of a sequence returned to the router. ``error``: why the transfer failed.
 
-        Counts an eviction, unless the sequence ended at the other group or the client left.
+        Counts a return, unless the sequence ended at the other group or the client left.
         """
         self.returns += is_return(error)
         self.events.append(

@@ -324,7 +324,7 @@ def decode_to_rank(data: bytes) -> ToRank:
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:
-            raise VersionMismatch(_unequal("the head", frame.version, "this rank"))
+            raise VersionMismatch(_unequal("the engine", frame.version, "this rank"))
         for segment in (frame.plan.prefill, frame.plan.decode):
             _check_segment(segment)
     return frame
@@ -340,11 +340,11 @@ def decode_to_engine(data: bytes) -> ToEngine:
         # A hello of another version may have unknown fields. The version explains the error better.
         theirs = _version_of_hello(data)
         if theirs is not None and theirs != VERSION:
-            raise VersionMismatch(_unequal("the rank", theirs, "this head")) from None
+            raise VersionMismatch(_unequal("the rank", theirs, "this engine")) from None
         raise
     if isinstance(frame, RankHello) and frame.version != VERSION:
         raise VersionMismatch(
-            _unequal(f"rank {frame.rank} (weft {frame.release})", frame.version, "this head")
+            _unequal(f"rank {frame.rank} (weft {frame.release})", frame.version, "this engine")
         )
     return frame
 

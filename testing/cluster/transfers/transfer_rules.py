@@ -39,10 +39,10 @@ class TransferRules:
         if engine_process is None:  # the memory is unused until all transfers are stopped
             return
         held = engine_process.engine.held_for(self.cache, key)
-        wrong = f"{engine_process.name}: a write of {key} lands in blocks {sorted(blocks)}"
-        require(held is not None, f"{wrong} after its room has ended")
+        wrong = f"{engine_process.name}: a write of {key} goes to blocks {sorted(blocks)}"
+        require(held is not None, f"{wrong} after its transfer has ended")
         assert held is not None
-        require(blocks <= held, f"{wrong}, and on hold for it are {sorted(held)}")
+        require(blocks <= held, f"{wrong}, and pinned for it are {sorted(held)}")
 
     def check_read(self, key: TransferKey) -> None:
         """Raise Violation unless the sender of the transfer still pins the memory that is read now."""

@@ -1,6 +1,6 @@
 """A host without engine process: keeps its ranks of a group running, for the present engine on host 0.
 
-A head is the engine process of a group.
+An engine is the engine process of a group.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class MediaTransfers:
                 self._return_to_router(transfers.lost.pop(0), "a cached image was evicted")
 
     def _return_to_router(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
-        """Return a sequence to the router and count an eviction. Does nothing for an ended sequence."""
+        """Return a sequence to the router and count the return. Does nothing for an ended sequence."""
         if self._state.live.get(sequence.id) is sequence:
             self._transfers.returns += is_return(error)
             self._state.return_to_router(sequence, why, error)
