@@ -3,17 +3,17 @@ each.
 
     rank                       engine process
      │ RankHello ─────────────► │   version and settings; compared before anything is loaded
-     │ ◄───── RankWelcome, or Refused, which names the difference and both values
+     │ ◄───── RankWelcome, or RankRefused, which names the difference and both values
      │ Loaded ────────────────► │   weights are loaded, and how many blocks fit
      │ ◄───────────────── Pools │   as many blocks as fit on every rank
      │ Ready ─────────────────► │   caches are allocated
      │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one per step (then LateMasks, where rows are constrained)
-     │ Outcome, or Failed ────► │
+     │ StepOutcome, RankFailed ► │
      │ ◄─ PushTransfer | ExpectTransfer | StopTransfer  of transfers to and from other groups, between steps
      │ TransferReport | TransferStopped ► │
-     │ ◄─ Abort | Shutdown      │
+     │ ◄─ Abort | RankShutdown  │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
 A sequence is named only by a slot. Frames without a slot have separate tags, so no special slot value is

@@ -39,7 +39,7 @@ class TransferRules:
         if engine_process is None:  # the memory is unused until all transfers are stopped
             return
         held = engine_process.engine.held_for(self.cache, key)
-        wrong = f"{engine_process.name}: a write of {key} goes to blocks {sorted(blocks)}"
+        wrong = f"{engine_process.name}: a write of {key} lands in blocks {sorted(blocks)}"
         require(held is not None, f"{wrong} after its transfer has ended")
         assert held is not None
         require(blocks <= held, f"{wrong}, and pinned for it are {sorted(held)}")

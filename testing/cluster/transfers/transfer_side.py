@@ -102,7 +102,7 @@ class TransferSide:
         self._commands.append(command)
         self._wake()
 
-    # ---- the transfer interface of a rank's loop: see ``runner.exports.Transfer``
+    # ---- the transfer interface of a rank's loop: see ``runner.exports.TransferThread``
 
     @property
     def dims(self) -> GroupDims:

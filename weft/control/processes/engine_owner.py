@@ -37,7 +37,7 @@ class Starter(Protocol):
 
 
 class EngineOwner:
-    """Implementation of ``weft.control.links.links.Owner``.
+    """Implementation of ``weft.control.links.owner.Owner``.
 
     Create the owner in a thread that lives as long as the engines: see ``EngineProcesses``.
     """
@@ -156,7 +156,7 @@ class EngineOwner:
             raise Unavailable("the server is shutting down")
 
     def revive(self, name: str) -> list[str]:
-        """Start retired engines again: see ``weft.control.links.links.Owner``.
+        """Start retired engines again: see ``weft.control.links.owner.Owner``.
 
         Raise Unavailable while the server shuts down.
         """

@@ -105,7 +105,7 @@ class _Elsewhere:
 
 class RegistryOwner:
     """Engine owner for an API server that shares the engines. Implement
-    ``weft.control.links.links.Owner``.
+    ``weft.control.links.owner.Owner``.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RegistryOwner:
 
     def revive(self, name: str) -> list[str]:
         """Request a restart of retired engines and return their names: see
-        ``weft.control.links.links.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
+        ``weft.control.links.owner.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
         """
         engines = self._reader.read().of("head")
         found = to_revive(name, _members(engines), [one.name for one in engines if one.state == "retired"])

@@ -41,7 +41,7 @@ class TransferPatience(NamedTuple):
     fence: float = 10.0
     """Seconds until the access of a peer without an answer to a fence is revoked."""
     stop: float = 5.0
-    """Seconds until ``Stop`` is repeated for ranks without a ``RankStopped``: a frame may have been lost."""
+    """Seconds until ``StopRanks`` is repeated for ranks without a ``RankStopped``: a frame may have been lost."""
     longest: float = 60.0
     """Maximum seconds between repetitions of a stop, a fence or a revocation. Each interval is twice the
     previous interval."""
@@ -63,9 +63,9 @@ class Transfer:
         self.running = set(range(ranks))
         """Local ranks without a ``RankStopped``."""
         self.stop_at = 0.0
-        """Time of the next ``Stop`` to the ranks in ``running``; used while the transfer is failing."""
+        """Time of the next ``StopRanks`` to the ranks in ``running``; used while the transfer is failing."""
         self.stop_after = 0.0
-        """Seconds between the last ``Stop`` and the next."""
+        """Seconds between the last ``StopRanks`` and the next."""
         self.peer_stopped = False
         """True if the peer no longer touches any memory of the transfer. Set by ``peer_is_quiet`` only."""
         self.revoke_at: float | None = None
@@ -157,7 +157,7 @@ class TransferTable:
         return len(self._ended)
 
     def next_due(self) -> float | None:
-        """Return the time of the next useful ``Tick``; None if no tick is needed in the present state."""
+        """Return the time of the next useful ``TransferTick``; None if no tick is needed in the present state."""
         due: list[float | None] = [notice.due for notice in self._notices.values()]
         for transfer in self._transfers.values():
             due.append(transfer.revoke_at)
@@ -288,7 +288,7 @@ class TransferTable:
         return actions + self._remind(now)
 
     def _stop_again(self, transfer: Transfer, now: float) -> list[ev.Action]:
-        """Repeat ``Stop`` to the ranks of a failing transfer: the frame, or a rank's answer, may have been
+        """Repeat ``StopRanks`` to the ranks of a failing transfer: the frame, or a rank's answer, may have been
         lost."""
         if not transfer.running or transfer.stop_at > now:
             return []

@@ -1,10 +1,10 @@
 """Common part of shared memory and TCP: connections between ranks, the handshake, writes and answers.
 
     writer                            receiver
-      Hello(wanted incarnation) ───►    refused for another incarnation of the rank, or another version
-      ◄─── Hello(own incarnation)
-      (with a secret) Proof ───►        no other frame is accepted before the proof
-      ◄─── (with a secret) Proof        and no write is sent before the proof
+      PeerHello(wanted incarnation) ───►  refused for another incarnation of the rank, or another version
+      ◄─── PeerHello(own incarnation)
+      (with a secret) KeyProof ───►       no other frame is accepted before the proof
+      ◄─── (with a secret) KeyProof       and no write is sent before the proof
       WriteFrame ... ───►
       ◄─── AnswerFrame ...
 
@@ -130,7 +130,7 @@ class SocketTransport:
         self._open(link)
 
     def _proven(self, link: PeerLink) -> None:
-        """Handle a ``Proof`` of the peer. Raises BadFrame if the transport has no proofs."""
+        """Handle a ``KeyProof`` of the peer. Raises BadFrame if the transport has no proofs."""
         raise f.BadFrame("a peer sent a proof without a request")
 
     def _payload(self, write: Write) -> list[memoryview]:

@@ -150,7 +150,7 @@ class RankTransfer:
         self._put(Expecting(offer, bound))
 
     def stop(self, key: TransferKey) -> None:
-        """Carry out ``Stop``. ``RankStopped`` follows once the rank touches no memory of the transfer."""
+        """Carry out ``StopRanks``. ``RankStopped`` follows once the rank touches no memory of the transfer."""
         self._put(TransferEnding(key))
 
     def stop_all(self) -> None:
@@ -191,7 +191,7 @@ class RankTransfer:
             self._transport.close()
 
     def _fail_all(self, error: ErrorInfo) -> None:
-        """Fail all present and later transfers and close the transport. ``Stop`` is still answered."""
+        """Fail all present and later transfers and close the transport. ``StopRanks`` is still answered."""
         self._transport.close()
         # The transport is closed, so no copy is under way: every stop is carried out.
         for key in self._stopping:

@@ -171,7 +171,7 @@ class RankWatch(_Thread):
         if not isinstance(heartbeat, RankHeartbeat):
             return True
         # Another incarnation answers at the old address: the rank's own engine process is gone. An engine
-        # process that has given this rank up waits for a new hello. Its frame ``Refused`` may be lost.
+        # process that has given this rank up waits for a new hello. Its ``RankRefused`` may be lost.
         if heartbeat.given_up or heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         else:

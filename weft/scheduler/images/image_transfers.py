@@ -6,7 +6,7 @@ later sequence gets blocks before.
 
     a sequence     blocked: no blocks ──offered, first by key, blocks are free──> all its blocks ──> received
     an embedding   coming: pinned ──transfer received──> held, like an embedding encoded here
-                                  ──transfer failed──> fenced ──TransferFreed──> coming by another transfer, or gone
+                                  ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
 
 A stored image is not sent again: the answer to the offer reports all rows as present. An image may already be
 coming for another sequence: then no second transfer starts. If the first transfer fails, the next transfer of
