@@ -4,7 +4,7 @@ The fleets and schedulers are the product's code. All randomness comes from one 
 the whole schedule.
 
 Nothing happens between two events. The loop takes the earliest event, and its receiver runs the product's
-code. A simulated group of ranks plugs in behind ``testing.cluster.engine_process.Engine``.
+code. A simulated group of ranks plugs in behind ``testing.cluster.cluster_engine.Engine``.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     spans: int32 [items, 6] from ``spans_of``. positions: int64 [T], any positions of one sequence. A text
     token has three equal numbers. The function is the definition, for tests. Steps compute the same on the
-    device (``EmbeddingSpans.rope_positions`` in ``weft/runner/images/image_store.py``). Source: Qwen2-VL, arXiv
-    2409.12191, section 2.1, with each frame of a video as a separate item (Qwen3-VL).
+    device (``EmbeddingSpans.rope_positions`` in ``weft/runner/images/image_store.py``). Source: Qwen2-VL,
+    arXiv 2409.12191, section 2.1, with each frame of a video as a separate item (Qwen3-VL).
     """
     # [T] -> [3, T]: text tokens first, then each span overwrites the span's tokens and shifts the later text.
     result = np.repeat(positions[np.newaxis].astype(np.int64), 3, axis=0)

@@ -33,7 +33,7 @@ def from_server(
     """Lead every dialogue to an answer by chat completions with ``tools``. Return the model's name.
 
     A server without a parser for calls leaves calls in the text, and calls in the text count too. Raise the
-    errors of ``answers.from_server``.
+    errors of ``text_answers.from_server``.
     """
     return asyncio.run(_ask(base_of(url), model, dialogues, concurrency, max_tokens, key))
 

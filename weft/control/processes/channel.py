@@ -136,11 +136,11 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 class SupervisorLink:
     """The API server's end of the socket pair.
 
-    Implement ``weft.front.front_server.Supervisor``. Use from one event loop.
+    Implement ``weft.front.front_server.FrontSupervisor``. Use from one event loop.
     """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
-        """Take over the socket ``link``. ``serving``: see ``weft.front.front_server.Supervisor``."""
+        """Take over the socket ``link``. ``serving``: see ``weft.front.front_server.FrontSupervisor``."""
         self.serving = serving
         link.setblocking(False)
         self._link = link

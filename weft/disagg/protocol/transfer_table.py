@@ -41,7 +41,7 @@ class TransferPatience(NamedTuple):
     fence: float = 10.0
     """Seconds until the access of a peer without an answer to a fence is revoked."""
     stop: float = 5.0
-    """Seconds until ``StopRanks`` is repeated for ranks without a ``RankStopped``: a frame may have been lost."""
+    """Seconds until ``StopRanks`` is repeated for ranks without a ``RankStopped``: a frame may be lost."""
     longest: float = 60.0
     """Maximum seconds between repetitions of a stop, a fence or a revocation. Each interval is twice the
     previous interval."""
@@ -157,7 +157,7 @@ class TransferTable:
         return len(self._ended)
 
     def next_due(self) -> float | None:
-        """Return the time of the next useful ``TransferTick``; None if no tick is needed in the present state."""
+        """Return the time of the next useful ``TransferTick``; None if no tick is needed now."""
         due: list[float | None] = [notice.due for notice in self._notices.values()]
         for transfer in self._transfers.values():
             due.append(transfer.revoke_at)
@@ -288,7 +288,7 @@ class TransferTable:
         return actions + self._remind(now)
 
     def _stop_again(self, transfer: Transfer, now: float) -> list[ev.Action]:
-        """Repeat ``StopRanks`` to the ranks of a failing transfer: the frame, or a rank's answer, may have been
+        """Repeat ``StopRanks`` to the ranks of a failing transfer: the frame, or a rank's answer, may be
         lost."""
         if not transfer.running or transfer.stop_at > now:
             return []

@@ -1,6 +1,6 @@
 """The output format of a model family as data: the texts around reasoning, calls and channels.
 
-``engine.py`` executes a declaration. A call is written as
+``parsing_engine.py`` executes a declaration. A call is written as
 
     section.head   head   arguments   tail   [section.between   head   arguments   tail]...   section.tail
 

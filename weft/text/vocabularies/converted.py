@@ -26,7 +26,7 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json: str
     named: dict[str, str]
-    """Role (``files.NAMED``) to the token's text, used if tokenizer_config.json names no token."""
+    """Role (``tokenizer_files.NAMED``) to the token's text, used if tokenizer_config.json names no token."""
     special: dict[str, int]
     """Text to id of the added tokens (for SentencePiece: of the unknown and control pieces)."""
     pattern: str = ""
