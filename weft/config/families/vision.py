@@ -1,4 +1,4 @@
-"""Vision towers of checkpoints: ``vision_config``, plus the image processing settings (``image_processors``)."""
+"""Vision towers of checkpoints: ``vision_config``, plus image processing settings (``image_processors``)."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class RankTransfer:
         self._put(Expecting(offer, bound))
 
     def stop(self, key: TransferKey) -> None:
-        """Carry out ``StopRanks``. ``RankStopped`` follows once the rank leaves the transfer's memory alone."""
+        """Carry out ``StopRanks``. ``RankStopped`` follows when the rank uses no memory of the transfer."""
         self._put(TransferEnding(key))
 
     def stop_all(self) -> None:
