@@ -1,6 +1,6 @@
 """Admission of requests: the phase of the server, and retry times for requests refused for lack of room.
 
-State only; ``server`` changes the phase. Each refused request gets a position in a line. Positions follow
+State only; ``front_server`` changes the phase. Each refused request gets a position in a line. Positions follow
 the expected ends of running requests, so that refused requests do not all come back at once.
 """
 
