@@ -1,7 +1,7 @@
 """Admission of requests: the phase of the server, and retry times for requests refused for lack of room.
 
-State only; ``front_server`` changes the phase. Each refused request gets a position in a line. Positions follow
-the expected ends of running requests, so that refused requests do not all come back at once.
+State only; ``front_server`` changes the phase. Each refused request gets a position in a line. Positions
+follow the expected ends of running requests, so that refused requests do not all come back at once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Spans of requests over processes: writers (``trace_spans``, ``writer``) and the reader (``merge_traces``)."""
+"""Spans of requests: writers (``trace_spans``, ``writer``) and the reader (``merge_traces``)."""
