@@ -311,7 +311,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     layers.
     """
     rebalance: bool = False
-    """True if the plan of every replica has the op ``Rebalance``."""
+    """True if the plan of every replica has the update ``Rebalance``."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
