@@ -29,7 +29,7 @@ from weft.engine.group import GroupExecutor
 from weft.engine.loop import EngineLoop, InFlight
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
-from weft.engine.transfer_start import make_embeddings, make_rooms
+from weft.engine.transfer_start import make_embeddings, make_transfers
 from weft.overlap.overlap_policy import OverlapPolicy, mode_of
 from weft.runner.step_handle import StepHandle
 from weft.runner.wakeup_descriptor import WakeupDescriptor
@@ -85,8 +85,8 @@ class EngineCore(EngineLoop[StepHandle]):
         """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
         """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
-        # `make_rooms` needs the ranks, so the runner is loaded before.
-        self.transfers = make_rooms(config, runner, self.incarnation, self._clock)
+        # `make_transfers` needs the ranks, so the runner is loaded before.
+        self.transfers = make_transfers(config, runner, self.incarnation, self._clock)
         self.embeddings = make_embeddings(config, runner, self.incarnation, self._clock)
         self._stages.follow(transfers.tally for transfers in self.all_transfers)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))

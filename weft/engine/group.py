@@ -142,12 +142,12 @@ class GroupExecutor:
         instead.
         """
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
-        self.transfers = self._make_rooms("kv")
-        self.embeddings = self._make_rooms("embeddings")
+        self.transfers = self._make_transfers("kv")
+        self.embeddings = self._make_transfers("embeddings")
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
-    def _make_rooms(self, cache: f.Cache) -> GroupTransfers | None:
+    def _make_transfers(self, cache: f.Cache) -> GroupTransfers | None:
         """Return the transfers of all ranks for ``cache``, or None if the local runner has none."""
         transfer, reports, own = moves(self._runner, cache)
         if transfer is None or reports is None:

@@ -22,7 +22,7 @@ from weft.parallel.address import own_address, tcp
 from weft.parallel.secret import read_keys
 
 
-def make_rooms(
+def make_transfers(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> EngineTransfers | None:
     """Return the KV transfers of an engine process, or None for a group with another role than ``prefill`` or

@@ -131,8 +131,8 @@ class Build:
     def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
         """Return ``weight`` for a matrix, or a stack of matrices, possibly loaded as codes.
 
-        The layer must take the matrix with ``Packs._give`` or a function of ``layers.held``. If ``staged``,
-        the memory is on the CPU.
+        The layer must take the matrix with ``Packs._give`` or a function of ``layers.pending_codes``. If
+        ``staged``, the memory is on the CPU.
         """
         if wide:
             return self.weight(*shape, shard=shard, wide=wide)

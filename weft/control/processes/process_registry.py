@@ -169,14 +169,14 @@ class RegistryOwner:
     def scale(self, base: str, groups: int) -> Scaled:
         """Request a number of groups: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
-        change = plan_scale(base, groups, _members(engines), _leaving(engines), self._serves)
+        change = plan_scale(base, groups, _members(engines), *_absent(engines), self._serves)
         self._scale(base, groups)
         return Scaled(change.starting, tuple(change.leaving))
 
     def remove(self, name: str) -> list[str]:
         """Request the end of a group: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
-        found = plan_removal(name, _members(engines), _leaving(engines), self._serves)
+        found = plan_removal(name, _members(engines), *_absent(engines), self._serves)
         self._remove(name)
         return found
 
@@ -216,6 +216,7 @@ def _members(engines: list[ProcessRecord]) -> dict[str, Member]:
     return {one.name: Member(one.expert_group, one.group, one.group_role, one.base) for one in engines}
 
 
-def _leaving(engines: list[ProcessRecord]) -> frozenset[str]:
-    """Return the names of the leaving engines."""
-    return frozenset(one.name for one in engines if one.state == "leaving")
+def _absent(engines: list[ProcessRecord]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the leaving engines, and of the retired engines."""
+    leaving = frozenset(one.name for one in engines if one.state == "leaving")
+    return leaving, frozenset(one.name for one in engines if one.state in ("retired", "ended"))

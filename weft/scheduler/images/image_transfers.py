@@ -4,9 +4,9 @@ Each such image has a transfer. All received images of a sequence get blocks tog
 blocks. So two sequences never wait for blocks of each other. The first sequence by key gets blocks first; no
 later sequence gets blocks before.
 
-    a sequence     awaits: no blocks ──offered, first by key, blocks are free──> all its blocks ──> landed
-    an embedding   coming: pinned ──transfer landed──> held, like an embedding encoded here
-                                  ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
+    a sequence     blocked: no blocks ──offered, first by key, blocks are free──> all its blocks ──> received
+    an embedding   coming: pinned ──transfer received──> stored, like an embedding encoded here
+                                  ──transfer failed────> fenced ──Freed──> coming by another transfer, or gone
 
 A stored image is not sent again: the answer to the offer reports all rows as present. An image may already be
 coming for another sequence: then no second transfer starts. If the first transfer fails, the next transfer of
