@@ -199,15 +199,9 @@ class RollingRestart:
         """
         if self._asked:
             self._report_absent(now)
-        if self._asked and self._up >= set(running := self._running()):
+        if self._asked and self._up >= self._running().keys():
             self._asked = False
-            units: dict[str, dict[str, int]] = {}
-            for name, entry in running.items():
-                if entry.leaving or (self._only and name not in self._only):
-                    continue
-                # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
-                units.setdefault(entry.member.expert_group or f" {name}", {})[name] = entry.incarnation
-            self._left.extend(units.values())
+            self._left.extend(self._units())
         if not self.active:
             self._whole = False
             if self._later:
@@ -254,6 +248,16 @@ class RollingRestart:
             return []
         error = EngineDead("the process did not end")
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _units(self) -> list[dict[str, int]]:
+        """Return the units of the requested restart: name -> incarnation of processes replaced together."""
+        units: dict[str, dict[str, int]] = {}
+        for name, entry in self._running().items():
+            if entry.leaving or (self._only and name not in self._only):
+                continue
+            # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
+            units.setdefault(entry.member.expert_group or f" {name}", {})[name] = entry.incarnation
+        return list(units.values())
 
     def _cancel(self, now: float) -> list[Action]:
         """End the restart, because a replacement did not start. Processes that leave the server still do."""
