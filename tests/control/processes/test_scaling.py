@@ -7,7 +7,7 @@ import pytest
 from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 from weft.control.processes.rolling import SETTLE_S, Quit, RollingRestart
-from weft.control.processes.scaling import plan_removal, plan_scale
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale
 from weft.control.processes.table import Forget, Kill, Member, ProcessTable, Start
 
 GONE = EngineDead("the process ended")
@@ -148,7 +148,7 @@ def test_a_removal_waits_for_the_replacement_under_way_and_survives_its_failure(
 
 def test_a_restart_of_one_group_leaves_the_others_alone() -> None:
     table, rolling = made()
-    rolling.begin(table.with_name("decode0"))
+    rolling.begin(plan_restart("decode0", table.members, table.leaving))
     for name in table.entries:
         rolling.seen(name, 1, True)
     rolling.tick(1.0)
@@ -181,9 +181,9 @@ def test_a_removal_of_a_replacement_that_never_answers_ends() -> None:
 def test_a_restart_that_is_requested_during_a_removal_follows() -> None:
     table, rolling = made()
     rolling.remove(["decode1"], 1.0)
-    rolling.begin(table.with_name("decode0"))
+    rolling.begin(plan_restart("decode0", table.members, table.leaving))
     with pytest.raises(InvalidRequest, match="leaving"):
-        table.with_name("decode1")
+        plan_restart("decode1", table.members, table.leaving)
     rolling.seen("decode1", 1, True)
     rolling.tick(3.0)
     table.lose("decode1", 1, GONE, 3.1)

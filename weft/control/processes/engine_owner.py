@@ -13,7 +13,7 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
 
 log = get_logger(__name__)
@@ -81,7 +81,8 @@ class EngineOwner:
     def restart(self, name: str = "") -> list[str]:
         """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
         self._check_open()
-        names = self._table.with_name(name)
+        table = self._table
+        names = plan_restart(name, table.members, table.leaving | table.retired)
         self._rolling.begin(names if name else ())
         return names
 

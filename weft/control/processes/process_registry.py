@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from weft.common.errors import EngineDead, ErrorInfo, NotFound, ReportedError, WeftError
+from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
-from weft.control.processes.table import Condition, Member, Role, named, with_expert_groups
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
+from weft.control.processes.table import Condition, Member, Role
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -159,10 +159,9 @@ class RegistryOwner:
 
     def restart(self, name: str = "") -> list[str]:
         """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
-        members = _members(self._reader.read().of("head"))
-        found = with_expert_groups(named(name, members), members) if name else list(members)
-        if not found:
-            raise NotFound(f"unknown group {name!r}", param="group")
+        engines = self._reader.read().of("head")
+        leaving, retired = _absent(engines)
+        found = plan_restart(name, _members(engines), leaving | retired)
         self._restart(name)
         return found
 

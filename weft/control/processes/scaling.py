@@ -1,4 +1,4 @@
-"""Changes of a server's groups while the server runs: which groups start, leave or come back. Pure.
+"""Changes of a server's groups while the server runs: which groups start, leave, restart or come back. Pure.
 
 Groups with one *base* name can be scaled: ``decode`` is the base name of ``decode0`` and ``decode1``.
 """
@@ -91,8 +91,7 @@ def plan_removal(
     """
     found = with_expert_groups(named(name, members), members) if name else []
     if not found:
-        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+        raise _unknown(name, members)
     group = members[found[0]].group
     if len(found) < len([one for one in members.values() if one.group == group]):
         raise InvalidRequest(f"{name} is one engine of a larger group: give the group {group}", param="group")
@@ -103,6 +102,33 @@ def plan_removal(
     return names
 
 
+def plan_restart(name: str, members: Mapping[str, Member], absent: frozenset[str]) -> list[str]:
+    """Return the engine processes to replace when an operator restarts ``name``, a group or a process; "" for
+    all.
+
+    ``absent``: members that leave or have no process. The result includes the members of the same
+    expert-parallel groups. Raise NotFound for an unknown name, and InvalidRequest if all its members are
+    absent.
+    """
+    found = with_expert_groups(named(name, members), members) if name else list(members)
+    if not found:
+        raise _unknown(name, members)
+    present = [one for one in found if one not in absent]
+    if not present:
+        raise InvalidRequest(
+            f"{name or 'the server'} has no engine to restart: the engines leave, or are retired "
+            "(`weft revive` starts retired engines)",
+            param="group",
+        )
+    return present
+
+
+def _unknown(name: str, members: Mapping[str, Member]) -> NotFound:
+    """Return the error for a name that is no group and no process."""
+    known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+    return NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+
+
 def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
     """Return the ``retired`` processes to start when an operator revives ``name`` (a group or a process).
 
@@ -111,8 +137,7 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
     """
     names = with_expert_groups(named(name, members), members)
     if not name or not names:
-        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+        raise _unknown(name, members)
     gone = set(retired)
     found = [one for one in names if one in gone]
     if not found:

@@ -23,7 +23,7 @@ from weft.common.errors import EngineDead, InvalidRequest, NotFound, Unavailable
 from weft.common.log import get_logger
 from weft.control.processes import table as t
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import Change, plan_removal, plan_scale
+from weft.control.processes.scaling import Change, plan_removal, plan_restart, plan_scale
 
 log = get_logger(__name__)
 
@@ -301,7 +301,9 @@ class Supervisor:
         """Begin a rolling restart. Ignored outside the serving phase, and for a name that has no engine."""
         if self.phase is ServerPhase.SERVING:
             with contextlib.suppress(NotFound, InvalidRequest):
-                self.rolling.begin(self.engines.with_name(event.name) if event.name else ())
+                engines = self.engines
+                names = plan_restart(event.name, engines.members, engines.leaving | engines.retired)
+                self.rolling.begin(names if event.name else ())
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:

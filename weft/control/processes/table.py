@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import InvalidRequest, NotFound, WeftError
+from weft.common.errors import WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import RestartBudget
 
@@ -185,23 +185,6 @@ class ProcessTable:
     def leaving(self) -> frozenset[str]:
         """Names of the leaving processes."""
         return frozenset(name for name, entry in self._entries.items() if entry.leaving)
-
-    def with_name(self, name: str) -> list[str]:
-        """Return the lasting processes of group or process ``name``, with their expert-parallel groups; ""
-        for all.
-
-        Raise NotFound for an unknown name, and InvalidRequest if none of the processes lives and lasts.
-        """
-        members = self.members
-        found = with_expert_groups(named(name, members), members) if name else list(members)
-        if not found:
-            known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-            raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
-        lasting = [one for one in found if _lives(self._entries[one]) and not self._entries[one].leaving]
-        if not lasting:
-            states = " and ".join(dict.fromkeys(self._entries[one].condition for one in found))
-            raise InvalidRequest(f"{name or 'the server'} has no engine to restart: {states}", param="group")
-        return lasting
 
     @property
     def retired(self) -> frozenset[str]:
