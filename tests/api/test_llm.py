@@ -239,7 +239,7 @@ def test_one_failed_sequence_leaves_the_others(llm: LLM) -> None:
 def test_a_dead_engine_says_so_for_good(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(**settings) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(EngineCore, "_commit", _broken)
+            patch.setattr(EngineCore, "commit", _broken)
             with pytest.raises(EngineDead, match="RuntimeError"):
                 llm.generate("a", GREEDY, use_tqdm=False)
         with pytest.raises(EngineDead, match="RuntimeError"):

@@ -135,7 +135,7 @@ def test_weft_serve(tmp_path: Path) -> None:
 
 def test_load_over_http_needs_no_torch() -> None:
     code = (
-        "import sys\nfrom weft.bench import load, plots, process, report, serving, sweep\n"
+        "import sys\nfrom weft.bench import load, plots, process, report, serving_bench, sweep\n"
         "from weft.cli.main import main\n"
         "try:\n    main(['bench', 'sweep', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "loaded = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\nassert not loaded, loaded\n"

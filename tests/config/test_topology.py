@@ -66,7 +66,7 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
     assert (found.front.port, found.front.fronts) == (0, 2)
     names = ["prefill0", "prefill1", "decode0", "decode1", "decode2", "spare0", "spare1", "all"]
     assert [group.name for group in found.groups] == names
-    of = dict(found.groups)
+    of = {group.name: group.config for group in found.groups}
     assert [of[name].transfer.role for name in ("prefill1", "decode2", "spare1", "all")] == [
         "prefill",
         "decode",
@@ -210,9 +210,9 @@ def test_the_short_form() -> None:
     assert short_form(from_keywords({})) is None
     found = short_form(from_keywords({"prefill": 1, "decode": 2, "port": 0, "max_num_seqs": 3}))
     assert found is not None
-    assert [name for name, _ in found.groups] == ["prefill0", "decode0", "decode1"]
-    assert [config.transfer.role for _, config in found.groups] == ["prefill", "decode", "decode"]
-    assert {config.scheduler.max_num_seqs for _, config in found.groups} == {3}
+    assert [group.name for group in found.groups] == ["prefill0", "decode0", "decode1"]
+    assert [group.config.transfer.role for group in found.groups] == ["prefill", "decode", "decode"]
+    assert {group.config.scheduler.max_num_seqs for group in found.groups} == {3}
     with pytest.raises(
         ConfigError, match="--role decode applies to a single group: use --prefill P --decode D"
     ):
@@ -225,7 +225,7 @@ def _images(found: Topology) -> dict[str, tuple[bool, bool]]:
     """Return group -> (True if it loads a tower, True if it takes embeddings)."""
     return {
         name: (not config.model.language_model_only, config.transfer.take_embeddings)
-        for name, config in found.groups
+        for name, config, _ in found.groups
     }
 
 
@@ -293,7 +293,7 @@ def test_the_short_form_with_groups_that_encode() -> None:
         "encode0": (True, False),
         "encode1": (True, False),
     }
-    assert {config.transfer.encode for _, config in found.groups} == {0}
+    assert {group.config.transfer.encode for group in found.groups} == {0}
     found = short_form(from_keywords({"encode": 1}))
     assert found is not None
     assert _images(found) == {"unified0": (False, True), "encode0": (True, False)}
@@ -309,7 +309,7 @@ def test_experts_of_other_groups_are_no_matter_of_one_that_encodes(written: Any)
             "enable-expert-parallel: true\ngroups: [{role: encode}, {}, {role: encode, name: own, ep: true}]"
         )
     )
-    assert {name: config.parallel.enable_expert_parallel for name, config in found.groups} == {
+    assert {name: config.parallel.enable_expert_parallel for name, config, _ in found.groups} == {
         "encode0": False,
         "unified0": True,
         "own": True,

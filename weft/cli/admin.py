@@ -64,7 +64,7 @@ def scale(base: str, groups: int, url: str, admin_key: str | None, wait: float) 
     said = _call(url, admin_key, "POST", "/admin/scale", {"base": base, "groups": groups})
     click.echo(said["status"])
     until = time.monotonic() + wait
-    while wait and not (done := _settled(url, admin_key)) and time.monotonic() < until:
+    while wait and not (done := _changed(url, admin_key, said)) and time.monotonic() < until:
         time.sleep(POLL_S)
     if wait and not done:
         raise EngineDead(f"the groups have not changed within {wait:g} seconds; see `weft status`")
@@ -109,10 +109,18 @@ def revive(group: str, url: str, admin_key: str | None) -> None:
     click.echo(_call(url, admin_key, "POST", "/admin/revive", {"group": group})["status"])
 
 
-def _settled(url: str, key: str | None) -> bool:
-    """Return True if every engine is up, and none leaves."""
-    engines = _call(url, key, "GET", "/admin/groups")["engines"]
-    return all(engine["state"] == "running" and engine["alive"] for engine in engines)
+def _changed(url: str, key: str | None, change: Any) -> bool:
+    """Return True if all engines that start are up, and all engines that leave are gone.
+
+    Raise EngineDead if an engine that starts is retired.
+    """
+    engines = {one["name"]: one for one in _call(url, key, "GET", "/admin/groups")["engines"]}
+    starting = [engines.get(name) for name in change["starting"]]
+    for engine in starting:
+        if engine is not None and engine["state"] == "retired":
+            raise EngineDead(f"{engine['name']} did not start; the server's log has the reason")
+    up = all(one is not None and one["state"] == "running" and one["alive"] for one in starting)
+    return up and not engines.keys() & set(change["leaving"])
 
 
 def _call(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.log import get_logger
+from weft.control.fleet.instances import InstanceState
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
 from weft.front.http.body import read_json
@@ -42,9 +43,11 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     base: str
     role: str
     state: str
-    """State of the process: running, draining, leaving, waiting (for a restart), retired or ended."""
+    """State of the process: loading, running, draining, leaving, waiting (for a restart), retired, ended."""
     alive: bool
     """True if this API server can reach the engine."""
+    incarnation: str = ""
+    """Hexadecimal number of the process start; "" before the engine answers."""
     running: int | None = None
     """Sequences that the engine computes; null if unknown."""
     waiting: int | None = None
@@ -117,7 +120,10 @@ def _engines(front: Front) -> list[EngineStatus]:
     for member in front.links.describe():
         one = instances.get(member.name)
         status = EngineStatus(**member._asdict(), alive=one is not None and one.alive)
+        if status.state == "running" and one is not None and one.state is InstanceState.STARTING:
+            status.state = "loading"
         if one is not None and one.alive:
+            status.incarnation = f"{one.incarnation:x}"
             status.running, status.waiting = one.stats.running, one.stats.waiting
             status.kv_usage = float(one.stats.kv_usage)
         made.append(status)

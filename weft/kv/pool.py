@@ -100,7 +100,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a inserted block. Raises EngineDead for a block outside the index."""
+        """Add a reference to an inserted block. Raises EngineDead for a block outside the index."""
         if self._key[block] is None:
             raise EngineDead("a block was shared that is not in the prefix index")
         if self._references[block] == 0:
@@ -219,7 +219,7 @@ class BlockPool:
                 self._place(block)[block] = None
 
     def _place(self, block: int) -> OrderedDict[int, None]:
-        """Return the LRU list of a inserted block without references."""
+        """Return the LRU list of an inserted block without references."""
         return self._retained if self._key[block] in self._keeps else self._cached
 
     def _forget(self, block: int) -> None:

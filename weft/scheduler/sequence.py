@@ -1,10 +1,10 @@
 """A sequence and its states. The state object owns the sequence's slot and block tables.
 
-                      ╭──> Fetching ──╮
+                            ╭──> Fetching ──╮
 BlockedOnFirstSample ──> Blocked ───────> Waiting ──> Running
-   │  │               │             ^ │ ^─preempted─╯ │
-   │  ╰───────────────┼─────────────╯ │               │
-   ╰──────────────────┴───────────────┴──> Ended <────╯
+   │  │                     │             ^ │ ^─preempted─╯ │
+   │  ╰─────────────────────┼─────────────╯ │               │
+   ╰────────────────────────┴───────────────┴──> Ended <────╯
 
 Running owns a slot and block tables. Fetching owns block tables without a slot. Waiting after Fetching keeps
 the tables until a slot adopts the tables. All other states own nothing. Every state except Ended may end.

@@ -84,7 +84,8 @@ class Simulation:
     ) -> None:
         """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
-        A device with one step in flight idles during ``host``. ``shared`` is the number of leading prompt
+        ``host``: seconds for planning and committing one step; a device with one step in flight idles
+        meanwhile. ``shared`` is the number of leading prompt
         tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
         drafts were. ``retention`` is the session retention in seconds. ``device`` replaces the fake device.
         """

@@ -345,13 +345,13 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     returns: int = 0
     """Sequences returned to the router."""
     took: Measures = Measures()
-    """Histogram of ``seconds`` per transfer (bounds: ``measures.SECONDS``)."""
+    """Histogram of ``seconds`` per transfer (bounds: ``SECONDS``)."""
     exposed: Measures = Measures()
     """On the sender: seconds from the first token until the receiver had everything, not hidden by
     prefill.
     """
     sizes: Measures = Measures()
-    """Bytes per completed transfer (bounds: ``measures.BYTES``)."""
+    """Bytes per completed transfer (bounds: ``BYTES``)."""
 
 
 class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tests.control.fleet.driver import Driver
+from weft.common.errors import PeerEnded
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instances import InstanceState
 from weft.types import messages as m
+from weft.types.sampling import TokenParams
 
 
 def joined(one: Driver, name: str) -> Driver:
@@ -109,6 +111,35 @@ def test_a_paused_sequence_of_one_that_left_ends_if_no_other_may_take_it() -> No
     one.on(e.Paused((1,)))
     one.on(e.Left("b"))
     assert [event.finish for event in one.told()] == ["error"]
+
+
+def test_a_sequence_whose_sender_has_left_begins_again() -> None:
+    one = Driver("p", "d", roles={"p": "prefill", "d": "decode"}, local_prefill=False)
+    one.up()
+    one.on(e.Joined("q"))
+    one.roles["q"] = "prefill"
+    one.up("q")
+    one.on(e.Left("q"))
+    one.on(
+        e.Opened(
+            (
+                m.Submit(
+                    sequence=1,
+                    request=1,
+                    seed=7,
+                    prompt_ids=m.ids_to_bytes([1, 2, 3]),
+                    params=TokenParams(max_tokens=9),
+                ),
+            )
+        )
+    )
+    assert {action.instance for action in one.of(e.Send)} == {"p", "d"}
+    one.tokens("p", 1, 7, finish="moved", position=0)
+    one.on(e.Left("p"))
+    assert one.of(e.Forget) == [e.Forget("p")]
+    one.tokens("d", 1, finish="evicted", error=PeerEnded("the peer has ended").info())
+    assert 1 in one.fleet.entries  # waits for another prefill engine
+    assert one.fleet.entries[1].losses == 1
 
 
 def test_requests_fail_in_time_after_the_last_has_left_and_go_on_with_the_next() -> None:

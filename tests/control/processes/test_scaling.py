@@ -7,7 +7,7 @@ import pytest
 from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 from weft.control.processes.rolling import SETTLE_S, Quit, RollingRestart
-from weft.control.processes.scaling import plan_removal, plan_scale
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale
 from weft.control.processes.table import Forget, Kill, Member, ProcessTable, Start
 
 GONE = EngineDead("the process ended")
@@ -27,7 +27,7 @@ def made() -> tuple[ProcessTable, RollingRestart]:
 
 def test_more_groups_take_the_smallest_free_numbers() -> None:
     members = {name: one for name, one in MEMBERS.items() if name != "decode0"}
-    change = plan_scale("decode", 3, members, NONE, serves)
+    change = plan_scale("decode", 3, members, NONE, NONE, serves)
     assert change.starting == ("decode0", "decode2")
     assert change.new["decode2"] == {"decode2": Member("", "decode2", "decode", "decode")}
     assert (change.leaving, change.like) == ([], "decode1")
@@ -35,33 +35,53 @@ def test_more_groups_take_the_smallest_free_numbers() -> None:
 
 def test_a_group_of_several_engines_is_added_and_removed_whole() -> None:
     members = {f"all0.{n}": Member("all0", "all0", "unified", "all") for n in range(2)}
-    change = plan_scale("all", 2, members, NONE, serves)
+    change = plan_scale("all", 2, members, NONE, NONE, serves)
     assert change.new == {"all1": {f"all1.{n}": Member("all1", "all1", "unified", "all") for n in range(2)}}
     both = {**members, **change.new["all1"]}
-    assert plan_scale("all", 1, both, NONE, serves).leaving == ["all1.0", "all1.1"]
-    assert plan_removal("all0.1", both, NONE, serves) == ["all0.0", "all0.1"]
+    assert plan_scale("all", 1, both, NONE, NONE, serves).leaving == ["all1.0", "all1.1"]
+    assert plan_removal("all0.1", both, NONE, NONE, serves) == ["all0.0", "all0.1"]
 
 
 def test_the_last_group_of_a_role_stays() -> None:
-    assert plan_scale("decode", 1, MEMBERS, NONE, serves).leaving == ["decode1"]
+    assert plan_scale("decode", 1, MEMBERS, NONE, NONE, serves).leaving == ["decode1"]
     with pytest.raises(InvalidRequest, match="without a decode group"):
-        plan_scale("decode", 0, MEMBERS, NONE, serves)
+        plan_scale("decode", 0, MEMBERS, NONE, NONE, serves)
     with pytest.raises(InvalidRequest, match="without a prefill group"):
-        plan_removal("prefill0", MEMBERS, NONE, serves)
+        plan_removal("prefill0", MEMBERS, NONE, NONE, serves)
     # A group that leaves already is no group that serves.
     with pytest.raises(InvalidRequest, match="without a decode group"):
-        plan_removal("decode0", MEMBERS, frozenset({"decode1"}), serves)
+        plan_removal("decode0", MEMBERS, frozenset({"decode1"}), NONE, serves)
+
+
+def test_a_retired_group_is_no_group_that_serves() -> None:
+    retired = frozenset({"decode0"})
+    assert plan_scale("decode", 1, MEMBERS, NONE, retired, serves).leaving == ["decode0"]
+    assert plan_removal("decode0", MEMBERS, NONE, retired, serves) == ["decode0"]
+    with pytest.raises(InvalidRequest, match="without a decode group"):
+        plan_removal("decode1", MEMBERS, NONE, retired, serves)
+
+
+def test_one_engine_of_a_group_does_not_leave_alone_and_nobody_leaves_twice() -> None:
+    members = {
+        **MEMBERS,
+        **{f"spare.{n}": Member("", "spare", "decode", "spare") for n in range(2)},
+    }
+    with pytest.raises(InvalidRequest, match="give the group spare"):
+        plan_removal("spare.0", members, NONE, NONE, serves)
+    assert plan_removal("spare", members, NONE, NONE, serves) == ["spare.0", "spare.1"]
+    with pytest.raises(InvalidRequest, match="leaves the server already"):
+        plan_removal("decode1", members, frozenset({"decode1"}), NONE, serves)
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:
     with pytest.raises(NotFound, match="prefill, decode"):
-        plan_scale("decod", 2, MEMBERS, NONE, serves)
+        plan_scale("decod", 2, MEMBERS, NONE, NONE, serves)
     with pytest.raises(InvalidRequest, match="0 to 1024"):
-        plan_scale("decode", 5000, MEMBERS, NONE, serves)
+        plan_scale("decode", 5000, MEMBERS, NONE, NONE, serves)
     with pytest.raises(NotFound, match="decode9"):
-        plan_removal("decode9", MEMBERS, NONE, serves)
+        plan_removal("decode9", MEMBERS, NONE, NONE, serves)
     with pytest.raises(NotFound, match="weft up"):
-        plan_scale("0", 2, {"0": Member()}, NONE, serves)
+        plan_scale("0", 2, {"0": Member()}, NONE, NONE, serves)
 
 
 def test_a_group_drains_quits_and_is_gone() -> None:
@@ -128,7 +148,7 @@ def test_a_removal_waits_for_the_replacement_under_way_and_survives_its_failure(
 
 def test_a_restart_of_one_group_leaves_the_others_alone() -> None:
     table, rolling = made()
-    rolling.begin(table.with_name("decode0"))
+    rolling.begin(plan_restart("decode0", table.members, table.leaving))
     for name in table.entries:
         rolling.seen(name, 1, True)
     rolling.tick(1.0)
@@ -139,6 +159,52 @@ def test_a_restart_of_one_group_leaves_the_others_alone() -> None:
     rolling.tick(4.0)
     assert not rolling.active
     assert [entry.incarnation for entry in table.entries.values()] == [1, 2, 1]
+
+
+def test_a_removal_of_a_replacement_that_never_answers_ends() -> None:
+    table, rolling = made()
+    rolling.begin(["decode1"])
+    for name in table.entries:
+        rolling.seen(name, 1, True)
+    rolling.tick(1.0)
+    rolling.seen("decode1", 1, True)
+    assert rolling.tick(3.0) == [Quit("decode1", 1)]
+    table.lose("decode1", 1, GONE, 3.1)  # the next process hangs while it loads
+    rolling.remove(["decode1"], 4.0)
+    assert rolling.tick(5.0) == []
+    assert rolling.tick(40.0) == [Quit("decode1", 2)]
+    assert rolling.tick(80.0) == [Kill("head", "decode1", 2), Forget("head", "decode1")]
+    rolling.tick(80.1)
+    assert not rolling.active
+
+
+def test_a_restart_that_is_requested_during_a_removal_follows() -> None:
+    table, rolling = made()
+    rolling.remove(["decode1"], 1.0)
+    rolling.begin(plan_restart("decode0", table.members, table.leaving))
+    with pytest.raises(InvalidRequest, match="leaving"):
+        plan_restart("decode1", table.members, table.leaving)
+    rolling.seen("decode1", 1, True)
+    rolling.tick(3.0)
+    table.lose("decode1", 1, GONE, 3.1)
+    rolling.tick(3.2)
+    rolling.tick(3.3)
+    assert rolling.watched == {"prefill0": 1, "decode0": 1}  # until all answer
+    for name in table.entries:
+        rolling.seen(name, 1, True)
+    rolling.tick(4.0)
+    assert table.entries["decode0"].condition == "draining"
+
+
+def test_a_group_that_comes_back_has_a_new_budget() -> None:
+    table = ProcessTable("head", MEMBERS, 1, serves)
+    table.start(0.0)
+    for incarnation in (1, 2):
+        table.lose("decode1", incarnation, GONE, 1.0)
+    assert table.entries["decode1"].condition == "retired"
+    RollingRestart(table, 30.0).remove(["decode1"], 2.0)
+    table.join({"decode1": MEMBERS["decode1"]}, 3.0)
+    assert Start("head", "decode1", 4) in table.lose("decode1", 3, GONE, 4.0)
 
 
 def test_a_leaving_group_does_not_serve_when_another_is_retired() -> None:

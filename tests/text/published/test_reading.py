@@ -110,12 +110,12 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
     start = common_length(prompt, whole)
     marks = re.compile("|".join(map(re.escape, sorted(text_model.tokenizer.special, key=len, reverse=True))))
     start = next((one.start() for one in marks.finditer(whole) if one.start() < start < one.end()), start)
-    in_thought = text_model.output.in_thought(whole[:start], "")
+    in_reasoning = text_model.output.in_reasoning(whole[:start], "")
     for thought in declared.thoughts:
         if prompt.endswith(thought.close) and whole[start:].startswith(thought.close):
             start += len(thought.close)  # a prompt that asks for no reasoning ends with the closing mark
         if thought.close in whole[start:] and thought.open not in whole[start:]:
-            in_thought = in_thought or text_model.output.in_thought(prompt, "")
+            in_reasoning = in_reasoning or text_model.output.in_reasoning(prompt, "")
     text = html.unescape(whole[start:]) if "&#34;" in whole else whole[start:]
     visible = text_model.output.visible
     made = ""
@@ -124,11 +124,11 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
         if number in text_model.end_ids:
             break
         made += piece if number is None or number in visible else ""
-    return made, in_thought
+    return made, in_reasoning
 
 
-def read(text_model: TextModel, text: str, *, in_thought: bool) -> list[OutputEvent]:
-    spec = OutputSpec(tools=TOOLS, tool_calls=True, reasoning=True, in_reasoning=in_thought)
+def read(text_model: TextModel, text: str, *, in_reasoning: bool) -> list[OutputEvent]:
+    spec = OutputSpec(tools=TOOLS, tool_calls=True, reasoning=True, in_reasoning=in_reasoning)
     parser = text_model.output.parser(spec)
     return [*parser.feed(text), *parser.close()]
 
@@ -172,13 +172,13 @@ WHOLE: Messages = [
 def difference(name: str, before: Messages, turn: dict[str, Any]) -> str:
     """Return a message if a template's text of ``turn`` parses differently from ``turn``, otherwise ""."""
     try:
-        text, in_thought = turn_of(model(name), before, turn)
+        text, in_reasoning = turn_of(model(name), before, turn)
     except InvalidRequest as error:
         return error.message
     wanted = meant(turn)
     if wanted["thought"] not in text:  # many templates show no reasoning
         wanted["thought"] = ""
-    found = spoken(read(model(name), text, in_thought=in_thought))
+    found = spoken(read(model(name), text, in_reasoning=in_reasoning))
     return "" if found == wanted else f"{found}, not {wanted}, of {text!r}"
 
 

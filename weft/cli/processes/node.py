@@ -1,7 +1,4 @@
-"""A host without engine process: keeps its ranks of a group running, for the present engine on host 0.
-
-An engine is the engine process of a group.
-"""
+"""A host without engine process: keeps its ranks of a group running, for the present engine on host 0."""
 
 from __future__ import annotations
 

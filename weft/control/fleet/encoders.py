@@ -29,7 +29,7 @@ although other instances could encode at once. With a smaller margin, known imag
 
 
 def encodes_for(encoder: Instance, compute: Instance) -> bool:
-    """Return True if ``encoder`` can encode for prompts at ``compute``: roles, versions, addresses and tower
+    """Return True if ``encoder`` can encode for prompts at ``compute``: roles, addresses and tower
     fingerprints of the present processes fit.
     """
     if encoder.role != "encode" or compute.role not in ("unified", "prefill"):

@@ -168,8 +168,7 @@ class Fleet:
     def _place_parked(self) -> None:
         """Send due parked sequences to instances. All sequences of one prompt go to the same route.
 
-        Sequences without a route stay parked. Sequences that every live instance is too old for end with an
-        error.
+        Sequences without a route stay parked.
         """
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
@@ -206,7 +205,7 @@ class Fleet:
     def _received(self, event: e.Received) -> None:
         """Apply a message of an instance and note the time.
 
-        A ``EngineFailed`` counts as a loss. Messages over an old link, or of an instance given up or
+        An ``EngineFailed`` counts as a loss. Messages over an old link, or of an instance given up or
         forgotten, are dropped.
         """
         instance, message = self.table.instances.get(event.instance), event.message
@@ -369,8 +368,9 @@ class Fleet:
         sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
         doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # possibly the cause
         self._depart(instance, entry)
-        if ended is not None and not entry.orphaned:  # no new sequences until the next process is up
-            self.table.shun(self.table.instances[ended], self._now)
+        peer = self.table.instances.get(ended or "")  # None: the peer has left
+        if peer is not None and not entry.orphaned:  # no new sequences until the next process is up
+            self.table.shun(peer, self._now)
         if why == RanksLost.code or ended is not None:
             self._go_on(entry)
             return
@@ -401,9 +401,6 @@ class Fleet:
             # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
             self._end_pinned(instance.name, Unavailable("the requested engine has left the server"))
             log.info("engine %s has left", instance.name)
-        # Without members the server waits for new ones. Retired members never come back.
-        if self.table.over and any(one.state is InstanceState.RETIRED for one in self.table.wanted):
-            self._fail(EngineDead("no engine is left"))
 
     def _expected(self, event: e.Expected) -> None:
         instance = self.table.instances[event.instance]

@@ -378,7 +378,7 @@ class InstanceTable:
         listening = [one for one in self.instances.values() if one.listens and one.state not in gone]
         if shutdown:
             return [(one, m.Shutdown()) for one in listening]
-        return [(one, m.Goodbye()) for one in listening if one.welcome is not None]
+        return [(one, m.Goodbye()) for one in listening]
 
     def _serving(self, draining: bool = False) -> list[Instance]:
         """Return the instances that take sequences; with ``draining`` also the instances that finish their

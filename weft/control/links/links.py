@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import zmq.asyncio
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, Overloaded, WeftError
+from weft.common.errors import EngineDead, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.fleet import Fleet
@@ -329,6 +329,7 @@ class Links:
 
     def scale(self, base: str, groups: int) -> Scaled:
         """Start or end groups of one base name. Return the changes. See ``Owner.scale``."""
+        self._check_complete()
         return self._owner.scale(base, groups)
 
     def describe(self) -> list[EngineInfo]:
@@ -337,15 +338,22 @@ class Links:
 
     def restart(self, name: str) -> list[str]:
         """Replace processes in turn. Return the names. See ``Owner.restart``."""
+        self._check_complete()
         return self._owner.restart(name)
 
     def remove(self, name: str) -> list[str]:
         """Drain and end a group or an engine process. Return the names. See ``Owner.remove``."""
+        self._check_complete()
         return self._owner.remove(name)
 
     def revive(self, group: str) -> list[str]:
         """Start the retired engine processes of a group again. Return the names. See ``Owner.revive``."""
         return self._owner.revive(group)
+
+    def _check_complete(self) -> None:
+        """Raise Unavailable until all engine processes have answered for the first time."""
+        if not self._fleet.table.complete:
+            raise Unavailable("the server is still starting")
 
     def _lives(self, name: str) -> bool:
         instance = self._fleet.table.instances.get(name)

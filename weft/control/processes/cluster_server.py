@@ -189,10 +189,12 @@ class ClusterServer:
                 self._on(s.RemoveAsked(asked.name))
                 return
             change = self._supervisor.plan(asked.base, asked.groups)
-            for group in change.new:
-                self._engines.add(group, change.like)
+            if change.new:
+                self._engines.add(list(change.new), change.like)
         except WeftError as error:
             log.error("the groups stay as they are: %s", error.message)
+        except OSError as error:  # for example a full disk
+            log.error("the groups stay as they are: %s", error.strerror)
         else:
             self._on(s.ScaleAsked(change))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from weft.common.clock import Clock, SystemClock
@@ -13,7 +13,7 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
 
 log = get_logger(__name__)
@@ -23,8 +23,8 @@ class Starter(Protocol):
     """Start and end engine processes. The implementation is
     ``weft.engine.server.engine_processes.EngineProcesses``."""
 
-    def add(self, group: str, like: str) -> None:
-        """Prepare a new group with the settings of group ``like``. Raise Unavailable without a place."""
+    def add(self, groups: Sequence[str], like: str) -> None:
+        """Prepare new groups with the settings of group ``like``. Raise Unavailable without a place."""
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
@@ -81,8 +81,9 @@ class EngineOwner:
     def restart(self, name: str = "") -> list[str]:
         """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
         self._check_open()
-        names = self._table.with_name(name)
-        self._rolling.begin(names)
+        table = self._table
+        names = plan_restart(name, table.members, table.leaving | table.retired)
+        self._rolling.begin(names if name else ())
         return names
 
     def describe(self) -> list[EngineInfo]:
@@ -134,10 +135,11 @@ class EngineOwner:
         """Change the number of groups: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
-        change = plan_scale(base, groups, table.members, table.leaving, table.serves)
+        change = plan_scale(base, groups, table.members, table.leaving, table.retired, table.serves)
         now = self._clock.now()
-        for group, members in change.new.items():
-            self._starter.add(group, change.like)
+        if change.new:
+            self._starter.add(list(change.new), change.like)
+        for members in change.new.values():
             self._carry_out(table.join(members, now))
         self._carry_out(self._rolling.remove(change.leaving, now))
         return Scaled(change.starting, tuple(change.leaving))
@@ -146,7 +148,7 @@ class EngineOwner:
         """Drain and end a group: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
-        names = plan_removal(name, table.members, table.leaving, table.serves)
+        names = plan_removal(name, table.members, table.leaving, table.retired, table.serves)
         self._carry_out(self._rolling.remove(names, self._clock.now()))
         return names
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from weft.common.errors import EngineDead, ErrorInfo, NotFound, ReportedError, WeftError
+from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_removal, plan_scale, to_revive
-from weft.control.processes.table import Condition, Member, Role, named, with_expert_groups
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
+from weft.control.processes.table import Condition, Member, Role
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -159,24 +159,23 @@ class RegistryOwner:
 
     def restart(self, name: str = "") -> list[str]:
         """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
-        members = _members(self._reader.read().of("head"))
-        found = with_expert_groups(named(name, members), members) if name else list(members)
-        if not found:
-            raise NotFound(f"unknown group {name!r}", param="group")
+        engines = self._reader.read().of("head")
+        leaving, retired = _absent(engines)
+        found = plan_restart(name, _members(engines), leaving | retired)
         self._restart(name)
         return found
 
     def scale(self, base: str, groups: int) -> Scaled:
         """Request a number of groups: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
-        change = plan_scale(base, groups, _members(engines), _leaving(engines), self._serves)
+        change = plan_scale(base, groups, _members(engines), *_absent(engines), self._serves)
         self._scale(base, groups)
         return Scaled(change.starting, tuple(change.leaving))
 
     def remove(self, name: str) -> list[str]:
         """Request the end of a group: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
-        found = plan_removal(name, _members(engines), _leaving(engines), self._serves)
+        found = plan_removal(name, _members(engines), *_absent(engines), self._serves)
         self._remove(name)
         return found
 
@@ -216,6 +215,7 @@ def _members(engines: list[ProcessRecord]) -> dict[str, Member]:
     return {one.name: Member(one.expert_group, one.group, one.group_role, one.base) for one in engines}
 
 
-def _leaving(engines: list[ProcessRecord]) -> frozenset[str]:
-    """Return the names of the leaving engines."""
-    return frozenset(one.name for one in engines if one.state == "leaving")
+def _absent(engines: list[ProcessRecord]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the leaving engines, and of the retired engines."""
+    leaving = frozenset(one.name for one in engines if one.state == "leaving")
+    return leaving, frozenset(one.name for one in engines if one.state in ("retired", "ended"))

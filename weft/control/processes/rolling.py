@@ -69,6 +69,10 @@ class RollingRestart:
         self._drain_timeout = drain_timeout
         self._asked = False
         """True while a requested restart waits until all processes answer."""
+        self._later: list[frozenset[str]] = []
+        """Restarts to begin after the present one, by the names of their processes."""
+        self._whole = False
+        """True during a restart of all processes."""
         self._only: frozenset[str] = frozenset()
         """Names that the requested restart replaces; empty for all."""
         self._left: deque[dict[str, int]] = deque()
@@ -113,10 +117,15 @@ class RollingRestart:
     def begin(self, only: Iterable[str] = ()) -> None:
         """Begin to replace the processes ``only``, or all, once all running processes answer.
 
-        No effect during a restart.
+        During a restart or a removal, the request waits for its end. During a restart of all processes, a
+        request for all has no effect.
         """
-        if not self.active:
-            self._only = frozenset(only)
+        asked = frozenset(only)
+        if self.active:
+            if (asked or not self._whole) and asked not in self._later:
+                self._later.append(asked)
+        else:
+            self._only, self._whole = asked, not asked
             log.info("a rolling restart of %s was requested", ", ".join(sorted(self._only)) or "all engines")
             self._asked, self._up, self._waits_since = True, set(), math.inf
 
@@ -150,6 +159,7 @@ class RollingRestart:
         """
         self._asked = self._wants_switch = self._switching = False
         self._left.clear()
+        self._later.clear()
         if not self._told:
             for name, incarnation in self._present().items():
                 self._table.undrain(name, incarnation)
@@ -189,15 +199,13 @@ class RollingRestart:
         """
         if self._asked:
             self._report_absent(now)
-        if self._asked and self._up >= set(running := self._running()):
+        if self._asked and self._up >= self._running().keys():
             self._asked = False
-            units: dict[str, dict[str, int]] = {}
-            for name, entry in running.items():
-                if entry.leaving or (self._only and name not in self._only):
-                    continue
-                # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
-                units.setdefault(entry.member.expert_group or f" {name}", {})[name] = entry.incarnation
-            self._left.extend(units.values())
+            self._left.extend(self._units())
+        if not self.active:
+            self._whole = False
+            if self._later:
+                self.begin(self._later.pop(0))
         if not self.active and self._wants_switch:
             self._drain_for_switch(now)
         if not self._unit:
@@ -215,7 +223,8 @@ class RollingRestart:
         if any(again) or any(one.state is not t.ProcessState.RUNNING for one in left.values()):
             return self._cancel(now)
         if all(one.incarnation != self._unit[name] for name, one in left.items()):
-            if self._up >= left.keys():
+            # A replacement that leaves the server need not come up: its own drain has deadlines.
+            if self._up >= {name for name, one in left.items() if not one.leaving}:
                 if left:
                     log.info("%s is restarted", " and ".join(left))
                 self._unit = {}
@@ -240,10 +249,21 @@ class RollingRestart:
         error = EngineDead("the process did not end")
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
 
+    def _units(self) -> list[dict[str, int]]:
+        """Return the units of the requested restart: name -> incarnation of processes replaced together."""
+        units: dict[str, dict[str, int]] = {}
+        for name, entry in self._running().items():
+            if entry.leaving or (self._only and name not in self._only):
+                continue
+            # A process without an expert-parallel group is a unit alone; the space keeps its key unique.
+            units.setdefault(entry.member.expert_group or f" {name}", {})[name] = entry.incarnation
+        return list(units.values())
+
     def _cancel(self, now: float) -> list[Action]:
         """End the restart, because a replacement did not start. Processes that leave the server still do."""
         log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
         self._asked = self._wants_switch = False
+        self._later.clear()
         leaving = self._table.leaving
         self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
         return self._abandon(

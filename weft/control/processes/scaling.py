@@ -1,4 +1,4 @@
-"""Changes of a server's groups while the server runs: which groups start, leave or come back. Pure.
+"""Changes of a server's groups while the server runs: which groups start, leave, restart or come back. Pure.
 
 Groups with one *base* name can be scaled: ``decode`` is the base name of ``decode0`` and ``decode1``.
 """
@@ -38,12 +38,14 @@ def plan_scale(
     groups: int,
     members: Mapping[str, Member],
     leaving: frozenset[str],
+    retired: frozenset[str],
     serves: Callable[[set[str]], bool],
 ) -> Change:
     """Return the change that gives ``base`` a number of ``groups``.
 
     ``members``: engine processes by name. ``leaving``: names of ``members`` that leave already; leaving
-    groups do not count. New groups get the smallest free numbers. The newest groups leave first.
+    groups do not count. ``retired``: names without a process. New groups get the smallest free numbers.
+    Retired groups leave first, then the newest.
 
     Raise NotFound for an unknown name. Raise InvalidRequest if the number is out of range, or if the
     remaining roles could not serve requests.
@@ -59,9 +61,10 @@ def plan_scale(
         if member.base == base:
             of_base.setdefault(member.group, {})[name] = member
     present = [group for group, names in of_base.items() if not names.keys() <= leaving]
+    present.sort(key=lambda group: of_base[group].keys() <= retired)  # stable: else in order of the start
     if groups < len(present):
         names = [name for group in present[groups:] for name in of_base[group]]
-        _check_roles(names, members, leaving, serves)
+        _check_roles(names, members, leaving | retired, serves)
         return Change({}, names)
     like = next(iter(of_base))
     taken = {member.group for member in members.values()} | members.keys()
@@ -76,21 +79,54 @@ def plan_removal(
     name: str,
     members: Mapping[str, Member],
     leaving: frozenset[str],
+    retired: frozenset[str],
     serves: Callable[[set[str]], bool],
 ) -> list[str]:
     """Return the engine processes to drain and end when an operator removes ``name``, a group or a process.
 
     The result includes the members of the same expert-parallel groups.
 
-    Raise NotFound for an unknown name. Raise InvalidRequest if the remaining roles could not serve requests.
+    Raise NotFound for an unknown name. Raise InvalidRequest if the remaining roles could not serve requests,
+    for one engine of a larger group, and for a group that leaves already.
     """
     found = with_expert_groups(named(name, members), members) if name else []
     if not found:
-        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+        raise _unknown(name, members)
+    group = members[found[0]].group
+    if len(found) < len([one for one in members.values() if one.group == group]):
+        raise InvalidRequest(f"{name} is one engine of a larger group: give the group {group}", param="group")
     names = [one for one in found if one not in leaving]
-    _check_roles(names, members, leaving, serves)
+    if not names:
+        raise InvalidRequest(f"{name} leaves the server already", param="group")
+    _check_roles(names, members, leaving | retired, serves)
     return names
+
+
+def plan_restart(name: str, members: Mapping[str, Member], absent: frozenset[str]) -> list[str]:
+    """Return the engine processes to replace when an operator restarts ``name``, a group or a process; "" for
+    all.
+
+    ``absent``: members that leave or have no process. The result includes the members of the same
+    expert-parallel groups. Raise NotFound for an unknown name, and InvalidRequest if all its members are
+    absent.
+    """
+    found = with_expert_groups(named(name, members), members) if name else list(members)
+    if not found:
+        raise _unknown(name, members)
+    present = [one for one in found if one not in absent]
+    if not present:
+        raise InvalidRequest(
+            f"{name or 'the server'} has no engine to restart: the engines leave, or are retired "
+            "(`weft revive` starts retired engines)",
+            param="group",
+        )
+    return present
+
+
+def _unknown(name: str, members: Mapping[str, Member]) -> NotFound:
+    """Return the error for a name that is no group and no process."""
+    known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+    return NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
 
 
 def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
@@ -101,8 +137,7 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
     """
     names = with_expert_groups(named(name, members), members)
     if not name or not names:
-        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-        raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
+        raise _unknown(name, members)
     gone = set(retired)
     found = [one for one in names if one in gone]
     if not found:
@@ -116,14 +151,16 @@ def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) 
 def _check_roles(
     names: list[str],
     members: Mapping[str, Member],
-    leaving: frozenset[str],
+    absent: frozenset[str],
     serves: Callable[[set[str]], bool],
 ) -> None:
-    """Raise InvalidRequest if the server could not serve requests without ``names``."""
-    # A leaving process takes no requests, so its role does not count.
-    left = {member.role for one, member in members.items() if one not in leaving and one not in names}
-    lost = {members[name].role for name in names} - left
-    if names and (lost or not serves(left)):
+    """Raise InvalidRequest if the server could not serve requests without ``names``.
+
+    ``absent``: members that take no requests, because they leave or are retired.
+    """
+    left = {member.role for one, member in members.items() if one not in absent and one not in names}
+    lost = {members[name].role for name in names if name not in absent} - left
+    if lost or (not serves(left) and not absent.issuperset(names)):
         roles = " and ".join(sorted(lost)) or "serving"
         raise InvalidRequest(
             f"the server would be left without a {roles} group; add another group first, or drain the "

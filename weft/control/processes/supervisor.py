@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import EngineDead, NotFound, Unavailable, WeftError
+from weft.common.errors import EngineDead, InvalidRequest, NotFound, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.processes import table as t
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import Change, plan_removal, plan_scale
+from weft.control.processes.scaling import Change, plan_removal, plan_restart, plan_scale
 
 log = get_logger(__name__)
 
@@ -298,10 +298,12 @@ class Supervisor:
     # -- the server
 
     def _restart(self, event: RestartAsked) -> list[Action]:
-        """Begin a rolling restart. Ignored outside the serving phase, and for an unknown name."""
+        """Begin a rolling restart. Ignored outside the serving phase, and for a name that has no engine."""
         if self.phase is ServerPhase.SERVING:
-            with contextlib.suppress(NotFound):
-                self.rolling.begin(self.engines.with_name(event.name))
+            with contextlib.suppress(NotFound, InvalidRequest):
+                engines = self.engines
+                names = plan_restart(event.name, engines.members, engines.leaving | engines.retired)
+                self.rolling.begin(names if event.name else ())
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:
@@ -324,7 +326,7 @@ class Supervisor:
         if self.phase is not ServerPhase.SERVING:
             raise Unavailable("the server does not serve now")
         engines = self.engines
-        return plan_scale(base, groups, engines.members, engines.leaving, engines.serves)
+        return plan_scale(base, groups, engines.members, engines.leaving, engines.retired, engines.serves)
 
     def _scale(self, event: ScaleAsked) -> list[Action]:
         """Start the new groups, and drain the leaving groups."""
@@ -333,11 +335,11 @@ class Supervisor:
         return [*actions, *self.rolling.remove(event.change.leaving, self._now)]
 
     def _remove(self, event: RemoveAsked) -> list[Action]:
-        """Drain a group. Raise NotFound or InvalidRequest. Ignored outside the serving phase."""
+        """Drain a group. Raise NotFound, InvalidRequest, or Unavailable outside the serving phase."""
         if self.phase is not ServerPhase.SERVING:
-            return []
+            raise Unavailable("the server does not serve now")
         engines = self.engines
-        names = plan_removal(event.name, engines.members, engines.leaving, engines.serves)
+        names = plan_removal(event.name, engines.members, engines.leaving, engines.retired, engines.serves)
         return [*self.rolling.remove(names, self._now)]
 
     def _seen(self, event: EngineSeen) -> list[Action]:

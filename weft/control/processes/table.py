@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import NotFound, WeftError
+from weft.common.errors import WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import RestartBudget
 
@@ -186,18 +186,10 @@ class ProcessTable:
         """Names of the leaving processes."""
         return frozenset(name for name, entry in self._entries.items() if entry.leaving)
 
-    def with_name(self, name: str) -> list[str]:
-        """Return the lasting processes of group or process ``name``, with their expert-parallel groups; ""
-        for all.
-
-        Raise NotFound for an unknown name.
-        """
-        members = self.members
-        found = with_expert_groups(named(name, members), members) if name else list(members)
-        if not found:
-            known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
-            raise NotFound(f"unknown group {name!r}; the groups are {known}", param="group")
-        return [one for one in found if not self._entries[one].leaving]
+    @property
+    def retired(self) -> frozenset[str]:
+        """Names without a process that do not wait for a restart."""
+        return frozenset(name for name, entry in self._entries.items() if not _lives(entry))
 
     @property
     def over(self) -> bool:
@@ -251,7 +243,10 @@ class ProcessTable:
 
     def _remove(self, name: str) -> Forget:
         """Remove a name and return the action that drops what is kept for the name."""
-        self._past[name] = self._entries.pop(name).incarnation
+        entry = self._entries.pop(name)
+        self._past[name] = entry.incarnation
+        if all(one.member.group != entry.member.group for one in self._entries.values()):
+            self._budgets.pop(entry.member.group)  # a later group of the name begins with a full budget
         log.info("%s %s has left the server", LABELS[self.role], name)
         return Forget(self.role, name)
 

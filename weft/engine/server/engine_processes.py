@@ -6,16 +6,18 @@ import contextlib
 import itertools
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
+from weft.common.cores import usable_cores
 from weft.common.errors import Unavailable
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
 from weft.config.hosts import uses_board
 from weft.config.names import instance_name
+from weft.config.resolve import RANKS_EACH_CORE
 from weft.config.resolved import EngineConfig
 from weft.control.links.link import Address
 from weft.control.processes.table import Member
@@ -157,10 +159,11 @@ class EngineGroups:
         self._of.update(dict.fromkeys(group.members, group))
         self.members.update(group.members)
 
-    def add(self, group: str, like: str) -> None:
-        """Prepare ``group`` with the settings of the group ``like``. Start nothing.
+    def add(self, groups: Sequence[str], like: str) -> None:
+        """Prepare ``groups`` with the settings of the group ``like``. Start nothing.
 
-        Raises Unavailable if the group runs over several hosts, or if too few GPUs are free.
+        Raises Unavailable, without a change, if the group runs over several hosts, or if GPUs or cores are
+        too few for all ``groups``.
         """
         config = next(one.config for one in self._groups if one.config.group == like)
         ranks = config.parallel.layout.ranks
@@ -168,10 +171,17 @@ class EngineGroups:
             raise Unavailable(f"group {like} runs over several hosts, so no group can be added")
         used = {gpu for one in self._groups for gpu in one.config.gpus}
         free = [gpu for gpu in gpus_here(config.parallel, config.device) if gpu not in used]
-        if config.device == "cuda" and len(free) < ranks:
-            raise Unavailable(f"group {group} needs {ranks} free GPUs, and {len(free)} are free")
-        gpus = tuple(free[:ranks])
-        self._open(msgspec.structs.replace(config, group=group, gpus=gpus))
+        if config.device == "cuda" and len(free) < len(groups) * ranks:
+            raise Unavailable(
+                f"{len(groups)} more groups need {len(groups) * ranks} free GPUs, and {len(free)} are free; "
+                "GPUs of a group that drains are free when the group has ended"
+            )
+        total = sum(one.config.parallel.layout.ranks for one in self._groups) + len(groups) * ranks
+        if config.device == "cpu" and total > RANKS_EACH_CORE * usable_cores():
+            raise Unavailable(f"{total} ranks are too many for {usable_cores()} CPU cores")
+        for number, group in enumerate(groups):
+            gpus = tuple(free[number * ranks : (number + 1) * ranks])
+            self._open(msgspec.structs.replace(config, group=group, gpus=gpus))
 
     def forget(self, name: str) -> None:
         """Drop an engine that has left the server. With the last engine of its group, the group ends."""

@@ -92,7 +92,7 @@ class RateLimits:
         self._buckets: dict[int, tuple[_Bucket | None, _Bucket | None]] = {}
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """Apply ``event`` and return the actions: one Admitted or Refused for ``RateRequest``, [] for
+        """Apply ``event`` and return the actions: one RateAdmitted or RateRefused for ``RateRequest``, [] for
         ``Spent``. An admitted request takes one from the key's request bucket; a refused request takes
         nothing. ``now``: seconds of any monotonic clock."""
         requests, tokens = self._of(event.key, now)

@@ -33,7 +33,7 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
-#: name -> (help, value of a EngineStats). Gauges show the present state.
+#: name -> (help, value of an EngineStats). Gauges show the present state.
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),

@@ -26,7 +26,7 @@ _HTTP = re.compile(
 
 
 def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, EngineStats]]) -> bytes:
-    """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``engine``, and
+    """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
     metrics that vLLM derives in another way. ``engines``: names, and the counters of the last heartbeat."""
     renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
     older = [

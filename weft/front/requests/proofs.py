@@ -17,7 +17,7 @@ from weft.types.grammar import Grammar
 
 
 class Proof(Protocol):
-    """The part of ``compile_jobs.Compile`` used by readers."""
+    """The part of ``grammar.guard.compile_jobs.Compile`` used by readers."""
 
     def done(self) -> bool:
         """Return True if ``wait`` would not block."""

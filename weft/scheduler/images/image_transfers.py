@@ -5,8 +5,8 @@ blocks. So two sequences never wait for blocks of each other. The first sequence
 later sequence gets blocks before.
 
     a sequence     blocked: no blocks ──offered, first by key, blocks are free──> all its blocks ──> received
-    an embedding   coming: pinned ──transfer received──> held, like an embedding encoded here
-                                  ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
+    an embedding   coming: pinned ──transfer received──> stored, like an embedding encoded here
+                                  ──transfer failed────> fenced ──Freed──> coming by another transfer, or gone
 
 A stored image is not sent again: the answer to the offer reports all rows as present. An image may already be
 coming for another sequence: then no second transfer starts. If the first transfer fails, the next transfer of
