@@ -10,7 +10,7 @@ each.
      │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one per step (then LateMasks, where rows are constrained)
-     │ StepOutcome, RankFailed ► │
+     │ StepOutcome|RankFailed ► │
      │ ◄─ PushTransfer | ExpectTransfer | StopTransfer  of transfers to and from other groups, between steps
      │ TransferReport | TransferStopped ► │
      │ ◄─ Abort | RankShutdown  │
