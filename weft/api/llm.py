@@ -331,7 +331,7 @@ class _Run:
                 continue
             if not self._core.blocked:
                 raise EngineDead("the engine lost a sequence")
-            # Every sequence is blocked on external input. Each block has a deadline, so the loop ends.
+            # Every sequence is blocked on external input. Each sequence has a deadline, so the loop ends.
             self._core.sleep(OVERDUE_POLL_S)
 
     def clear(self) -> None:
