@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.support.slowness import deadline
+from weft.front.http.access import ADMIN_PATHS
 from weft.front.requests.tokenizing import MAX_TOKENS
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -100,6 +101,8 @@ def test_an_empty_text_has_no_tokens(fake: Any) -> None:
 
 # -- routes for operators -----------------------------------------------------------------------------
 
+CONTROL = sorted(ADMIN_PATHS)
+
 
 @pytest.fixture(scope="module")
 def guarded(start_fake: Any) -> Any:
@@ -108,7 +111,7 @@ def guarded(start_fake: Any) -> Any:
 
 @pytest.mark.requirement("F7")
 def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
-    for route in ("/abort_request", "/admin/drain", "/admin/drain/", "/admin/profile", "/admin/revive"):
+    for route in (*CONTROL, "/admin/drain/"):
         answer = fake.http.post(route, json={"rid": "x"})
         assert (answer.status_code, error_of(answer)["code"]) == (403, "forbidden")
         assert "--admin-key" in error_of(answer)["message"]
@@ -117,7 +120,7 @@ def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
 
 @pytest.mark.requirement("F7")
 def test_control_routes_want_the_admin_key_and_no_browser(guarded: Any) -> None:
-    for route in ("/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"):
+    for route in CONTROL:
         for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):
             answer = guarded.http.post(route, json={"rid": "x"}, headers=headers)
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key")
@@ -204,6 +207,23 @@ def test_only_what_is_retired_is_revived(guarded: Any) -> None:
     assert (answer.status_code, error_of(answer)["param"]) == (400, "group")
     answer = guarded.http.post("/admin/revive", json={}, headers=ADMIN)
     assert answer.status_code == 400
+
+
+def test_groups_are_listed_and_named_in_refusals(guarded: Any) -> None:
+    (engine,) = guarded.http.get("/admin/groups", headers=ADMIN).json()["engines"]
+    assert (engine["name"], engine["state"], engine["alive"]) == ("0", "running", True)
+    for path, body, status, says in (
+        ("/admin/drain", {"group": "decode7"}, 404, "the groups are 0"),
+        ("/admin/drain", {"group": "0"}, 400, "without a unified group"),
+        ("/admin/drain", {"group": ""}, 400, "group must be the name of a group"),
+        ("/admin/restart", {"group": "decode7"}, 404, "the groups are 0"),
+        ("/admin/scale", {"base": "0", "groups": 2}, 404, "weft up FILE"),
+        ("/admin/scale", {"base": "0"}, 400, "groups"),
+    ):
+        answer = guarded.http.post(path, json=body, headers=ADMIN)
+        assert answer.status_code == status, (path, body, answer.text)
+        assert says in error_of(answer)["message"]
+    assert guarded.http.get("/ready").status_code == 200
 
 
 def test_a_profile_needs_a_folder(guarded: Any) -> None:

@@ -182,7 +182,7 @@ def test_a_restart_that_is_requested_during_a_removal_follows() -> None:
     table, rolling = made()
     rolling.remove(["decode1"], 1.0)
     rolling.begin(plan_restart("decode0", table.members, table.leaving))
-    with pytest.raises(InvalidRequest, match="leaving"):
+    with pytest.raises(InvalidRequest, match="the engines leave"):
         plan_restart("decode1", table.members, table.leaving)
     rolling.seen("decode1", 1, True)
     rolling.tick(3.0)
