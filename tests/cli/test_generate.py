@@ -138,3 +138,16 @@ def test_a_failed_request_is_one_line_and_a_status(
     assert ended.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("weft: ")]
     assert len(lines) == 1
+
+
+def test_a_misspelled_model_is_no_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "spool-txt", "hello"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert "'spool-txt' is not a model. Did you mean 'spool-text'?" in err
+    assert generate.split_words(("Tom has 12 apples.", "hello"), None) == (
+        None,
+        ["Tom has 12 apples.", "hello"],
+    )
+    assert generate.split_words(("spool-txt",), "spool-text") == (None, ["spool-txt"])

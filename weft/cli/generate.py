@@ -15,6 +15,7 @@ import click
 from weft.cli import options
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.spelling import misspelt
 from weft.config import hub
 from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
@@ -208,9 +209,19 @@ def _visible(text: str) -> str:
 
 
 def split_words(words: Sequence[str], model: str | None) -> tuple[str | None, list[str]]:
-    """Return (MODEL or None, prompts) from the positional words. ``model``: value of --model."""
-    if model is None and words and is_model(words[0]):
-        return words[0], list(words[1:])
+    """Return (MODEL or None, prompts) from the positional words. ``model``: value of --model.
+
+    Raise ConfigError if the first word is nearly the name of a bundled model.
+    """
+    if model is None and words:
+        if is_model(words[0]):
+            return words[0], list(words[1:])
+        if near := misspelt(words[0], hub.bundled_models()):
+            raise ConfigError(
+                f"{words[0]!r} is not a model. Did you mean {near!r}? To use {words[0]!r} as a prompt, give "
+                "a MODEL in front",
+                param="model",
+            )
     return None, list(words)
 
 
