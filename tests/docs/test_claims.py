@@ -193,3 +193,20 @@ def test_runs_that_an_example_compares_differ(
     runs = json.loads(file.read_text())["runs"]
     found = [{name: value for name, value in run["report"].items() if name != "wall_seconds"} for run in runs]
     assert len({json.dumps(one, sort_keys=True) for one in found}) == len(runs) > 1
+
+
+def test_every_row_of_faults_names_tests_that_exist() -> None:
+    """A name without a file belongs to the file before. Names may end in a star."""
+    text = (ROOT / "docs/faults-seen.md").read_text()
+    current, count, missing = "", 0, []
+    for file, name in re.findall(r"`([\w/]+\.py)?(?:::([\w*]+))?`", text):
+        current = file.removeprefix("tests/") or current
+        if not (file or name):
+            continue
+        count += 1
+        path = ROOT / "tests" / current
+        wanted = rf"def {name.replace('*', chr(92) + 'w*')}" if name else ""
+        if not path.is_file() or not re.search(wanted, path.read_text()):
+            missing.append((current, name))
+    assert count > 90
+    assert missing == []
