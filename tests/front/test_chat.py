@@ -129,7 +129,8 @@ def test_a_character_is_never_split(fake: Any, sse: Any) -> None:
         got = sse(answer)[:-1]
     pieces = [c["choices"][0]["delta"].get("content", "") for c in got]
     assert "".join(pieces) == "user\nä€😀"
-    assert {"ä", "€", "😀"} <= set(pieces)
+    # A busy client may get several characters in one piece, and never a part of one.
+    assert not any("\ufffd" in piece for piece in pieces)
     whole = fake.chat("ä€😀", max_tokens=13).json()["choices"][0]["message"]["content"]
     assert whole == "user\nä€\ufffd", "cut inside a character, whose bytes are replaced as one decode does"
 

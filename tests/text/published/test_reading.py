@@ -111,7 +111,7 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
     marks = re.compile("|".join(map(re.escape, sorted(text_model.tokenizer.special, key=len, reverse=True))))
     start = next((one.start() for one in marks.finditer(whole) if one.start() < start < one.end()), start)
     in_reasoning = text_model.output.in_reasoning(whole[:start], "")
-    for thought in declared.thoughts:
+    for thought in declared.reasoning:
         if prompt.endswith(thought.close) and whole[start:].startswith(thought.close):
             start += len(thought.close)  # a prompt that asks for no reasoning ends with the closing mark
         if thought.close in whole[start:] and thought.open not in whole[start:]:
