@@ -10,11 +10,10 @@ from weft.common.log import get_logger
 from weft.control.fleet.instances import InstanceState
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
-from weft.front.http.body import read_json
 from weft.front.http.streaming import JSON
-from weft.front.protocol.parse import Body, parse
+from weft.front.protocol.parse import Body
 from weft.front.requests.context import Front
-from weft.front.small_routes import Done
+from weft.front.small_routes import Done, read_body
 
 log = get_logger(__name__)
 
@@ -87,8 +86,7 @@ def add_groups(app: FastAPI, front: Front) -> None:
         New groups have the settings of the first group. Groups that end first finish their requests. 404 for
         an unknown name; 400 if the server could not serve requests any more; 503 without a free GPU.
         """
-        with front.bodies.upload() as upload:
-            asked = parse(b"".join(await read_json(request, upload)), ScaleRequest)
+        asked = await read_body(front, request, ScaleRequest)
         change = front.links.scale(asked.base, asked.groups)
         parts = [
             f"{verb} {', '.join(names)}"
@@ -106,8 +104,7 @@ def add_groups(app: FastAPI, front: Front) -> None:
 
         404 for an unknown group.
         """
-        with front.bodies.upload() as upload:
-            asked = parse(b"".join(await read_json(request, upload)), RestartRequest)
+        asked = await read_body(front, request, RestartRequest)
         names = ", ".join(front.links.restart(asked.group))
         log.info("restart of %s requested over /admin/restart", names)
         return Response(to_json(Done(status=f"restarting {names}")), media_type=JSON)

@@ -16,7 +16,7 @@ from weft.front.http.access import key_of
 from weft.front.http.answers import to_json
 from weft.front.http.body import read_json
 from weft.front.http.streaming import JSON, within
-from weft.front.protocol.parse import Body, parse
+from weft.front.protocol.parse import B, Body, parse
 from weft.front.requests.context import Front
 from weft.front.requests.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
@@ -100,9 +100,8 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
         404 if no running request has exactly this id.
         """
-        with front.bodies.upload() as upload:
-            body = b"".join(await read_json(request, upload))
-        if not await front.abort(parse(body, AbortRequest).rid):
+        asked = await read_body(front, request, AbortRequest)
+        if not await front.abort(asked.rid):
             raise NotFound("no running request has this rid", param="rid")
         return Response(to_json(Done(status="aborted")), media_type=JSON)
 
@@ -115,8 +114,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
         """
         headers = request.headers
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-            with front.bodies.upload() as upload:
-                asked = parse(b"".join(await read_json(request, upload)), DrainRequest)
+            asked = await read_body(front, request, DrainRequest)
             names = ", ".join(front.links.remove(asked.group))
             log.info("drain of %s requested over /admin/drain", names)
             return Response(to_json(Done(status=f"draining {names}")), media_type=JSON)
@@ -130,8 +128,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
         404 for an unknown group; 400 for a group without retired engine processes.
         """
-        with front.bodies.upload() as upload:
-            asked = parse(b"".join(await read_json(request, upload)), ReviveRequest)
+        asked = await read_body(front, request, ReviveRequest)
         names = ", ".join(front.links.revive(asked.group))
         log.info("revival of %s requested over /admin/revive", names)
         return Response(to_json(Done(status=f"starting {names}")), media_type=JSON)
@@ -142,12 +139,17 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
         400 if the server was started without --profile-dir.
         """
-        with front.bodies.upload() as upload:
-            asked = parse(b"".join(await read_json(request, upload)), ProfileRequest)
+        asked = await read_body(front, request, ProfileRequest)
         if front.config.runner.profile_dir is None:
             raise InvalidRequest("profiles need a directory: start the server with --profile-dir DIR")
         told = front.links.profile(asked.seconds)
         return Response(to_json(Done(status=f"requested from {told} engines")), media_type=JSON)
+
+
+async def read_body(front: Front, request: Request, kind: type[B]) -> B:
+    """Return the small JSON body of a request as ``kind``. Raises as ``read_json`` and ``parse`` do."""
+    with front.bodies.upload() as upload:
+        return parse(b"".join(await read_json(request, upload)), kind)
 
 
 async def _made(front: Front, request: Request, kind: str) -> Response:
