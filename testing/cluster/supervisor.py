@@ -95,20 +95,12 @@ class Supervisor:
     def drain(self, instance: str) -> bool:
         """Begin a rolling upgrade: drain the process, then start another one. Return False if not possible
         now."""
-        engine_process = self.engine_processes[instance]
-        if (
-            not (engine_process.alive and engine_process.ready)
-            or instance in self._upgrading
-            or engine_process.protocol.draining
-        ):
+        if not self._can_drain(instance):
             return False
-        self.drains += 1
         self._upgrading.add(instance)
         for front in self._cluster.fronts:
             self.tell(front, front.draining, instance)
-        self._cluster.at(
-            self._cluster.now + self._cluster.rng.random() * 0.04, engine_process, engine_process.drain
-        )
+        self._drain(instance)
         return True
 
     def remove(self, instance: str) -> bool:
@@ -116,23 +108,29 @@ class Supervisor:
 
         Another instance of the role stays. The instance may join again later.
         """
-        cluster = self._cluster
-        engine_process, roles = self.engine_processes[instance], cluster.transfers.roles
+        roles = self._cluster.transfers.roles
         left = {name for name in roles if name not in self.retired | self.removed | {instance}}
         if roles[instance] not in {roles[name] for name in left} or self._expert_groups[instance]:
             return False
-        if (
-            not (engine_process.alive and engine_process.ready)
-            or instance in self._upgrading
-            or engine_process.protocol.draining
-        ):
+        if not self._can_drain(instance):
             return False
-        self.drains += 1
         self.removed.add(instance)
-        for front in cluster.fronts:
+        for front in self._cluster.fronts:
             self.tell(front, front.left, instance)
-        cluster.at(cluster.now + cluster.rng.random() * 0.04, engine_process, engine_process.drain)
+        self._drain(instance)
         return True
+
+    def _can_drain(self, instance: str) -> bool:
+        """Return True if the process of ``instance`` serves and does not drain yet."""
+        engine_process = self.engine_processes[instance]
+        serves = engine_process.alive and engine_process.ready
+        return serves and instance not in self._upgrading and not engine_process.protocol.draining
+
+    def _drain(self, instance: str) -> None:
+        """Count a drain and let the process learn of the drain a moment later."""
+        cluster, engine_process = self._cluster, self.engine_processes[instance]
+        self.drains += 1
+        cluster.at(cluster.now + cluster.rng.random() * 0.04, engine_process, engine_process.drain)
 
     def _rejoin(self, instance: str) -> None:
         """Let a removed instance join again, with a new process.
