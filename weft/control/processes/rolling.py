@@ -36,6 +36,8 @@ SETTLE_S = 1.0
 """Seconds for every API server to learn of a drain, and for requests already on the way to arrive."""
 ABSENT_S = 10.0
 """Seconds without an answer until a requested restart reports for which process it waits."""
+ALL: frozenset[str] = frozenset()
+"""Stands for all names of a requested restart."""
 QUIT_S = 15.0
 """Seconds for a process to end after the order to quit."""
 
@@ -71,10 +73,8 @@ class RollingRestart:
         """True while a requested restart waits until all processes answer."""
         self._later: list[frozenset[str]] = []
         """Restarts to begin after the present one, by the names of their processes."""
-        self._whole = False
-        """True during a restart of all processes."""
-        self._only: frozenset[str] = frozenset()
-        """Names that the requested restart replaces; empty for all."""
+        self._only: frozenset[str] | None = None
+        """Names that the present restart replaces; empty for all, None without a restart."""
         self._left: deque[dict[str, int]] = deque()
         """Units (name -> incarnation) to replace after the current unit."""
         self._unit: dict[str, int] = {}
@@ -122,11 +122,11 @@ class RollingRestart:
         """
         asked = frozenset(only)
         if self.active:
-            if (asked or not self._whole) and asked not in self._later:
+            if (asked or self._only != ALL) and asked not in self._later:
                 self._later.append(asked)
         else:
-            self._only, self._whole = asked, not asked
-            log.info("a rolling restart of %s was requested", ", ".join(sorted(self._only)) or "all engines")
+            self._only = asked
+            log.info("a rolling restart of %s was requested", ", ".join(sorted(asked)) or "all engines")
             self._asked, self._up, self._waits_since = True, set(), math.inf
 
     def remove(self, names: Iterable[str], now: float) -> list[Action]:
@@ -203,7 +203,7 @@ class RollingRestart:
             self._asked = False
             self._left.extend(self._units())
         if not self.active:
-            self._whole = False
+            self._only = None
             if self._later:
                 self.begin(self._later.pop(0))
         if not self.active and self._wants_switch:
