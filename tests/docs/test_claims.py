@@ -91,7 +91,8 @@ def _of_a_late_grammar() -> WeftError:
             raise DeadlineExceeded("late")
 
     limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
-    reader = Reader(TextModel.load(folder), ("m",), limits, 1 << 20, grammars=Late())  # type: ignore[arg-type]
+    reader = Reader(TextModel.load(folder), ("m",), limits, 1 << 20)
+    reader = reader.knowing({}, grammars=Late())  # type: ignore[arg-type]
     body = {"model": "m", "prompt": "a", "guided_regex": "[a-c]"}
     with pytest.raises(WeftError) as raised:
         reader.completions(json.dumps(body).encode())

@@ -112,39 +112,35 @@ class Reader:
         limits: ModelLimits,
         max_response_bytes: int,
         *,
-        grammars: Grammars | None = None,
         keep_attribution: bool = False,
         pictures: Pictures | None = None,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
-        an answer. ``grammars``: compiles each grammar before submission to an engine; reading waits for
-        slow grammars. ``keep_attribution``: see ``weft.front.protocol.messages.messages_conversion``.
+        an answer. ``keep_attribution``: see ``weft.front.protocol.messages.messages_conversion``.
         ``pictures``: None if the model takes no images."""
         self.text = text
         self.limits = limits
         self._names = names
         self._max_response_bytes = max_response_bytes
-        self._grammars = grammars
+        self._grammars: Grammars | None = None
         self.keep_attribution = keep_attribution
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
         self._client = 0
-        self._waits = True
 
     def knowing(
         self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
     ) -> Reader:
         """Return a copy of the reader for one request, or the reader itself if nothing is given. ``files``:
         headers of the request's fetched images, by URL; reading raises NeedsFiles while one is missing.
-        ``client``: number of the API key. ``grammars``: replaces the reader's own; reading then raises
-        NeedsProof instead of waiting for a slow grammar."""
+        ``client``: number of the API key. ``grammars``: compiles each grammar before submission to an engine;
+        reading raises NeedsProof instead of waiting for a slow grammar. None: grammars are not compiled."""
         if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
         made._files = files
         made._client = client
-        if grammars is not None:
-            made._grammars, made._waits = grammars, False
+        made._grammars = grammars
         return made
 
     @property
@@ -378,9 +374,9 @@ class Reader:
         )
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Compile ``grammar`` and wait for the result. Return at once for a reader without ``grammars``.
-        Raises InvalidRequest, with ``param``, for a grammar that fails or takes too long. Raises NeedsProof
-        for a compile under way if the reader does not wait, and in a read worker without a verdict."""
+        """Raise InvalidRequest, with ``param``, for a grammar that fails or takes too long to compile, and
+        NeedsProof for a compile under way or without a verdict. A reader without ``grammars`` does nothing.
+        Starts the compile; never waits."""
         if self._grammars is None:
             return
         try:
@@ -388,7 +384,7 @@ class Reader:
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         task = self._grammars.submit(grammar, self._client)
-        if not (self._waits or task.done()):
+        if not task.done():
             raise NeedsProof(grammar, param)
         try:
             task.wait()

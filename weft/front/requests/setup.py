@@ -10,7 +10,6 @@ from weft.config.media import MediaFacts
 from weft.config.resolved import EngineConfig
 from weft.config.sections.front_section import FrontSection, template_variables
 from weft.config.sections.media_section import MediaSection
-from weft.front.requests.proofs import Grammars
 from weft.front.requests.reading import Reader
 from weft.grammar.guard.compile_jobs import Compile, GrammarService
 from weft.grammar.guard.guarded import BackendArguments, GuardedCompiler
@@ -77,15 +76,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 10.0
     """Maximum seconds for compiling a grammar."""
 
-    def reader(self, text: TextModel, grammars: Grammars | None = None) -> Reader:
-        """Return a reader over ``text``. ``grammars``: see ``Reader``."""
+    def reader(self, text: TextModel) -> Reader:
+        """Return a reader over ``text``."""
         return Reader(
             text,
             self.names,
             self.limits,
             self.max_response_bytes,
             keep_attribution=self.keep_attribution,
-            grammars=grammars,
             pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
         )
 
