@@ -53,6 +53,8 @@ DIE_ONCE = 112
 """The process ends after three tokens, unless another engine generated the tokens."""
 SLOW = 113
 """A second before the first token, and another one before the fourth."""
+FAIL_AT_ONCE = 114
+"""Three tokens and an error in one message."""
 
 TICK = float(os.environ.get("FAKE_TICK", "0.002"))
 LANDS = 0.03
@@ -87,6 +89,9 @@ class Sequence:
             os._exit(9)
         if seed == EARLY_STOP and self.sent == 2:
             return [self._end("stop")]
+        if seed == FAIL_AT_ONCE:
+            error = RowError("the logits are not finite").info()
+            return [*(self._token() for _ in range(3)), self._end("error", error)]
         if seed == FLOOD:
             return [self._token() for _ in range(self.submit.params.max_tokens)]
         return [self._token()]

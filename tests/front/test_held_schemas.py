@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ import pytest
 from pydantic import BaseModel
 
 from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokenizer
-from weft.common.errors import InvalidRequest
+from weft.common.errors import InvalidRequest, WeftError
 from weft.front.protocol import held_schemas
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.responses.read import NONE, read_response
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
+from weft.grammar.guard.compile_jobs import Compile
 from weft.grammar.registry import make_compiler
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
@@ -33,6 +35,19 @@ class Unique(BaseModel):
     numbers: set[int]
 
 
+class Waiting:
+    """Compiles of a check that are done when they are returned."""
+
+    def __init__(self, check: GrammarCheck) -> None:
+        self._check = check
+
+    def submit(self, grammar: Grammar, client: int) -> Compile:
+        compiled = self._check.submit(grammar, client)
+        with contextlib.suppress(WeftError):
+            compiled.wait()
+        return compiled
+
+
 class Asked:
     """Read requests for a model with tools, and try outputs on the grammars of the requests."""
 
@@ -45,7 +60,7 @@ class Asked:
         self.limits = ModelLimits(vocab_size=512, max_model_len=4096, end_ids=text.end_ids)
         reading = Setup(text=setup, names=("m",), limits=self.limits, max_response_bytes=1 << 20)
         self.check = GrammarCheck(reading)
-        self.reader: Reader = reading.reader(text, self.check)
+        self.reader: Reader = reading.reader(text).knowing({}, grammars=Waiting(self.check))
         self._compiler = make_compiler("llguidance", str(folder), 512, text.end_ids)
 
     def chat(self, **fields: Any) -> Job:

@@ -339,6 +339,18 @@ def test_the_heads_refusals_have_their_status(fake: Any, script: Any, stream: bo
 
 
 @pytest.mark.requirement("F61")
+@pytest.mark.parametrize("seed", ["FAIL", "FAIL_AT_ONCE"])
+def test_a_failed_stream_keeps_the_tokens_before_the_failure(
+    fake: Any, script: Any, sse: Any, seed: str
+) -> None:
+    with fake.stream(seed=getattr(script, seed)) as answer:
+        got = sse(answer)
+    said = [one["choices"][0]["delta"].get("content") for one in got[:-1]]
+    assert "".join(text for text in said if text) == "us"  # the prompt's first special token and "user"
+    assert got[-1]["error"]["code"] == "non_finite_logits"
+
+
+@pytest.mark.requirement("F61")
 def test_failures_after_the_first_byte_are_events(fake: Any, script: Any, sse: Any) -> None:
     with fake.stream(seed=script.FAIL) as answer:
         assert answer.status_code == 200

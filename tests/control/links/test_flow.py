@@ -95,7 +95,7 @@ def test_a_slow_reader_costs_one_event() -> None:
     asyncio.run(run())
 
 
-def test_failing_wakes_the_reader_and_the_first_error_stays() -> None:
+def test_a_failed_flow_gives_its_events_and_then_the_first_error() -> None:
     async def run() -> None:
         flow = Flow([1])
         reader = asyncio.create_task(flow.next())
@@ -103,8 +103,9 @@ def test_failing_wakes_the_reader_and_the_first_error_stays() -> None:
         flow.push(TokenEvent(sequence=1, token_ids=(1,)))
         flow.fail(Cancelled("left"))
         flow.fail(EngineDead("dead"))
-        for attempt in (reader, flow.next()):
+        assert [event.token_ids for event in await asyncio.wait_for(reader, 1)] == [(1,)]
+        for _ in range(2):
             with pytest.raises(Cancelled):
-                await asyncio.wait_for(attempt, 1)
+                await asyncio.wait_for(flow.next(), 1)
 
     asyncio.run(run())

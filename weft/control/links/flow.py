@@ -25,7 +25,7 @@ Observer: TypeAlias = Callable[[TokenEvent], None]
 class Flow:
     """Events of the sequences of one request. One writer (the links), one reader, one event loop.
 
-    ``fail`` ends the flow: unread events are dropped, and every later ``next`` raises the error.
+    ``fail`` ends the flow: the reader still gets the unread events; every later ``next`` raises the error.
     """
 
     def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
@@ -55,7 +55,6 @@ class Flow:
         """End the flow with ``error`` for the reader. Only the first error counts."""
         if self._error is None:
             self._error = error
-        self._waiting.clear()
         self._wake.set()
 
     def wake(self) -> None:
@@ -65,12 +64,13 @@ class Flow:
     async def next(self) -> list[TokenEvent]:
         """Return all events since the last call, merged: at least one event, or none after ``wake``.
 
-        Waits until then. Raises the error given to ``fail``.
+        Waits until then. Raises the error given to ``fail`` after the last event was returned.
         """
         await self._wake.wait()
-        if self._error is not None:
+        if self._error is None:
+            self._wake.clear()
+        elif not self._waiting:
             raise self._error
-        self._wake.clear()
         taken = self._waiting
         self._waiting = {}
         return [event for events in taken.values() for event in merge(events)]

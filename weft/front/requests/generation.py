@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError, WeftError
 from weft.control.fleet.policy import PromptHashes
 from weft.control.links.flow import Flow
 from weft.front.http.access import session_of
@@ -81,6 +81,8 @@ class Generation:
         """Deltas known before the first event of the engine."""
         self._held_bytes = 0
         """Bytes of the logprobs collected for an answer that is not streamed."""
+        self._failure: WeftError | None = None
+        """Error for the next call of ``next``, found after deltas that the last call returned."""
 
     def build(self, job: Job) -> None:
         """Create the choices and submissions of ``job``, and store the job. Raises InvalidRequest for too
@@ -221,26 +223,34 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """True if every choice has ended."""
-        return all(choice.finished for choice in self.choices)
+        """True if every choice has ended without an error."""
+        return self._failure is None and all(choice.finished for choice in self.choices)
 
     async def next(self) -> list[TextDelta]:
         """Wait for events and return the deltas since the last call; may be empty, for example after a
         wake-up. After ``abort``, every open choice gets its last delta. Raises WeftError for a failed
-        request."""
+        request, after all deltas before the failure were returned."""
+        if self._failure is not None:
+            raise self._failure
         events = await self.flow.next()
-        deltas = self._early + [delta for event in events for delta in self._take(event)]
-        self._early = []
+        deltas, self._early = self._early, []
+        try:
+            for event in events:
+                for delta in self._take(event):
+                    deltas.append(delta)  # one by one: deltas before an error stay
+        except WeftError as error:
+            if not deltas:
+                raise
+            self._failure = error
         # Deltas received before the abort still count.
         if self._aborted:
             deltas += self._cut()
         return deltas
 
-    def _take(self, event: TokenEvent) -> list[TextDelta]:
-        """Return the deltas of one event. With reasoning budgets, the event is taken token by token."""
-        if not self._budgets:
-            return self._take_all(event)
-        return [delta for part in single(event) for delta in self._take_all(part)]
+    def _take(self, event: TokenEvent) -> Iterator[TextDelta]:
+        """Yield the deltas of one event. With reasoning budgets, the event is taken token by token."""
+        for part in single(event) if self._budgets else (event,):
+            yield from self._take_all(part)
 
     def _take_all(self, event: TokenEvent) -> list[TextDelta]:
         """Apply one event to its choice and return the deltas; [] for an event without visible change. A
