@@ -18,6 +18,8 @@ from weft.config.flags import suggest
 _COMMANDS = {
     "serve": "weft.cli.serve.serve:serve",
     "up": "weft.cli.serve.up:up",
+    "engine": "weft.cli.serve.engine:engine",
+    "front": "weft.cli.serve.front:front",
     "chat": "weft.cli.chat.chat_command:chat",
     "generate": "weft.cli.generate:generate",
     "eval": "weft.cli.evaluate.evaluate:evaluate",

@@ -17,6 +17,8 @@ VARIABLES = {
     "XDG_STATE_HOME": "under which weft chat keeps its history; ~/.local/state by default",
     "XDG_CACHE_HOME": "under which a GGUF file's small files are kept; ~/.cache by default",
     "WEFT_ADMIN_KEY": "key(s) of the routes that control the server, separated by commas; --admin-key wins",
+    "WEFT_DIRECTORY": "where weft engine and weft front meet; --directory wins",
+    "WEFT_ADVERTISE": "address of this host for other hosts, for weft engine; --advertise wins",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",

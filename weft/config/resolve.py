@@ -66,7 +66,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     check_runs_model(config.front)
-    device = choose_device(runner)
+    device = "cpu" if host.elsewhere else choose_device(runner)
     transfer = check_transfer(config.transfer, config.parallel)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
@@ -81,7 +81,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     # With several groups on the host, the topology checks the cores of all groups together.
     if not host.ranks:
         check_cores(config.parallel, device)
-    here = gpus_here(config.parallel, device)
+    here = () if host.elsewhere else gpus_here(config.parallel, device)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)

@@ -147,6 +147,8 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the groups before the group. Earlier ranks take GPUs first."""
     gpus: int = 0
     """GPUs of the host."""
+    elsewhere: bool = False
+    """True if the group runs on another host, so that memory and devices of this host do not matter."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +187,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of sockets on one host, for ranks and for the rendezvous of an expert-parallel group."""
     incarnation: int = 0
     """Start number of the engine process if the API server is on another host; see weft/types/board.py."""
+    address_file: str = ""
+    """File in which the engine process writes the address of its socket; "" for a known address."""
     group: str = ""
     """Name of the group in a server of several groups."""
     base: str = ""

@@ -31,9 +31,9 @@ def check_secrets(groups: Iterable[EngineConfig]) -> None:
 
 
 def needs_secret(parallel: ParallelSection, transfer: TransferSection) -> bool:
-    """Return True for a group that spans hosts, or exchanges caches with other groups over TCP."""
+    """Return True for a group that other hosts reach, or that exchanges caches with other groups over TCP."""
     moves = transfer.role != "unified" or transfer.take_embeddings
-    return parallel.nnodes > 1 or (moves and transfer.transfer == "tcp")
+    return parallel.nnodes > 1 or parallel.advertise is not None or (moves and transfer.transfer == "tcp")
 
 
 def check_secret(secret: bytes) -> None:

@@ -64,7 +64,7 @@ def _made(
     """
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} have no KV transfers")
-    if config.parallel.nnodes > 1:
+    if config.parallel.nnodes > 1 or config.parallel.advertise is not None:
         return EngineTransfers(
             sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock
         )
@@ -87,5 +87,5 @@ def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqTransferChannel:
     """Return a channel at a TCP port of the local host, chosen by the system."""
     assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(config.parallel.group_secret)
-    host = own_address(*meeting_place(config.parallel))
+    host = config.parallel.advertise or own_address(*meeting_place(config.parallel))
     return ZmqTransferChannel(tcp(host, "*"), incarnation, keys)

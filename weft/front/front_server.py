@@ -187,7 +187,8 @@ class FrontServer:
             self._on_signal(early)
         if self._supervisor is not None:
             self._supervisor.attach(self._stop.set, self._cut)
-        joining = self._supervisor is not None and self._supervisor.serving
+        # Engines that run alone come and go: the server starts with any set that can serve requests.
+        joining = self._owner.shared if self._supervisor is None else self._supervisor.serving
         front = Front(self._config, self._section, self._owner, self._siblings, joining)
         self._front = front
         front.drain = self._drain_asked
@@ -198,7 +199,7 @@ class FrontServer:
         finally:
             # Order: fail the open requests, give the answers time to leave, end HTTP, then ignore signals.
             front.lifecycle.move(Phase.DEAD)
-            await front.close(shutdown=self._supervisor is None)
+            await front.close(shutdown=not self._owner.shared)
             await self._until_idle(GRACE)
             http.should_exit = True
             http.force_exit = self._stop_now.is_set()

@@ -29,6 +29,9 @@ SECONDS = 120.0
 class Owner:
     """An owner with a state set by the test."""
 
+    shared = False
+    elastic = False
+
     def __init__(self, count: int, roles: Sequence[m.Role] = ()) -> None:
         self.folder: Path = private_folder()
         self.engines = FakeEngines(str(self.folder), count, [], False, roles)

@@ -22,6 +22,9 @@ ALL = (PROMPT * LENGTH)[:LENGTH]
 class RemoteOwner:
     """Own engines behind proxies, which links treat as remote."""
 
+    shared = False
+    elastic = False
+
     def __init__(self, proxies: Mapping[str, TcpProxy], addresses: Mapping[str, Address]) -> None:
         self.so: dict[str, Address | WeftError] = {
             name: address._replace(endpoint=f"tcp://127.0.0.1:{proxies[name].port}")

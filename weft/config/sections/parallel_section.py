@@ -116,3 +116,10 @@ class ParallelSection(Section, frozen=True, kw_only=True):
     group_secret: Annotated[
         str | None, Meta(description="File with a secret that all hosts share. Required with several hosts.")
     ] = None
+    advertise: Annotated[
+        str | None,
+        Meta(
+            description="Address of this host for the processes of other hosts (`weft engine`). Default: "
+            "only processes of this host reach the group."
+        ),
+    ] = None

@@ -115,18 +115,18 @@ def cache_bytes(
     """
     weights = planned_weights(spec, dtype, device, model, parallel)
     ranks = ranks_on_device(parallel, device, host)
-    check_weights(weights, spec, dtype, device, model, parallel, ranks)
+    check_weights(weights, spec, dtype, device, model, parallel, ranks, host.elsewhere)
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, ranks)
+        _check_asked(asked, device, ranks, host.elsewhere)
         return asked
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, transfers=transfers)
     usable = needs(scheduler.max_num_seqs, length, scheduler, snapshots=cache.enable_prefix_caching)
     if device == "cpu":
-        available = devices.available_memory()
+        available = None if host.elsewhere else devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         available //= ranks
@@ -171,9 +171,11 @@ def check_weights(
     model: ModelSection,
     parallel: ParallelSection,
     ranks: int,
+    elsewhere: bool = False,
 ) -> None:
     """Raise ConfigError if a rank's ``weights`` (bytes) exceed the memory of its device.
 
+    ``elsewhere``: True if the device is on another host, so that nothing is known.
     ``ranks``: number of ranks that share the device's memory. On a CPU ``--quantization`` first loads the
     unrounded weights, which then count.
     """
@@ -186,7 +188,7 @@ def check_weights(
     elif device != "cpu" and model.quantization == "none":
         way += " or --quantization int4"
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
-    if have is None or weights <= have // ranks:
+    if elsewhere or have is None or weights <= have // ranks:
         return
     where = "this machine" if device == "cpu" else "a GPU"
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
@@ -212,11 +214,13 @@ def ranks_on_device(parallel: ParallelSection, device: str, host: HostShare) -> 
     return sharers(parallel, devices.gpus(), host)
 
 
-def _check_asked(asked: int, device: str, ranks: int) -> None:
+def _check_asked(asked: int, device: str, ranks: int, elsewhere: bool) -> None:
     """Raise ConfigError if --kv-cache-memory exceeds a rank's memory.
 
-    ``ranks``: ranks that share the device.
+    ``ranks``: ranks that share the device. ``elsewhere``: see ``check_weights``.
     """
+    if elsewhere:
+        return
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     shared = ""
     if have is not None and ranks > 1:

@@ -56,6 +56,7 @@ class Fleet:
         joining: bool = False,
         local_prefill: bool = True,
         retired: Iterable[str] = (),
+        elastic: bool = False,
     ) -> None:
         """Build a fleet in which no instance has answered yet.
 
@@ -63,9 +64,10 @@ class Fleet:
         at all, and "" means no group. ``front`` is the name of this API server. With ``joining``, other API
         servers already serve: this API server does not wait for all instances, and survives the loss of an
         instance during startup. With ``local_prefill``, decode instances also compute prompts if no prefill
-        instance comes in time. ``retired`` names instances without a process.
+        instance comes in time. ``retired`` names instances without a process. ``elastic``: unknown instances
+        may join at any time, so requests wait for a missing role.
         """
-        self.table = InstanceTable(instances, patience, joining, local_prefill, retired)
+        self.table = InstanceTable(instances, patience, joining, local_prefill, retired, elastic)
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences

@@ -59,11 +59,11 @@ class InstanceTable:
         joining: bool = False,
         local_prefill: bool = True,
         retired: Iterable[str] = (),
+        elastic: bool = False,
     ) -> None:
         """Build the table. ``instances`` maps a name to an expert-parallel group; "" means no group.
 
-        Instances of one group work together or not at all. For ``joining``, ``local_prefill`` and ``retired``
-        see ``Fleet``.
+        Instances of one group work together or not at all. For the other parameters see ``Fleet``.
         """
         self.instances = {
             name: Instance(name, expert_group, order)
@@ -89,6 +89,9 @@ class InstanceTable:
         self._patience = patience
         self._joining = joining
         self._local_prefill = local_prefill
+        self._elastic = elastic
+        self._roles: dict[str | None, None] = {}
+        """Elastic only: the roles of all instances that have ever answered, in order."""
 
     @property
     def alive(self) -> bool:
@@ -122,13 +125,16 @@ class InstanceTable:
 
     @property
     def awaited(self) -> bool:
-        """True if an instance may come back: not retired, and not serving now or shunned."""
+        """True if an instance may come back: not retired, and not serving now or shunned. Always true if
+        unknown instances may join."""
+        if self._elastic:
+            return True
         left = (one for one in self.wanted if one.state is not InstanceState.RETIRED)
         return any(one.state not in SERVING or one.shunned for one in left)
 
     def missing(self, images: bool) -> list[str]:
         """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
-        known = (one.role for one in self.wanted)
+        known = [*(one.role for one in self.wanted), *self._roles]
         return missing_roles(known, (one.role for one in self._serving()), images)
 
     @property
@@ -284,6 +290,8 @@ class InstanceTable:
             return
         instance.welcome = welcome
         instance.role = welcome.role
+        if self._elastic:
+            self._roles[welcome.role] = None
         instance.since = instance.heard = instance.moved = now
         instance.state = self._state_when_up(instance)
         if self.complete:

@@ -74,7 +74,9 @@ class Links:
         }
         retired = [name for name, one in present.items() if isinstance(one, WeftError)]
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(expert_groups, patience, policies, self._name, joining, local_prefill, retired)
+        self._fleet = Fleet(
+            expert_groups, patience, policies, self._name, joining, local_prefill, retired, owner.elastic
+        )
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._placements = None if spans is None else Placements(spans, self._clock.now)
@@ -103,7 +105,7 @@ class Links:
 
         Raises WeftError when an engine process can never answer.
         """
-        if all(one.state is InstanceState.RETIRED for one in self.instances):
+        if self.instances and all(one.state is InstanceState.RETIRED for one in self.instances):
             raise EngineDead("no engine is left")
         self._follow_owner()
         self._ticking = asyncio.create_task(self._tick())

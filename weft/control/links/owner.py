@@ -33,6 +33,11 @@ class EngineInfo(NamedTuple):
 class Owner(Protocol):
     """The owner of the instances' processes. See ``weft.control.processes``. No method blocks."""
 
+    shared: bool
+    """True if the instances live on when the API server ends, because others use or start them."""
+    elastic: bool
+    """True if instances that the owner does not know yet may join at any time."""
+
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
         """Return for each member of the server the address of the current process, an error if no process
         will be started again, or None while there is no process yet. A name that is absent has left.

@@ -34,6 +34,8 @@ class EngineProbe:
         """True if the engine process has no sequence and no open transfer, according to the last heartbeat
         found by the last ``look``. None if ``look`` found no heartbeat.
         """
+        self.stats = m.EngineStats()
+        """Counters of the last heartbeat."""
         self._ends = False
         self._greeted = 0.0
 
@@ -96,7 +98,7 @@ class EngineProbe:
         if isinstance(message, m.Welcome):
             self.answers = True
         elif isinstance(message, m.Heartbeat):
-            stats = message.stats
+            stats = self.stats = message.stats
             moving = (stats.transfers, stats.embedding_transfers)
             count = sum(transfers.open for transfers in moving if transfers is not None)
             self.idle = not (stats.running or stats.waiting or count)

@@ -42,6 +42,9 @@ class EngineOwner:
     Create the owner in a thread that lives as long as the engines: see ``EngineProcesses``.
     """
 
+    shared = False
+    elastic = False
+
     def __init__(
         self,
         names: Iterable[str] | Mapping[str, Member],

@@ -108,6 +108,9 @@ class RegistryOwner:
     ``weft.control.links.owner.Owner``.
     """
 
+    shared = True
+    elastic = False
+
     def __init__(
         self,
         reader: RegistryReader,

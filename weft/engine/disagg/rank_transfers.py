@@ -46,7 +46,7 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
     asked = config.transfer.transfer
     if asked != "auto":
         return asked
-    return "shm" if config.parallel.nnodes == 1 else "tcp"
+    return "shm" if config.parallel.nnodes == 1 and config.parallel.advertise is None else "tcp"
 
 
 def check_transfers(config: EngineConfig) -> None:
@@ -207,7 +207,9 @@ def _transport(config: EngineConfig, number: int, caches: _Caches, resources: Ex
     incarnation = secrets.randbits(63)
     if transport_of(config) == "tcp":
         parallel = config.parallel
-        host = LOOPBACK if parallel.rdzv is None else own_address(*meeting_place(parallel))
+        host = parallel.advertise or LOOPBACK
+        if parallel.rdzv is not None:
+            host = own_address(*meeting_place(parallel))
         tcp = TcpTransport(host, number, incarnation, read_secret(config.parallel.group_secret))
         if caches.staged is None:
             tcp.register([region.tensor for region in caches.shared])

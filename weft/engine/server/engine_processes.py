@@ -24,7 +24,9 @@ from weft.control.processes.table import Member
 from weft.engine.ranks.processes import ProcessCommand, Start, start_process
 from weft.engine.ranks.rank_supervisor import RankSupervisor
 from weft.engine.ranks.ranks import RankProcesses, are_supervised, rank_address
+from weft.parallel.address import tcp
 from weft.parallel.remote import REFUSED, RemoteEngine, RemoteEngines
+from weft.parallel.secret import read_keys
 
 LEAVE_S = 3.0
 """Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
@@ -81,10 +83,25 @@ class EngineProcesses:
             remote = self._remote.start(replica)
             self._running[name] = remote
             return Address(remote.endpoint, remote, self._remote.keys, incarnation, expert_group=expert_group)
+        if (host := self.config.parallel.advertise) is not None:
+            return self._start_for_hosts(name, incarnation, host)
         endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
         process = self._local.start(replica, endpoint)
         self._running[name] = process
         return Address(endpoint, process, None, incarnation, expert_group=expert_group)
+
+    def _start_for_hosts(self, name: str, incarnation: int, host: str) -> Address:
+        """Start the engine process ``name`` at a port of ``host`` that the system chooses. Raises OSError."""
+        file = self._folder / f"address-{incarnation:x}"
+        process = self._local.start(self._replicas[name], tcp(host, "*"), address_file=str(file))
+        self._running[name] = process
+
+        def endpoint() -> str | None:
+            return file.read_text() if file.exists() else None
+
+        assert self.config.parallel.group_secret is not None, "checked when the configuration was resolved"
+        keys = read_keys(self.config.parallel.group_secret)
+        return Address(endpoint, process, keys, incarnation, expert_group=self.members[name].expert_group)
 
     def kill(self, name: str, incarnation: int) -> None:
         """Kill a dead or hung engine process, before the next engine starts.
@@ -241,13 +258,15 @@ class LocalEngines:
         self._rank_supervisor: RankSupervisor | None = None
         """Created when the first engine process with supervised workers starts."""
 
-    def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, replica: int, endpoint: str, incarnation: int = 0, address_file: str = ""
+    ) -> subprocess.Popen[bytes]:
         """Start an engine process at ``endpoint`` and return the process.
 
         Does not wait for the start. Raises OSError.
 
-        The first start of a replica with supervised workers creates the rank supervisor. ``incarnation``: see
-        ``EngineConfig``.
+        The first start of a replica with supervised workers creates the rank supervisor. ``incarnation``,
+        ``address_file``: see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -256,7 +275,7 @@ class LocalEngines:
                 parallel.data_parallel_size, self._workers
             )
             pipe = self._rank_supervisor.link(replica)
-        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
+        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation, address_file=address_file)
         return start_engine(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:

@@ -4,14 +4,16 @@ process.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import BoardClient, board_place
-from weft.parallel.secret import CurveKeys, admit_ranks
+from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types import messages as m
 from weft.types.board import Listening, engine_key
 
@@ -68,10 +70,12 @@ class Listener:
 
 def listen(config: EngineConfig, endpoint: str) -> Listener:
     """Open the socket at ``endpoint`` and return the listener. For an API server on another host, publish the
-    address in the rendezvous store.
+    address in the rendezvous store, or write the address to the file that the configuration names.
 
     Raises ConfigError, and EngineDead when the rendezvous store does not answer.
     """
+    if config.address_file:
+        return _listen_for_hosts(config, endpoint)
     if not config.incarnation:
         return Listener(endpoint)
     place, keys = board_place(config.parallel)
@@ -85,4 +89,25 @@ def listen(config: EngineConfig, endpoint: str) -> Listener:
         raise
     finally:
         board.close()
+    return listener
+
+
+def _listen_for_hosts(config: EngineConfig, endpoint: str) -> Listener:
+    """Open the socket at a port that the system chooses, and write the address to ``config.address_file``.
+
+    Raises ConfigError if this host does not have the address.
+    """
+    assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
+    try:
+        listener = Listener(endpoint, read_keys(config.parallel.group_secret))
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"--advertise {config.parallel.advertise}: cannot listen there ({error.strerror}); give an "
+            "address of this host",
+            param="--advertise",
+        ) from error
+    file = Path(config.address_file)
+    partial = file.with_suffix(".part")
+    partial.write_text(listener.address)
+    partial.replace(file)
     return listener

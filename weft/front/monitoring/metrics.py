@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -247,7 +247,8 @@ _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
 class _LinkCollector(Collector):
     """Collector of an API server's link metrics."""
 
-    def __init__(self, links: Links, model: str) -> None:
+    def __init__(self, links: Any, model: str) -> None:
+        """``links``: Links, or for the metrics of engines anything with ``instances``."""
         self._links = links
         self._model = model
 
@@ -412,6 +413,14 @@ class Metrics:
                 for sample in family.samples:
                     whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
         return generate_latest(self._engines) + generate_latest(_Families(merged.values()))
+
+
+def engine_page(engines: Any, model: str) -> bytes:
+    """Return the metrics of some engines as text. ``engines.instances``: name, role, alive and stats of
+    each."""
+    registry = CollectorRegistry()
+    registry.register(_EngineCollector(engines, model))
+    return generate_latest(registry)
 
 
 def _bucket_counts(histogram: Histogram) -> list[float]:

@@ -1,0 +1,72 @@
+"""Groups of a topology that run alone, and the view of an API server whose groups run elsewhere.
+
+weft engine FILE --group decode1    one group of FILE, alone on its host
+weft front FILE                     the API server of FILE; no group runs here
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config.flags import suggest
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig, HostShare
+from weft.config.topology import GroupSettings, Topology, face, serves
+
+
+def group_alone(topology: Topology, name: str, advertise: str | None) -> EngineConfig:
+    """Return the configuration of group ``name``, which has this host for itself. ``advertise``: address of
+    this host for other hosts, or None.
+
+    ``name`` may have a number that the topology does not list: ``decode7`` has the settings of ``decode0``.
+    Raise ConfigError for an unknown name, and for a group that cannot work.
+    """
+    group = _settings(topology, name)
+    parallel = group.config.parallel
+    if parallel.nnodes > 1:
+        raise ConfigError(
+            f"group {name} spans {parallel.nnodes} hosts; a group of `weft engine` has one host"
+        )
+    if advertise is not None:
+        parallel = msgspec.structs.replace(parallel, advertise=advertise)
+    share = HostShare(ranks=parallel.layout.ranks)
+    config = msgspec.structs.replace(group.config, front=topology.front, parallel=parallel)
+    return msgspec.structs.replace(resolve(config, group=name, host=share), base=group.base)
+
+
+def face_alone(topology: Topology) -> EngineConfig:
+    """Return the configuration of an API server for the groups of ``topology``, which run elsewhere.
+
+    Memory and devices of this host do not matter. Raise ConfigError.
+    """
+    share = HostShare(ranks=1, elsewhere=True)
+    found: list[EngineConfig] = []
+    # Groups of one entry of the file share their settings, so one of them is enough.
+    for group in {id(group.config): group for group in topology.groups}.values():
+        config = msgspec.structs.replace(group.config, front=topology.front)
+        found.append(resolve(config, group=group.name, host=share))
+    roles: set[str] = {one.transfer.role for one in found}
+    if not serves(roles):
+        raise ConfigError(
+            f"the groups cannot serve requests: {' and '.join(sorted(roles))} groups alone are not enough; "
+            "list a unified group, or a prefill and a decode group"
+        )
+    return face(tuple(found))
+
+
+def _settings(topology: Topology, name: str) -> GroupSettings:
+    """Return the settings of group ``name``, or of the first group with the same base name."""
+    groups = {group.name: group for group in topology.groups}
+    if name in groups:
+        return groups[name]
+    base = re.sub(r"[0-9]+$", "", name)
+    for group in topology.groups:
+        if base != name and group.base == base:
+            return group
+    raise ConfigError(
+        f"--group {name}: the file has the groups {', '.join(groups)}.{suggest(name, groups)}",
+        param="--group",
+    )

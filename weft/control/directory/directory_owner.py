@@ -1,0 +1,159 @@
+"""The owner of engines that run alone and publish themselves in a directory: the API server finds engines,
+and starts or ends none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from weft.common.clock import Clock, SystemClock
+from weft.common.counted_log import CountedLog
+from weft.common.errors import Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.control.directory.leases import Leases
+from weft.control.directory.record import Directory, EngineRecord
+from weft.control.links.link import Address
+from weft.control.links.owner import EngineInfo, Scaled
+from weft.control.processes.scaling import plan_removal
+from weft.control.processes.table import Member
+from weft.parallel.secret import CurveKeys
+
+log = get_logger(__name__)
+
+READ_S = 0.5
+"""Seconds between two reads of the directory."""
+_STARTED_ELSEWHERE = (
+    "the engines of this server run alone (`weft engine`), and this API server starts none: start or restart "
+    "them where they run"
+)
+
+
+class _Elsewhere:
+    """Stand-in for a process of another owner. The link, not ``poll``, finds the end."""
+
+    def poll(self) -> int | None:
+        """Return None: the process counts as running."""
+        return None
+
+
+class DirectoryOwner:
+    """Implementation of ``weft.control.links.owner.Owner`` over a directory.
+
+    An expired record removes the engine as a member; the requests of the engine go on as long as the link to
+    the engine lives. A renewed record makes the engine a member again.
+    """
+
+    shared = True
+    elastic = True
+
+    def __init__(
+        self,
+        directory: Directory,
+        model: str,
+        keys: CurveKeys | None,
+        serves: Callable[[set[str]], bool] = bool,
+        clock: Clock | None = None,
+    ) -> None:
+        """``model``: engines of another model are refused. ``keys``: None if all engines are on this host.
+        ``serves``: see ``ProcessTable``."""
+        self._directory, self._model, self._keys, self._serves = directory, model, keys, serves
+        self._clock = clock or SystemClock()
+        self._leases = Leases()
+        self._records: dict[str, EngineRecord] = {}
+        self._fingerprint = ""
+        """Fingerprint of the first engine found; all others must have the same."""
+        self._read_at = -READ_S
+        self._good_at = self._clock.now()
+        """Time of the last read that succeeded."""
+        self._refused: set[tuple[str, int]] = set()
+        self._trouble = CountedLog(log)
+
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
+        """See ``Owner``. A directory that cannot be read keeps its last content."""
+        now = self._clock.now()
+        if now >= self._read_at + READ_S:
+            self._read_at = now
+            self._read(now)
+        return {name: self._address(record) for name, record in self._records.items()}
+
+    def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
+        """Do nothing: whoever started the engine restarts the engine, under a new incarnation."""
+
+    def drain(self) -> None:
+        """Do nothing: the engines outlive the API server."""
+
+    def describe(self) -> list[EngineInfo]:
+        """See ``Owner``."""
+        return [
+            EngineInfo(one.name, one.group, one.base, one.role, "leaving" if one.draining else "running")
+            for one in self._records.values()
+        ]
+
+    def remove(self, name: str) -> list[str]:
+        """See ``Owner``. The engines drain and end by themselves. Raise Unavailable if the directory cannot
+        be reached."""
+        members = {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
+        leaving = frozenset(n for n, record in self._records.items() if record.draining)
+        names = plan_removal(name, members, leaving, frozenset(), self._serves)
+        try:
+            for one in names:
+                self._directory.ask_drain(self._records[one])
+        except OSError as error:
+            raise Unavailable(f"the directory cannot be written ({error.strerror}); try again") from error
+        return names
+
+    def scale(self, base: str, groups: int) -> Scaled:
+        """Raise Unavailable: the API server starts no engine."""
+        raise Unavailable(_STARTED_ELSEWHERE)
+
+    def restart(self, name: str = "") -> list[str]:
+        """Raise Unavailable: the API server starts no engine."""
+        raise Unavailable(_STARTED_ELSEWHERE)
+
+    def revive(self, name: str) -> list[str]:
+        """Raise Unavailable: the API server starts no engine."""
+        raise Unavailable(_STARTED_ELSEWHERE)
+
+    def _read(self, now: float) -> None:
+        """Read the directory. Time in which the directory was not read does not count for the leases."""
+        try:
+            found = self._directory.read()
+        except OSError as error:
+            self._trouble.say("the directory of engines cannot be read (%s)", error)
+            return
+        # The directory was away, or this process stood still.
+        if now - self._good_at > 2 * READ_S:
+            self._leases.stall(now - self._good_at - READ_S)
+        self._good_at = now
+        fresh = self._leases.present(found, now)
+        if all(record.fingerprint != self._fingerprint for record in fresh.values()):
+            self._fingerprint = ""  # the last engine with these weights has gone: others may come
+        self._records = {name: record for name, record in fresh.items() if self._fits(record)}
+
+    def _fits(self, record: EngineRecord) -> bool:
+        """Return True if the engine serves this server's model; another engine is logged once."""
+        why = ""
+        if record.model != self._model:
+            why = f"it serves {record.model}, and this API server serves {self._model}"
+        elif record.fingerprint and self._fingerprint not in ("", record.fingerprint):
+            why = "its weights or types differ from those of the first engine"
+        elif record.endpoint.startswith("tcp:") and self._keys is None:
+            why = "it is on another host, and this API server has no --group-secret"
+        if why and (record.name, record.incarnation) not in self._refused:
+            self._refused.add((record.name, record.incarnation))
+            log.error("engine %s is not used: %s", record.name, why)
+        if not why:
+            self._fingerprint = self._fingerprint or record.fingerprint
+        return not why
+
+    def _address(self, record: EngineRecord) -> Address:
+        keys = self._keys if record.endpoint.startswith("tcp:") else None
+        return Address(
+            record.endpoint,
+            _Elsewhere(),
+            keys,
+            record.incarnation,
+            record.draining,
+            record.expert_group,
+            leaving=record.draining,
+        )

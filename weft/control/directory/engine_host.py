@@ -1,0 +1,163 @@
+"""One group that runs alone, as a pure state machine: ``weft engine``.
+
+    starting ──all engines answer──► serving ──signal, or an order──► draining ──all idle──► ending ──► ended
+        │ an engine ends                │ an engine ends                 ╰── --drain-timeout ──╯  ▲
+        ╰───────────────────────────────┴─────────────────────────────────────────────────────────╯
+
+The machine publishes the engines in the directory, and renews the records. The machine restarts nothing: when
+an engine process ends, the group ends with a status, and whoever started the group starts the group again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from weft.control.directory.record import RENEW_S
+
+SETTLE_S = 2.0
+"""Seconds from the publication of a drain until an idle engine ends. API servers read the directory
+meanwhile, and send the last requests."""
+QUIT_S = 10.0
+"""Maximum seconds from the order to end until the engines are killed."""
+
+
+class HostPhase(Enum):
+    """States of a group that runs alone, in order."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Seen(NamedTuple):
+    """A probe of an engine that has loaded its model and answers."""
+
+    name: str
+    idle: bool | None
+    """True if the engine has no sequence and no transfer. None if unknown since the last probe."""
+
+
+class Ended(NamedTuple):
+    """An engine process has ended."""
+
+    name: str
+    status: int
+
+
+class Stop(NamedTuple):
+    """A stop signal."""
+
+
+class Drain(NamedTuple):
+    """An operator's order to drain, by HTTP or by the directory."""
+
+
+class Tick(NamedTuple):
+    """Nothing has happened; time has passed."""
+
+
+Event: TypeAlias = Seen | Ended | Stop | Drain | Tick
+
+
+class Publish(NamedTuple):
+    """Publish all engines, or renew their records."""
+
+    draining: bool
+
+
+class Quit(NamedTuple):
+    """Order all engines to finish their step and end."""
+
+
+class Exit(NamedTuple):
+    """End the group: withdraw the records, kill what is left and end with ``status``."""
+
+    status: int
+
+
+Action: TypeAlias = Publish | Quit | Exit
+
+
+class EngineHost:
+    """All engine processes of one group. Times are seconds of one monotonic clock."""
+
+    def __init__(self, names: Iterable[str], drain_timeout: float) -> None:
+        """``drain_timeout``: maximum seconds for the requests of a draining group."""
+        self.phase = HostPhase.STARTING
+        self._names = frozenset(names)
+        self._answered: set[str] = set()
+        self._idle: set[str] = set()
+        """Draining: engines without work, by their last probe."""
+        self._ended: set[str] = set()
+        self._drain_timeout = drain_timeout
+        self._renewed = -math.inf
+        self._since = -math.inf
+        """Time at which the present phase began."""
+
+    @property
+    def ready(self) -> bool:
+        """True if all engines answer and none drains."""
+        return self.phase is HostPhase.SERVING
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order."""
+        if self.phase is HostPhase.ENDED:
+            return []
+        match event:
+            case Seen(name, idle):
+                self._see(name, idle, now)
+            case Ended(name, status):
+                return self._end(name, status, now)
+            case Stop() if self.phase in (HostPhase.STARTING, HostPhase.DRAINING, HostPhase.ENDING):
+                # Nothing to wait for, or a second signal.
+                return self._exit(0 if self.phase is HostPhase.STARTING else 130, now)
+            case Stop() | Drain() if self.phase in (HostPhase.STARTING, HostPhase.SERVING):
+                self._enter(HostPhase.DRAINING, now)
+                return [self._publish(now)]
+        return self._pass_time(now)
+
+    def _see(self, name: str, idle: bool | None, now: float) -> None:
+        """Note the answer of a probe. With the last answer, a starting group serves."""
+        self._answered.add(name)
+        if idle is not None:
+            (self._idle.add if idle else self._idle.discard)(name)
+        if self.phase is HostPhase.STARTING and self._answered == self._names:
+            self._enter(HostPhase.SERVING, now)
+
+    def _end(self, name: str, status: int, now: float) -> list[Action]:
+        """Note the end of an engine. An unordered end ends the group, with the engine's status or 1."""
+        if self.phase is not HostPhase.ENDING:
+            return self._exit(status if status > 0 else 1, now)
+        self._ended.add(name)
+        return self._exit(0, now) if self._ended == self._names else []
+
+    def _pass_time(self, now: float) -> list[Action]:
+        """Return what is due: the renewal of records, the end of a drain, or the end of patience."""
+        waited = now - self._since
+        if self.phase is HostPhase.DRAINING:
+            idle = waited >= SETTLE_S and self._idle >= self._names
+            # Engines that never answered have no work.
+            if idle or self._answered != self._names or waited >= self._drain_timeout:
+                self._enter(HostPhase.ENDING, now)
+                return [Quit()]
+        if self.phase is HostPhase.ENDING and waited >= QUIT_S:
+            return self._exit(0, now)
+        return [self._publish(now)] if now >= self._renewed + RENEW_S else []
+
+    def _publish(self, now: float) -> Publish:
+        self._renewed = now
+        return Publish(self.phase in (HostPhase.DRAINING, HostPhase.ENDING))
+
+    def _exit(self, status: int, now: float) -> list[Action]:
+        self._enter(HostPhase.ENDED, now)
+        return [Exit(status)]
+
+    def _enter(self, phase: HostPhase, now: float) -> None:
+        self.phase, self._since = phase, now
+        if phase is HostPhase.DRAINING:
+            self._idle.clear()  # only reports from after the drain count

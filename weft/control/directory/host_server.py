@@ -1,0 +1,192 @@
+"""A group that runs alone, as processes. This module carries out the decisions of
+``weft.control.directory.engine_host``.
+
+    weft engine ──starts, watches► engine processes ◄──zmq── API servers
+        │ publishes ────► directory ────────read by────────────►│
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from weft.common import signals
+from weft.common.counted_log import CountedLog
+from weft.common.log import get_logger
+from weft.control.directory import engine_host as h
+from weft.control.directory.record import Directory, EngineRecord
+from weft.control.links.link import Address
+from weft.control.links.probe import EngineProbe
+from weft.control.processes.table import Member
+from weft.types.messages import EngineStats, Role
+
+log = get_logger(__name__)
+
+TURN_S = 0.2
+"""Seconds between two looks at all engine processes."""
+
+
+class GroupStarter(Protocol):
+    """Starts and ends the engine processes of one group. The implementation is
+    ``weft.engine.server.engine_processes.EngineProcesses``."""
+
+    members: dict[str, Member]
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Start the process and return its address, without a wait for readiness."""
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """Wait up to ``seconds`` for the engine processes, and kill the rest. Return the exit statuses."""
+
+
+class HostedEngine(NamedTuple):
+    """An engine of the group, for the HTTP port."""
+
+    name: str
+    role: Role
+    alive: bool
+    stats: EngineStats
+
+
+class HostServer:
+    """Runs an ``EngineHost``. Use from the main thread: all processes end with the calling thread."""
+
+    def __init__(
+        self, group: GroupStarter, directory: Directory, facts: EngineRecord, drain_timeout: float
+    ) -> None:
+        """Set up the group; start nothing. ``facts``: a record with the values that all engines of the group
+        share; name, incarnation, endpoint and expert group are replaced."""
+        self._group, self._directory, self._facts = group, directory, facts
+        self._host = h.EngineHost(group.members, drain_timeout)
+        self._records: dict[str, EngineRecord] = {}
+        """Records of the engines whose address is known."""
+        self._addresses: dict[str, Address] = {}
+        self._probes: dict[str, EngineProbe] = {}
+        self._waiting: deque[h.Event] = deque()
+        """Events of signal handlers and of other threads."""
+        self._status: int | None = None
+        self._trouble = CountedLog(log)
+
+    @property
+    def phase(self) -> h.HostPhase:
+        """The phase of the group. Safe from any thread."""
+        return self._host.phase
+
+    @property
+    def instances(self) -> list[HostedEngine]:
+        """The engines with their last counters. Safe from any thread."""
+        role: Role = self._facts.role  # type: ignore[assignment]
+        return [
+            HostedEngine(name, role, probe.answers, probe.stats) for name, probe in list(self._probes.items())
+        ]
+
+    def announce(self, port: str) -> None:
+        """Publish ``port``, HOST:PORT of the group's HTTP port, from now on. Call before ``run``."""
+        self._facts = msgspec.structs.replace(self._facts, port=port)
+
+    def drain(self) -> None:
+        """Order the group to drain and end. Safe from any thread."""
+        self._waiting.append(h.Drain())
+
+    def run(self) -> int:
+        """Serve until the group has drained, or an engine process ends. Return the exit status.
+
+        Sets the handlers of ``signals.STOPS``, and leaves these signals ignored.
+        """
+        for number in signals.heeded():
+            signal.signal(number, lambda *_: self._waiting.append(h.Stop()))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+        try:
+            for name in self._group.members:
+                address = self._group.start(name, secrets.randbits(63))
+                self._addresses[name] = address
+                self._probes[name] = EngineProbe(address)
+            while self._status is None:
+                self._turn()
+                time.sleep(TURN_S)
+            return self._status
+        finally:
+            signals.ignore()
+            self._end()
+
+    def _turn(self) -> None:
+        """Pass everything that has happened since the last turn to the machine."""
+        while self._waiting:
+            self._on(self._waiting.popleft())
+        for name, address in self._addresses.items():
+            if (status := address.process.poll()) is not None:
+                self._on(h.Ended(name, status))
+        for name, probe in self._probes.items():
+            probe.look()
+            if probe.answers:
+                self._on(h.Seen(name, probe.idle))
+        if any(self._asked(record) for record in self._records.values()):
+            self._on(h.Drain())
+        self._on(h.Tick())
+
+    def _asked(self, record: EngineRecord) -> bool:
+        try:
+            return self._host.ready and self._directory.asked_to_drain(record)
+        except OSError:  # the next renewal logs the trouble
+            return False
+
+    def _on(self, event: h.Event) -> None:
+        before = self._host.phase
+        actions = self._host.on(event, time.monotonic())
+        if self._host.phase is not before:
+            log.info("group %s: %s", self._facts.group, self._host.phase.value)
+        if isinstance(event, h.Ended) and before is not h.HostPhase.ENDING:
+            log.error("engine %s ended with status %d, so the group ends", event.name, event.status)
+        for action in actions:
+            match action:
+                case h.Publish(draining):
+                    self._publish(draining)
+                case h.Quit():
+                    for probe in self._probes.values():
+                        probe.quit()
+                case h.Exit(status):
+                    self._status = status
+
+    def _publish(self, draining: bool) -> None:
+        """Publish each engine whose address is known. A failure is logged; the next renewal tries again."""
+        for name, address in self._addresses.items():
+            place = address.endpoint if isinstance(address.endpoint, str) else address.endpoint()
+            if place is None:
+                continue
+            before = self._records.get(name)
+            record = msgspec.structs.replace(
+                self._facts,
+                name=name,
+                incarnation=address.incarnation,
+                endpoint=place,
+                expert_group=address.expert_group,
+                draining=draining,
+                beat=0 if before is None else before.beat + 1,
+            )
+            self._records[name] = record
+            try:
+                self._directory.publish(record)
+            except OSError as error:
+                self._trouble.say("the directory of engines cannot be written (%s)", error)
+
+    def _end(self) -> None:
+        """Withdraw all records, close the probes and end the engine processes."""
+        for record in self._records.values():
+            try:
+                self._directory.withdraw(record)
+            except OSError as error:  # the record expires
+                self._trouble.say("the directory of engines cannot be written (%s)", error)
+        for probe in self._probes.values():
+            probe.close()
+        self._group.close(0.0)
+
+
+def describe(engines: Iterable[HostedEngine], phase: h.HostPhase) -> Mapping[str, object]:
+    """Return the answer of the group's routes /ready and /live."""
+    return {"status": phase.value, "engines": {one.name: one.alive for one in engines}}

@@ -1,0 +1,74 @@
+"""What the directory knows of an engine process, and the interface of a directory.
+
+An engine publishes one record and renews the record at intervals. The record is a *lease*: API servers stop
+using an engine whose record was not renewed for ``LEASE_S`` seconds. Backends: a folder
+(``weft.control.directory.folder``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from weft import __version__
+
+LEASE_S = 15.0
+"""Seconds after the last renewal at which a record expires."""
+RENEW_S = 3.0
+"""Seconds between two renewals of a record."""
+
+
+class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Directory entry of one engine process.
+
+    Readers ignore unknown fields, so engines of a later release can join a server of an earlier release.
+    """
+
+    name: str
+    """Name of the engine, unique in the server: ``decode0``."""
+    incarnation: int
+    """Random number of 63 bits, new for each process. A restarted engine has another incarnation."""
+    endpoint: str
+    """Address of the engine's socket: ``ipc://PATH`` on one host, else ``tcp://HOST:PORT``."""
+    model: str
+    """Name of the served model."""
+    fingerprint: str = ""
+    """Equal for all engines whose caches have the same content; "" for an encode engine."""
+    group: str = ""
+    base: str = ""
+    """Name of the group without its number; "" for a group without a name."""
+    role: str = "unified"
+    expert_group: str = ""
+    """Expert-parallel group; the engines of one group work together or not at all. "" for none."""
+    draining: bool = False
+    """True if the engine finishes its requests and then ends."""
+    port: str = ""
+    """HOST:PORT of the engine's HTTP port (/live, /ready, /metrics, /drain); "" without a port."""
+    release: str = __version__
+    beat: int = 0
+    """Number of renewals. A reader compares beats, not clocks of two hosts."""
+
+
+class Directory(Protocol):
+    """A place where engines publish records. No method blocks for long. All raise OSError for a directory
+    that cannot be reached.
+
+    One process publishes a name at a time. A record of another incarnation replaces the earlier record.
+    """
+
+    def publish(self, record: EngineRecord) -> None:
+        """Store ``record`` in place of the earlier record of the name."""
+
+    def withdraw(self, record: EngineRecord) -> None:
+        """Remove the record, unless another incarnation has replaced the record."""
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        """Return all records by name. Expired records may be included."""
+
+    def ask_drain(self, record: EngineRecord) -> None:
+        """Leave the request to drain for the engine process of ``record``."""
+
+    def asked_to_drain(self, record: EngineRecord) -> bool:
+        """Return True if somebody left the request to drain for the engine process of ``record``."""

@@ -1,0 +1,79 @@
+"""The HTTP port of a group that runs alone: /live, /ready, /metrics and /drain, for probes and operators."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from weft.control.directory.engine_host import HostPhase
+from weft.control.directory.host_server import HostServer, describe
+from weft.front.front_server import bind
+from weft.front.monitoring.metrics import CONTENT_TYPE, engine_page
+
+_STARTS_S = 10.0
+
+
+class EnginePort:
+    """An HTTP server in a thread of its own. Answers while the engines load and while they drain."""
+
+    def __init__(self, server: HostServer, model: str, host: str, port: int, key: str | None) -> None:
+        """Start to listen. ``key``: admin key for /drain; without a key, /drain refuses. Raise ConfigError
+        for an address that cannot be used."""
+        self._server, self._model, self._key = server, model, key
+        listener = bind(host, port)
+        name, number = listener.getsockname()[:2]
+        self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
+        """HOST:PORT."""
+        routes = [
+            Route("/live", self._live),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+            Route("/drain", self._drain, methods=["POST"]),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", ws="none"
+        )
+        self._http = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._http.run, args=([listener],), name="weft-http", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop to listen. Waits up to ``_STARTS_S`` seconds for open answers."""
+        self._http.should_exit = True
+        self._thread.join(_STARTS_S)
+
+    async def _live(self, request: Request) -> Response:
+        """Liveness: 200 while the command runs."""
+        return JSONResponse({"status": "alive"})
+
+    async def _ready(self, request: Request) -> Response:
+        """Readiness: 200 once all engines have loaded, until the drain; else 503."""
+        phase = self._server.phase
+        said = describe(self._server.instances, phase)
+        return JSONResponse(said, 200 if phase is HostPhase.SERVING else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        """The metrics of the group's engines, in Prometheus text format."""
+        return Response(engine_page(self._server, self._model), media_type=CONTENT_TYPE)
+
+    async def _drain(self, request: Request) -> Response:
+        """Drain and end the group. Needs the admin key."""
+        said = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not self._key:
+            return _error("set WEFT_ADMIN_KEY for the command to allow /drain, or send SIGTERM", 403)
+        if not hmac.compare_digest(said.encode(), self._key.encode()):
+            return _error("this route needs the admin key: Authorization: Bearer KEY", 401)
+        self._server.drain()
+        return JSONResponse({"status": "the group drains and ends"})
+
+
+def _error(message: str, status: int) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)
