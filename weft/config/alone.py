@@ -17,9 +17,11 @@ from weft.config.resolved import EngineConfig, HostShare
 from weft.config.topology import GroupSettings, Topology, face, serves
 
 
-def group_alone(topology: Topology, name: str, advertise: str | None) -> EngineConfig:
+def group_alone(
+    topology: Topology, name: str, advertise: str | None = None, secret: str | None = None
+) -> EngineConfig:
     """Return the configuration of group ``name``, which has this host for itself. ``advertise``: address of
-    this host for other hosts, or None.
+    this host for other hosts, or None. ``secret``: file in place of the topology's ``group-secret``.
 
     ``name`` may have a number that the topology does not list: ``decode7`` has the settings of ``decode0``.
     Raise ConfigError for an unknown name, and for a group that cannot work.
@@ -32,6 +34,8 @@ def group_alone(topology: Topology, name: str, advertise: str | None) -> EngineC
         )
     if advertise is not None:
         parallel = msgspec.structs.replace(parallel, advertise=advertise)
+    if secret is not None:
+        parallel = msgspec.structs.replace(parallel, group_secret=secret)
     share = HostShare(ranks=parallel.layout.ranks)
     config = msgspec.structs.replace(group.config, front=topology.front, parallel=parallel)
     return msgspec.structs.replace(resolve(config, group=name, host=share), base=group.base)

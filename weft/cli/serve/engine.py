@@ -37,13 +37,28 @@ directory_option = click.option(
     help="Address of this host for other hosts. Needs group-secret in FILE. Default: only processes of this "
     "host reach the group.",
 )
+@click.option(
+    "--group-secret",
+    type=click.Path(),
+    help="File with the secret that all hosts share, in place of group-secret of FILE.",
+)
+@click.option("--parent", type=int, hidden=True, help="End when this process ends.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP port.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     help="HTTP port with /live, /ready, /metrics and /drain; 0 for a free one. Default: no port.",
 )
-def engine(file: str, group: str, directory: str, advertise: str | None, host: str, port: int | None) -> int:
+def engine(
+    file: str,
+    group: str,
+    directory: str,
+    advertise: str | None,
+    group_secret: str | None,
+    parent: int | None,
+    host: str,
+    port: int | None,
+) -> int:
     """Run one GROUP of the topology FILE, for API servers of `weft front`.
 
     The group publishes its engines in the directory, and API servers find them there. A group can join, and
@@ -56,10 +71,12 @@ def engine(file: str, group: str, directory: str, advertise: str | None, host: s
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import read_topology
 
+    if parent is not None:
+        child.die_with_parent(parent)
     topology = read_topology(file)
     log.configure(topology.front.log_settings, f"host {group}")
     warn_of_readable_keys(file)
-    config = group_alone(topology, group, advertise)
+    config = group_alone(topology, group, advertise, group_secret)
     check_secrets([config])
     return run(config, topology.front, directory, None if port is None else (host, port))
 

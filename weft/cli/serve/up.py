@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weft.cli import options
 from weft.cli.serve.serve import with_keys
+from weft.common import signals
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, FrontSection
+
+if TYPE_CHECKING:
+    from weft.config.topology import Topology
 
 
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path())
+@click.option(
+    "--on",
+    "place",
+    type=click.Choice(["host", "ray"]),
+    default="host",
+    show_default=True,
+    help="Where the groups run: on this host, or where Ray places them (weft[ray]).",
+)
+@click.option("--ray-address", default="", help="With --on ray: the cluster. Default: that of this host.")
+@click.option("--name", default="", help="With --on ray: name of the server. Default: that of FILE.")
+@click.option("--stop", is_flag=True, help="With --on ray: drain and end all groups of the server.")
 @click.option("--check", is_flag=True, help="Only check FILE, and print the groups that would start.")
 @options.settings(("front",), ("node_rank",), file=False)
-def up(file: str, check: bool, **given: Any) -> int:
+def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
     FILE is YAML. Top-level keys are flags of an engine and hold for all groups. `front` has flags of the
@@ -33,12 +50,33 @@ def up(file: str, check: bool, **given: Any) -> int:
     front = with_keys(Config(front=topology.front)).front
     configure_log(front, node)
     warn_of_readable_keys(file)
+    if place == "ray":
+        return _up_on_ray(file, name, topology._replace(front=front), ray_address, stop)
     groups = resolve_groups(topology._replace(front=front))
     check_secrets(groups)
     if check:
         click.echo(describe(groups, front))
         return 0
     return run(groups, front)
+
+
+def _up_on_ray(file: str, name: str, topology: Topology, address: str, stop: bool) -> int:
+    """Start the groups as Ray actors, and serve them in this process. Return the exit status. The end of this
+    process ends no group. ``stop``: only end all groups. Raise ConfigError without Ray."""
+    from weft.common.errors import ConfigError
+    from weft.front.front_server import serve
+
+    try:
+        from weft.on_ray.server import down, server_name, up
+    except ImportError as error:
+        raise ConfigError(f"--on ray: {error}; install weft[ray]", param="--on") from error
+    name = name or server_name(file)
+    if stop:
+        return down(name, address, topology.front.drain_timeout)
+    text = Path(file).read_text(encoding="utf-8")
+    config, owner = up(text, name, topology, address)
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    return serve(config, topology.front, owner)
 
 
 def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:

@@ -128,6 +128,7 @@ class EngineHost:
             (self._idle.add if idle else self._idle.discard)(name)
         if self.phase is HostPhase.STARTING and self._answered == self._names:
             self._enter(HostPhase.SERVING, now)
+            self._renewed = -math.inf  # publish at once that the engines answer
 
     def _end(self, name: str, status: int, now: float) -> list[Action]:
         """Note the end of an engine. An unordered end ends the group, with the engine's status or 1."""

@@ -166,6 +166,7 @@ class HostServer:
                 incarnation=address.incarnation,
                 endpoint=place,
                 expert_group=address.expert_group,
+                ready=self._probes[name].answers,
                 draining=draining,
                 beat=0 if before is None else before.beat + 1,
             )

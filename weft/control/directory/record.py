@@ -42,6 +42,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     role: str = "unified"
     expert_group: str = ""
     """Expert-parallel group; the engines of one group work together or not at all. "" for none."""
+    ready: bool = False
+    """True if the engine has loaded its model and answers."""
     draining: bool = False
     """True if the engine finishes its requests and then ends."""
     port: str = ""

@@ -1,0 +1,93 @@
+"""A Ray cluster of one node in processes of the test, and servers on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.test_serve import Server
+from tests.support.slowness import deadline
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": "120000",  # the default fails on a busy machine
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class RayNode:
+    """The head node of a cluster."""
+
+    def __init__(self, cpus: int = 8) -> None:
+        self.folder = tempfile.mkdtemp(prefix="r")  # Ray's socket paths are long
+        self.address = f"127.0.0.1:{_free_port()}"
+        _, port = self.address.split(":")
+        command = [*RAY, "start", "--head", "--port", port, "--temp-dir", self.folder]
+        command += ["--num-cpus", str(cpus), "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        command += ["--object-store-memory", "80000000"]
+        # Not a pipe: the processes of the cluster keep the output open.
+        with Path(self.folder, "start.log").open("wb") as log:
+            environment = {**os.environ, **ENVIRONMENT}
+            status = subprocess.run(
+                command, env=environment, stdout=log, stderr=log, timeout=deadline(120), check=False
+            ).returncode
+        assert status == 0, Path(log.name).read_text()
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Return (process id, command line) of all processes of the cluster."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (
+                    self.folder.encode()
+                    in (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
+                ):
+                    line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found.append((int(place.name), line))
+        return found
+
+    def actors(self) -> list[int]:
+        """Return the process ids of the actors of groups."""
+        return [pid for pid, line in self.processes() if line.startswith("ray::GroupActor")]
+
+    def close(self) -> None:
+        """Kill all processes of the cluster: `ray stop` would end other clusters of this machine, too."""
+        for _ in range(3):
+            for pid, _ in self.processes():
+                if pid != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.2)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def up(node: RayNode, file: Path, folder: Path, *arguments: str) -> Server:
+    """Start ``weft up --on ray``."""
+    folder.mkdir()
+    where = ("--on", "ray", "--ray-address", node.address)
+    return Server(folder, str(file), *where, *arguments, command="up", RAY_USAGE_STATS_ENABLED="0")
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until ``condition``, at most ``seconds`` of a fast machine."""
+    end = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

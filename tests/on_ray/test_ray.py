@@ -1,0 +1,140 @@
+"""``weft up --on ray`` on one Ray node: scaling, losses and restarts under requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.test_scale import ADMIN, decodes, groups, incarnations, stream, stream_until, weft
+from tests.cli.test_up import Clients, ask
+from tests.support.slowness import deadline
+
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+
+from tests.on_ray.cluster import RayNode, until, up  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+TOPOLOGY = """
+model: spool-text
+threads: 1
+front: {port: 0, admin-key: [secret], drain-timeout: 60}
+groups:
+  - {role: prefill}
+  - {role: decode}
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RayNode]:
+    made = RayNode()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def engines_of(node: RayNode) -> dict[str, int]:
+    """Return engine -> process id."""
+    found = {}
+    for pid, line in node.processes():
+        if line.startswith("weft: head "):
+            found[line.split()[2]] = pid
+    return found
+
+
+def test_nothing_is_lost_when_groups_scale_die_and_restart(node: RayNode, tmp_path: Path) -> None:
+    file = tmp_path / "shop.yaml"
+    file.write_text(TOPOLOGY)
+    file.chmod(0o600)
+    server = up(node, file, tmp_path / "first")
+    again = None
+    try:
+        base = server.url()
+        due, long_due = ask(base), stream(base)
+        with Clients(base) as clients, ThreadPoolExecutor(3) as pool:
+            over = threading.Event()
+            streams = [pool.submit(stream_until, over, base) for _ in range(3)]
+            weft(base, "scale", "decode", "3")
+            until(lambda: groups(base) == dict.fromkeys(("prefill0", *decodes(3)), "running"))
+            os.kill(engines_of(node)["decode0"], signal.SIGKILL)
+            until(lambda: groups(base).get("decode0") != "running")
+            until(lambda: groups(base) == dict.fromkeys(("prefill0", *decodes(3)), "running"))
+            actors = node.actors()
+            os.kill(actors[0], signal.SIGKILL)  # of any group: Ray starts the actor again
+            until(lambda: actors[0] not in node.actors() and len(node.actors()) == 4)
+            until(lambda: set(groups(base).values()) == {"running"})
+            weft(base, "scale", "decode", "1")
+            until(lambda: sorted(groups(base)) == ["decode0", "prefill0"])
+            old = incarnations(base)
+            weft(base, "restart")
+            until(lambda: all(now not in ("", old[name]) for name, now in incarnations(base).items()), 120)
+            over.set()
+            texts = {text for one in streams for text in one.result(deadline(180))}
+        assert clients.errors == []
+        assert set(clients.texts) == {due}
+        assert texts == {long_due}
+
+        before = engines_of(node)
+        server.process.kill()  # the API server; the groups live on
+        again = up(node, file, tmp_path / "again")
+        assert ask(again.url()) == due
+        assert engines_of(node) == before
+    finally:
+        server.close()
+        if again is not None:
+            again.close()
+    ended = up(node, file, tmp_path / "stop", "--stop")
+    assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
+    ended.close()
+    until(lambda: not engines_of(node) and not node.actors())
+
+
+def test_a_group_that_cannot_start_is_given_up_and_revived(node: RayNode, tmp_path: Path) -> None:
+    """A decode group whose settings are wrong on its host uses up its restarts; `weft revive` tries again."""
+    file = tmp_path / "poor.yaml"
+    file.write_text(TOPOLOGY.replace("port: 0", "port: 0, engine-restarts: 1"))
+    file.chmod(0o600)
+    server = up(node, file, tmp_path / "first")
+    try:
+        base = server.url()
+        due = ask(base)
+        for _ in range(2):  # one restart, then none
+            pid = engines_of(node)["decode0"]
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: engines_of(node).get("decode0") != pid)  # type: ignore[misc]
+            until(lambda: groups(base)["decode0"] in ("running", "retired"))
+        until(lambda: groups(base)["decode0"] == "retired", 90)
+        assert httpx.get(f"{base}/health", timeout=deadline(30)).json()["status"] != "alive"
+        weft(base, "revive", "decode0")
+        until(lambda: groups(base)["decode0"] == "running")
+        assert ask(base) == due
+        assert httpx.get(f"{base}/admin/groups", headers=ADMIN).status_code == 200
+    finally:
+        server.close()
+    ended = up(node, file, tmp_path / "stop", "--stop")
+    assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
+    ended.close()
+
+
+def test_without_a_cluster_the_message_says_what_to_start(tmp_path: Path) -> None:
+    file = tmp_path / "shop.yaml"
+    file.write_text(TOPOLOGY)
+    file.chmod(0o600)
+
+    class Nowhere:
+        address = "127.0.0.1:1"
+
+    server = up(Nowhere(), file, tmp_path / "first")  # type: ignore[arg-type]
+    try:
+        assert server.process.wait(deadline(120)) == 1
+        assert "ray start --head" in server.log.read_text()
+    finally:
+        server.close()

@@ -1,0 +1,198 @@
+"""The directory and the owner of a server whose groups Ray places."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import ray
+
+from weft.common.errors import EngineDead, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.control.directory.directory_owner import DirectoryOwner
+from weft.control.directory.record import EngineRecord
+from weft.control.links.link import Address
+from weft.control.links.owner import EngineInfo, Scaled
+from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
+from weft.control.processes.table import Member
+from weft.on_ray.actors import CALL_S, LOOK_S, NAMESPACE, fleet_name
+from weft.on_ray.fleet_state import GroupPlan, Snapshot
+from weft.parallel.secret import CurveKeys
+
+log = get_logger(__name__)
+
+
+class RayDirectory:
+    """Implementation of ``Directory`` over the fleet actor. Engines publish through their group actors, so
+    only readers use this class.
+
+    A thread asks the actor; readers get the last answer and never wait.
+    """
+
+    def __init__(self, server: str) -> None:
+        """Find the fleet actor, and read once. Raise Unavailable if there is none."""
+        self._server = server
+        self._snapshot = self._ask()
+        self._failed: str | None = None
+        threading.Thread(target=self._read_on, name="weft-ray", daemon=True).start()
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The last known state of the fleet."""
+        return self._snapshot
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        """See ``Directory``."""
+        if self._failed is not None:
+            raise OSError(self._failed)
+        return {record.name: record for record in self._snapshot.records}
+
+    def publish(self, record: EngineRecord) -> None:
+        """Raise OSError: engines publish through their group actors."""
+        raise OSError("engines publish through Ray actors")
+
+    withdraw = publish
+
+    def ask_drain(self, record: EngineRecord) -> None:
+        """See ``Directory``. The whole group drains and ends."""
+        self.tell("remove", record.group)
+
+    def asked_to_drain(self, record: EngineRecord) -> bool:
+        """Return False: group actors hear orders."""
+        return False
+
+    def tell(self, order: str, *arguments: Any) -> None:
+        """Send an order to the fleet actor without a wait. Raise OSError if there is no actor."""
+        try:
+            getattr(self._actor(), order).remote(*arguments)
+        except Exception as error:
+            raise OSError(f"Ray: {error}") from error
+
+    def _actor(self) -> Any:
+        return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
+
+    def _ask(self) -> Snapshot:
+        try:
+            data = ray.get(self._actor().snapshot.remote(), timeout=CALL_S)
+        except Exception as error:
+            raise Unavailable(f"Ray has no server {self._server!r} ({type(error).__name__})") from error
+        return msgspec.msgpack.decode(data, type=Snapshot)
+
+    def _read_on(self) -> None:
+        """Read again and again. The body of a thread."""
+        while True:
+            time.sleep(LOOK_S)
+            try:
+                self._snapshot, self._failed = self._ask(), None
+            except Unavailable as error:
+                self._failed = error.message
+
+
+class RayOwner(DirectoryOwner):
+    """Owner of groups that Ray runs: wanted groups without a record count as members, and can be scaled,
+    restarted and revived."""
+
+    def __init__(
+        self,
+        directory: RayDirectory,
+        model: str,
+        keys: CurveKeys,
+        serves: Callable[[set[str]], bool],
+    ) -> None:
+        super().__init__(directory, model, keys, serves)
+        self._ray = directory
+
+    def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
+        """See ``Owner``. A wanted engine without a record is None, or an error once Ray has given up."""
+        found = dict(super().present(kept))
+        snapshot = self._ray.snapshot
+        for plan in snapshot.plans:
+            gone = EngineDead("Ray has given the group up") if plan.group in snapshot.retired else None
+            for name in plan.engines:
+                found.setdefault(name, gone)
+        return found
+
+    def describe(self) -> list[EngineInfo]:
+        """See ``Owner``."""
+        known = {one.name: one for one in super().describe()}
+        snapshot = self._ray.snapshot
+        for plan in snapshot.plans:
+            for name in plan.engines:
+                state = "retired" if plan.group in snapshot.retired else "waiting"
+                known.setdefault(name, EngineInfo(name, plan.group, plan.base, plan.role, state))  # type: ignore[arg-type]
+        return list(known.values())
+
+    def scale(self, base: str, groups: int) -> Scaled:
+        """See ``Owner``. Ray finds a place for new groups; without a place they wait."""
+        members = self._members()
+        change = plan_scale(base, groups, members, self._leaving(), self._retired(), self._serves)
+        if change.new:
+            like = next(plan for plan in self._ray.snapshot.plans if plan.group == change.like)
+            plans = [
+                msgspec.structs.replace(
+                    like,
+                    group=group,
+                    engines=tuple(engines),
+                    expert_group=next(iter(engines.values())).expert_group,
+                )
+                for group, engines in change.new.items()
+            ]
+            self._order("want", msgspec.msgpack.encode(plans))
+        for group in dict.fromkeys(members[name].group for name in change.leaving):
+            self._order("remove", group)
+        return Scaled(change.starting, tuple(change.leaving))
+
+    def remove(self, name: str) -> list[str]:
+        """See ``Owner``."""
+        members = self._members()
+        names = plan_removal(name, members, self._leaving(), self._retired(), self._serves)
+        for group in dict.fromkeys(members[one].group for one in names):
+            self._order("remove", group)
+        return names
+
+    def restart(self, name: str = "") -> list[str]:
+        """See ``Owner``."""
+        members = self._members()
+        names = plan_restart(name, members, self._leaving() | self._retired())
+        self._order("restart", list(dict.fromkeys(members[one].group for one in names)))
+        return names
+
+    def revive(self, name: str) -> list[str]:
+        """See ``Owner``."""
+        members = self._members()
+        names = to_revive(name, members, self._retired())
+        for group in dict.fromkeys(members[one].group for one in names):
+            self._order("revive", group)
+        return names
+
+    def _members(self) -> dict[str, Member]:
+        """Return all engines, wanted or present."""
+        found = {
+            name: Member(plan.expert_group, plan.group, plan.role, plan.base)
+            for plan in self._ray.snapshot.plans
+            for name in plan.engines
+        }
+        for name, record in self._records.items():
+            found.setdefault(name, Member(record.expert_group, record.group, record.role, record.base))
+        return found
+
+    def _leaving(self) -> frozenset[str]:
+        """Return engines that drain, or whose group is not wanted any more."""
+        wanted = {name for plan in self._ray.snapshot.plans for name in plan.engines}
+        return frozenset(n for n, record in self._records.items() if record.draining or n not in wanted)
+
+    def _retired(self) -> frozenset[str]:
+        snapshot = self._ray.snapshot
+        return frozenset(n for plan in snapshot.plans if plan.group in snapshot.retired for n in plan.engines)
+
+    def _order(self, order: str, *arguments: Any) -> None:
+        try:
+            self._ray.tell(order, *arguments)
+        except OSError as error:
+            raise Unavailable(f"{error}; try again") from error
+
+
+__all__ = ["GroupPlan", "RayDirectory", "RayOwner"]
