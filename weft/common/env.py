@@ -19,6 +19,8 @@ VARIABLES = {
     "WEFT_ADMIN_KEY": "key(s) of the routes that control the server, separated by commas; --admin-key wins",
     "WEFT_DIRECTORY": "where weft engine and weft front meet; --directory wins",
     "WEFT_ADVERTISE": "address of this host for other hosts, for weft engine; --advertise wins",
+    "KUBERNETES_SERVICE_HOST": "the API server of Kubernetes, set in each pod, for --directory kubernetes:",
+    "KUBERNETES_SERVICE_PORT": "its port",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",

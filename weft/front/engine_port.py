@@ -1,10 +1,11 @@
-"""The HTTP port of a group that runs alone: /live, /ready, /metrics and /drain, for probes and operators."""
+"""The HTTP port of a group that runs alone: probes, records, metrics and the order to drain."""
 
 from __future__ import annotations
 
 import hmac
 import threading
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,6 +34,7 @@ class EnginePort:
         routes = [
             Route("/live", self._live),
             Route("/ready", self._ready),
+            Route("/records", self._records),
             Route("/metrics", self._metrics),
             Route("/drain", self._drain, methods=["POST"]),
         ]
@@ -59,6 +61,10 @@ class EnginePort:
         phase = self._server.phase
         said = describe(self._server.instances, phase)
         return JSONResponse(said, 200 if phase is HostPhase.SERVING else 503)
+
+    async def _records(self, request: Request) -> Response:
+        """The records of the group's engines, for API servers that ask the groups themselves."""
+        return Response(msgspec.json.encode(self._server.records), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         """The metrics of the group's engines, in Prometheus text format."""

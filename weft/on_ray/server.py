@@ -63,7 +63,7 @@ def down(name: str, address: str, drain_timeout: float) -> int:
     _connect(address)
     try:
         actor = ray.get_actor(fleet_name(name), namespace=NAMESPACE)
-        groups = ray.get(actor.stop.remote(), timeout=CALL_S)
+        groups: list[str] = ray.get(actor.stop.remote(), timeout=CALL_S)
         log.info("draining %s", ", ".join(groups))
         until = time.monotonic() + drain_timeout + PLACE_S
         while ray.get(actor.living.remote(groups), timeout=CALL_S) and time.monotonic() < until:
@@ -128,6 +128,6 @@ def _fleet(name: str, text: str, front: FrontSection) -> Any:
         max_concurrency=8,
         num_cpus=0,
     )
-    actor = made.remote(name, text, secrets.token_hex(32), front.engine_restarts)
+    actor: Any = made.remote(name, text, secrets.token_hex(32), front.engine_restarts)
     actor.change.remote(text)
     return actor

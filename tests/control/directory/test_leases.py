@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from weft.common.errors import ConfigError
-from weft.control.directory.backends import open_directory
+from weft.control.directory.backends import directory_for_engine, directory_for_front
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.leases import Leases
+from weft.control.directory.polled import PortDirectory
 from weft.control.directory.record import LEASE_S, EngineRecord
 
 
@@ -93,10 +94,18 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_is_a_folder_or_has_a_known_scheme(tmp_path: Path) -> None:
-    assert isinstance(open_directory(f"folder:{tmp_path / 'a'}"), FolderDirectory)
-    assert isinstance(open_directory(str(tmp_path / "b:c")), FolderDirectory)
-    with pytest.raises(ConfigError, match="unknown kind of directory 'etcd'"):
-        open_directory("etcd:somewhere")
+    assert isinstance(directory_for_front(f"folder:{tmp_path / 'a'}"), FolderDirectory)
+    assert isinstance(directory_for_engine(str(tmp_path / "b:c"), False), FolderDirectory)
+    assert isinstance(directory_for_engine("port", True), PortDirectory)
+    with pytest.raises(ConfigError, match="give --port"):
+        directory_for_engine("port", False)
+    for one in (directory_for_front, lambda place: directory_for_engine(place, True)):
+        with pytest.raises(ConfigError, match="unknown kind of directory 'etcd'"):
+            one("etcd:somewhere")
+        with pytest.raises(ConfigError, match="give --directory"):
+            one("")
+    with pytest.raises(ConfigError, match="runs in no pod"):
+        directory_for_front("kubernetes:weft")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        open_directory(str(tmp_path / "file"))
+        directory_for_front(str(tmp_path / "file"))

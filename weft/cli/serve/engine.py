@@ -22,7 +22,8 @@ directory_option = click.option(
     default=lambda: env.get("WEFT_DIRECTORY"),
     metavar="PLACE",
     help="Where engines publish themselves, and API servers find them: a folder of this host, or of a file "
-    "system that all hosts share. Default: the environment variable WEFT_DIRECTORY.",
+    "system that all hosts share. For an engine also `port`: its own HTTP port. For an API server also "
+    "http://HOST:PORT,.. of engines, or kubernetes:SERVICE. Default: the variable WEFT_DIRECTORY.",
 )
 
 
@@ -84,12 +85,12 @@ def engine(
 def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, int] | None) -> int:
     """Run the group until it has drained, or an engine process ends. Return the exit status.
 
-    ``place``: see ``open_directory``. ``http``: address of the HTTP port, or None. Installs signal handlers;
-    call from the main thread. Raise ConfigError.
+    ``place``: see ``directory_for_engine``. ``http``: address of the HTTP port, or None. Installs signal
+    handlers; call from the main thread. Raise ConfigError.
     """
     from weft.cli.serve.server import Operations
     from weft.config.fingerprint import fingerprint
-    from weft.control.directory.backends import open_directory
+    from weft.control.directory.backends import directory_for_engine
     from weft.control.directory.host_server import HostServer
     from weft.control.directory.record import EngineRecord
     from weft.engine.ranks.processes import start_process
@@ -100,7 +101,7 @@ def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, 
     child.forbid_core_dumps()
     signal.signal(signals.RESTART, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
-    directory = open_directory(place)
+    directory = directory_for_engine(place, http is not None)
     folder = private_folder()
     operations = Operations((config,), False, start_process)
     server_port = None

@@ -34,7 +34,7 @@ def front(file: str, directory: str, **given: Any) -> int:
     from weft.config.file_limits import ask_for_files
     from weft.config.secret_file import warn_of_readable_keys
     from weft.config.topology import read_topology, serves
-    from weft.control.directory.backends import open_directory
+    from weft.control.directory.backends import directory_for_front
     from weft.control.directory.directory_owner import DirectoryOwner
     from weft.front.front_server import serve
     from weft.parallel.secret import read_keys
@@ -55,7 +55,7 @@ def front(file: str, directory: str, **given: Any) -> int:
     signal.signal(signals.RESTART, signal.SIG_IGN)
     secret = config.parallel.group_secret
     owner = DirectoryOwner(
-        open_directory(directory),
+        directory_for_front(directory),
         config.served_names[0],
         None if secret is None else read_keys(secret),
         functools.partial(serves, fallback=config.transfer.prefill_fallback),

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from weft.common import env
 from weft.common.errors import ConfigError
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.kubernetes import KubernetesGroups
+from weft.control.directory.polled import PolledDirectory, PortDirectory
 from weft.control.directory.record import Directory
 
-_KNOWN = "folder:PATH, or the path of a folder"
+_ENGINES = "the path of a folder, or `port` to publish at the group's own HTTP port (--port)"
+_FRONTS = (
+    "the path of a folder, http://HOST:PORT,.. for the HTTP ports of groups, or kubernetes:SERVICE for the "
+    "pods of a headless Service"
+)
 
 
-def open_directory(place: str) -> Directory:
-    """Return the directory at ``place``: the path of a folder, or a name with a scheme. Raise ConfigError."""
+def directory_for_engine(place: str, has_port: bool) -> Directory:
+    """Return the directory at ``place`` for a group that publishes. ``has_port``: True if the group has an
+    HTTP port. Raise ConfigError."""
+    if place == "port":
+        if not has_port:
+            raise ConfigError("--directory port: give --port, where API servers ask", param="--port")
+        return PortDirectory()
+    return _folder(place, _ENGINES)
+
+
+def directory_for_front(place: str) -> Directory:
+    """Return the directory at ``place`` for an API server, which reads. Raise ConfigError."""
+    key = env.get("WEFT_ADMIN_KEY").partition(",")[0]
+    if place.startswith("http://"):
+        urls = [url.strip().rstrip("/") for url in place.split(",")]
+        return PolledDirectory(lambda: urls, key)
+    if place.startswith("kubernetes:"):
+        service, _, namespace = place.removeprefix("kubernetes:").partition("/")
+        return PolledDirectory(KubernetesGroups(service, namespace).urls, key)
+    return _folder(place, _FRONTS)
+
+
+def _folder(place: str, known: str) -> Directory:
     if not place:
-        raise ConfigError(f"give --directory, or set WEFT_DIRECTORY: {_KNOWN}", param="--directory")
+        raise ConfigError(f"give --directory, or set WEFT_DIRECTORY: {known}", param="--directory")
     scheme, colon, rest = place.partition(":")
     if not colon or "/" in scheme:
         return FolderDirectory(place)
     if scheme == "folder":
         return FolderDirectory(rest)
     raise ConfigError(
-        f"--directory {place}: unknown kind of directory {scheme!r}; use {_KNOWN}", param="--directory"
+        f"--directory {place}: unknown kind of directory {scheme!r}; use {known}", param="--directory"
     )

@@ -86,6 +86,11 @@ class HostServer:
             HostedEngine(name, role, probe.answers, probe.stats) for name, probe in list(self._probes.items())
         ]
 
+    @property
+    def records(self) -> list[EngineRecord]:
+        """The records as last published. Safe from any thread."""
+        return list(self._records.values())
+
     def announce(self, port: str) -> None:
         """Publish ``port``, HOST:PORT of the group's HTTP port, from now on. Call before ``run``."""
         self._facts = msgspec.structs.replace(self._facts, port=port)
