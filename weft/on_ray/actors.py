@@ -72,7 +72,7 @@ class GroupActor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the command. The command ends when this process ends."""
-        settings: tuple[str, str] = ray.get(self._fleet.settings.remote(), timeout=CALL_S)
+        settings: Any = ray.get(self._fleet.settings.remote(), timeout=CALL_S)
         topology, secret = settings
         file, key = self._folder / "topology.yaml", self._folder / "secret"
         for path, text in ((file, topology), (key, secret)):
