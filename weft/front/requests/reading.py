@@ -199,7 +199,7 @@ class Reader:
             continues=asked.continues,
             param=param,
             output=output,
-            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
+            grammar=grammar_of(self.text.output, asked, output, self.check_grammar),
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
             pictures=pictures,
@@ -280,7 +280,7 @@ class Reader:
         constraint = asked.constraint()
         grammar = None if constraint is None else constraint.grammar
         if constraint is not None:
-            self._check_grammar(constraint.grammar, constraint.param)
+            self.check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         # OpenAI's default length, limited by the free context of the longest prompt
         if params.max_tokens is None:
@@ -373,7 +373,7 @@ class Reader:
             pictures=pictures,
         )
 
-    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+    def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest, with ``param``, for a grammar that fails or takes too long to compile, and
         NeedsProof for a compile under way or without a verdict. A reader without ``grammars`` does nothing.
         Starts the compile; never waits."""
