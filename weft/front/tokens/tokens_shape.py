@@ -13,7 +13,7 @@ from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
 from weft.front.http.streaming import StreamForm
 from weft.front.protocol.tokens_request import TokensFacts
-from weft.front.requests.answer_logprobs import bounded, chat_logprobs, json_array, prompt_logprobs
+from weft.front.requests.answer_logprobs import bounded, json_array, prompt_logprobs
 from weft.front.requests.generation import Generation
 from weft.text.choice import Choice, TextDelta
 from weft.text.logprobs import PositionLogprobs
@@ -26,10 +26,11 @@ class IdLogprob(msgspec.Struct, kw_only=True):
 
     token_id: int
     token: str
-    """``token_id:`` and the id, for clients of earlier versions."""
+    """``token_id:`` and the id. With ``output_mode`` text: the token's text."""
     logprob: float
     rank: int
-    bytes: None = None
+    bytes: list[int] | None = None
+    """With ``output_mode`` text: the token's bytes."""
 
 
 class TokenIdLogprob(IdLogprob, kw_only=True):
@@ -51,8 +52,7 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     """The stop string, or the stop token of the request, which ended the choice."""
     text: str | UnsetType = UNSET
-    logprobs: TokenIdLogprobs | r.ChatLogprobs | None = None
-    """With ``output_mode`` text: the logprobs of a chat completion."""
+    logprobs: TokenIdLogprobs | None = None
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
@@ -165,34 +165,25 @@ class TokensShape:
     def _chunk(self, choices: list[TokensChoice]) -> TokensChunk:
         return TokensChunk(request_id=self._id, output_mode=self._mode, choices=choices)
 
-    def _logprobs(
-        self, ids: Sequence[int], positions: Iterable[PositionLogprobs]
-    ) -> TokenIdLogprobs | r.ChatLogprobs:
-        """Return the logprobs of output tokens in the form of the answer's mode. Uses up ``positions``."""
+    def _logprobs(self, ids: Sequence[int], positions: Iterable[PositionLogprobs]) -> TokenIdLogprobs:
+        """Return the logprobs of output tokens, each with the token itself and the likeliest candidates, as
+        many as requested. Uses up ``positions``."""
         top = self._asked.top or 0
-        if self._mode == "text":
-            return chat_logprobs(self._generation.tokenizer, ids, positions, top)
-        return _id_logprobs(ids, positions, top)
 
+        def entries() -> Iterator[TokenIdLogprob]:
+            for number, position in zip(ids, positions, strict=True):
+                # A position has its own token first, then the others by rank.
+                shown = [one for one, found in position.items() if one == number or found.rank <= top]
+                likeliest = [IdLogprob(**self._candidate(one, position)) for one in shown] if top else []
+                yield TokenIdLogprob(**self._candidate(number, position), top_logprobs=likeliest)
 
-def _id_logprobs(ids: Sequence[int], positions: Iterable[PositionLogprobs], top: int) -> TokenIdLogprobs:
-    """Return the logprobs of output tokens by id, each with the token itself and the ``top`` likeliest
-    candidates. Uses up ``positions``."""
+        return TokenIdLogprobs(content=cast(list[TokenIdLogprob], json_array(entries())))
 
-    def candidate(number: int, position: PositionLogprobs) -> dict[str, Any]:
+    def _candidate(self, number: int, position: PositionLogprobs) -> dict[str, Any]:
+        """Return the fields of one candidate."""
         found = position[number]
-        return {
-            "token_id": number,
-            "token": f"token_id:{number}",
-            "logprob": bounded(found.logprob),
-            "rank": found.rank,
-        }
-
-    def entries() -> Iterator[TokenIdLogprob]:
-        for number, position in zip(ids, positions, strict=True):
-            # A position has its own token first, then the others by rank.
-            shown = [one for one, found in position.items() if one == number or found.rank <= top]
-            likeliest = [IdLogprob(**candidate(one, position)) for one in shown] if top else []
-            yield TokenIdLogprob(**candidate(number, position), top_logprobs=likeliest)
-
-    return TokenIdLogprobs(content=cast(list[TokenIdLogprob], json_array(entries())))
+        made = {"token_id": number, "logprob": bounded(found.logprob), "rank": found.rank}
+        if self._mode == "tokens":
+            return {**made, "token": f"token_id:{number}"}
+        data = self._generation.tokenizer.token_bytes(number)
+        return {**made, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
