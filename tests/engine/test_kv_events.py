@@ -218,7 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("kv-events"), "llama")
 
 
-@pytest.mark.requirement("C12")
+@pytest.mark.requirement("E36")
 @pytest.mark.parametrize("form", ["map", "array"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_router_knows_the_cache_of_an_engine(folder: Path, tmp_path: Path, form: str, depth: int) -> None:

@@ -48,13 +48,11 @@ def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
 def asks_no_transfer(value: Any) -> bool:
     """Return True for KV transfer parameters that ask for no transfer: switches that are off, and empty
     values."""
-    if not isinstance(value, dict):
-        return False
-    return all(
-        one is False if name.startswith("do_") else one in (None, [], {}, "")
-        for name, one in value.items()
-        if one is not None
-    )
+
+    def is_off(name: str, one: Any) -> bool:
+        return one is False if name.startswith("do_") else one in ([], {}, "")
+
+    return isinstance(value, dict) and all(one is None or is_off(name, one) for name, one in value.items())
 
 
 INSTEAD: dict[str, str] = {
