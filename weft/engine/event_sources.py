@@ -100,7 +100,7 @@ def sources_of(
     transfers: EngineTransfers | None,
     embeddings: EngineTransfers | None,
     bell: WakeupDescriptor | None,
-    kv_events: KVEventSource | None,
+    kv_events: KVEventSource | None = None,
 ) -> list[AwaitedSource]:
     """Return the sources of an engine, without the absent ones. The grammar source comes first."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)

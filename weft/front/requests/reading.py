@@ -23,9 +23,8 @@ from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.protocol.generate_request import form_of
 from weft.front.protocol.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
-from weft.front.protocol.messages.messages_request import CountRequest
+from weft.front.protocol.named import Named
 from weft.front.protocol.parse import parse, printable
-from weft.front.protocol.responses.protocol import TokensRequest
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
 from weft.front.requests.proofs import Grammars, NeedsProof
 from weft.grammar.backends.checks import check_tree
@@ -41,7 +40,7 @@ from weft.types.grammar import Grammar, JsonSchema, OneOf
 from weft.types.media_item import MediaItem
 from weft.types.sampling import SamplingParams, TokenParams
 
-R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
+R = TypeVar("R", bound=Named)
 COLUMN_BYTES = 8
 """Bytes of one candidate at one position, as sent by the engine process."""
 ECHO_BYTES = 28
