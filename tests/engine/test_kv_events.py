@@ -213,6 +213,25 @@ def rounds(seed: int, count: int) -> list[list[Any]]:
     return made
 
 
+@pytest.mark.requirement("E36")
+@pytest.mark.parametrize("shape", ["qwen2_windowed", "qwen3_next", "deepseek_v3", "deepseek_v4"])
+def test_models_with_several_caches(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, shape: str
+) -> None:
+    """The events are those of the group with whole prefixes and the smallest blocks."""
+    settings = section(tmp_path)
+    engine, _ = make_engine(
+        make_checkpoint(tmp_path_factory.mktemp("shapes"), shape), blocks=36, max_num_seqs=2, events=settings
+    )
+    router = Router(settings)
+    with closing(engine, router):
+        run(engine, rounds(6, 8))
+        router.follow(published(engine))
+        assert set(router.paths) == cached(engine)
+        kinds = {event.kv_cache_spec_kind for event in router.events if isinstance(event, BlockStored)}
+        assert kinds == {"mla_attention" if shape.startswith("deepseek") else "full_attention"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("kv-events"), "llama")

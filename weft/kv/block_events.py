@@ -151,7 +151,8 @@ class BlockEvents:
                 keys += [_image(key, begin) for key in images.get(number, ())]
             if entry == 0 and content.salt:
                 keys.append(content.salt)
-            found.append(tuple(keys) or None)
+            # An image in two base blocks of the block counts once.
+            found.append(tuple(dict.fromkeys(keys)) or None)
         return found
 
 
