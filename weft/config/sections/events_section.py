@@ -70,6 +70,7 @@ def check_events(events: EventsSection) -> None:
             raise ConfigError(
                 f"{flag} must be an address such as tcp://*:5557 or ipc:///run/weft/events", param=flag
             )
+        # zmq would take port 0 as any free port, and no router could know the port.
         if found is not None and not 0 < int(found[1]) < 1 << 16:
             raise ConfigError(f"{flag} needs a port from 1 to 65535", param=flag)
     if events.kv_events_replay_endpoint is not None and events.kv_events_endpoint is None:

@@ -141,6 +141,7 @@ class GenerateRequest(Body, frozen=True, kw_only=True):
             self.stream_options.check()
             if not self.stream:
                 raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        # Errors of nested fields come here, before any work on the prompt.
         sampling = self.sampling()
         if sampling.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(

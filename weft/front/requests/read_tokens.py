@@ -123,7 +123,11 @@ def _rendered(
 
 
 def structured_of(asked: Generate) -> dict[str, Any] | None:
-    """Return the output format of a checked request as ``structured_outputs``; None without a format."""
+    """Return the output format of a checked request as ``structured_outputs``; None without a format.
+
+    A schema that may lose keywords (``strict`` false) becomes a strict schema.
+    """
+    # At most one of the fields is set: `constraint_of` has refused two formats.
     form = asked.response_format
     if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
         schema = form.named.schema if isinstance(form, JsonSchemaFormat) else form.schema
