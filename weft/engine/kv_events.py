@@ -7,6 +7,10 @@ A message is [topic, number of the batch (8 bytes, big-endian), msgpack of [time
 that misses a number asks for all batches from this number on: a request [b"", number] gets one message
 [b"", number, msgpack] per batch and at the end [b"", -1, b""].
 
+An engine process that replaces another continues at the same address. Routers drop numbers below the last
+number as duplicates, so numbers begin at the time of the start, in microseconds. The first batch clears the
+router's view of the cache. Routers see a gap, ask for the first batch, and forget the lost cache.
+
 No router can hold the engine up: the thread encodes and sends, and a batch that a slow router does not take
 is missing there. The router then sees a gap in the numbers.
 """
@@ -161,7 +165,7 @@ class KVEventPublisher:
         self._replica = replica
         self._topic = (section.kv_events_topic or "").encode()
         self._most = section.kv_events_buffer
-        self._next = 0
+        self._next = time.time_ns() // 1000
         self._queue: deque[tuple[int, float, Sequence[BlockEvent]]] = deque(maxlen=self._most)
         self._kept: deque[tuple[bytes, bytes]] = deque()
         """(number, payload) of the latest batches, oldest first."""
@@ -185,6 +189,7 @@ class KVEventPublisher:
             raise
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+        self.publish([Cleared()])
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
         """Send ``events`` as the next batch."""
