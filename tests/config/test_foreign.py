@@ -52,6 +52,28 @@ def test_wrong_speculation_is_refused(wrong: str) -> None:
         foreign.arguments(["--speculative-config", wrong])
 
 
+@pytest.mark.requirement("E36")
+def test_events_config() -> None:
+    text = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:2", '
+    text += '"topic": "kv@pod@m", "buffer_steps": 5, "publisher": "zmq", "hwm": 1, "max_queue_size": 2}'
+    expected = ["--kv-events-endpoint", "tcp://*:1", "--kv-events-replay-endpoint", "tcp://*:2"]
+    expected += ["--kv-events-topic", "kv@pod@m", "--kv-events-buffer", "5"]
+    assert foreign.arguments(["--kv-events-config", text]) == expected
+    section = from_keywords({"kv_events_config": text}).events
+    assert (section.kv_events_endpoint, section.kv_events_buffer) == ("tcp://*:1", 5)
+    assert foreign.events({"enable_kv_cache_events": True}) == {"kv_events_endpoint": "tcp://*:5557"}
+    for off in ("{}", '{"publisher": "zmq"}', '{"enable_kv_cache_events": true, "publisher": "null"}'):
+        assert foreign.arguments(["--kv-events-config", off]) == []
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "[]", '{"publisher": "kafka"}', '{"enable_kv_cache_events": true, "x": 1}']
+)
+def test_wrong_events_config_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="--kv-events-config"):
+        foreign.arguments(["--kv-events-config", wrong])
+
+
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [

@@ -22,6 +22,7 @@ from weft.config.sections.all import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sections.events_section import EventsSection
 from weft.config.sizing.media_limits import media_limits
 from weft.config.sizing.memory import hit_unit, kind_block
 from weft.config.spec import ModelSpec
@@ -124,6 +125,7 @@ def make_engine(
     launcher: Launcher | None = None,
     grammars: GrammarSource | None = None,
     media: MediaSection = MediaSection(),
+    events: EventsSection = EventsSection(),
 ) -> tuple[EngineCore, Recorder]:
     """Return an engine with ``blocks`` blocks for each KV cache group, and caches full of NaN.
 
@@ -164,6 +166,7 @@ def make_engine(
         kv=kv,
         speculation=speculation,
         media=media,
+        events=events,
     )
     runner = Recorder(
         model or model_of(folder, mtp, kv_cache_dtype),

@@ -326,6 +326,7 @@ def test_yaml_and_json_lines_say_the_same(text: TextModel, tmp_path: Path) -> No
         {"data_parallel_size": 2, "enable_expert_parallel": True},
         {"prefill": 1, "decode": 1},
         {"speculative_method": "ngram"},
+        {"kv_events_endpoint": "tcp://*:5557"},
     ],
 )
 def test_flags_that_need_a_model_are_refused(folder: Path, tmp_path: Path, flags: dict[str, Any]) -> None:

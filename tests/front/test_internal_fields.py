@@ -12,6 +12,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/inference/v1/generate": {"token_ids": [97], "sampling_params": {"max_tokens": 2}},
 }
 ROOM = {"room": 1, "attempt": 0, "incarnation": 7}
 FIELDS: dict[str, Any] = {

@@ -135,6 +135,25 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True, "return_token_strs": True}),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
+    (
+        "/inference/v1/generate",
+        {
+            "token_ids": [97, 98],
+            "sampling_params": {"max_tokens": 3, "logprobs": 1, "stop": ["z"], "output_kind": 1},
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "request_id": "r",
+            "output_mode": "text",
+            "priority": 1,
+            "kv_transfer_params": {"do_remote_decode": False},
+        },
+    ),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [97], "sampling_params": {"structured_outputs": {"regex": "[a-z]+", "choice": None}}},
+    ),
+    ("/v1/chat/completions/render", {"messages": MESSAGES, "response_format": FORMAT, "stop": ["z"]}),
+    ("/v1/completions/render", {"prompt": ["a", "b"], "guided_regex": "[a-z]+", "logprobs": 1}),
 ]
 JUNK: list[Any] = [
     None,

@@ -219,6 +219,10 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "no_repeat_ngram_size": ([0], [3]),
     "cache_prompt": ([True], [False]),
     "grammar": ([""], ["root ::= x"]),
+    "kv_transfer_params": (
+        [{}, {"do_remote_decode": False, "do_remote_prefill": None, "remote_host": None}],
+        [{"do_remote_prefill": True}, {"do_remote_decode": 0}, {"remote_block_ids": [1]}, "x"],
+    ),
 }
 
 

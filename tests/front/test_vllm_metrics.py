@@ -82,6 +82,10 @@ def test_the_dashboards_series_are_there(server: Running) -> None:
     assert re.search(
         r'^http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1\.0$', text, re.M
     )
+    (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1\.0$", text, re.M)
+    blocks = re.search(r'num_gpu_blocks="([1-9][0-9]*)"', labels)
+    assert blocks is not None
+    assert re.search(r'(^|,)block_size="64"(,|$)', labels)
     lines = [line for line in text.splitlines() if line.startswith("# TYPE ")]
     assert len(lines) == len(set(lines)), "no metric is described twice"
 

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
 """Sections of a command without a server."""
-ALL = (*ENGINE, "transfer", "media", "front")
+ALL = (*ENGINE, "transfer", "media", "events", "front")
 
 
 class SettingType(_ParamType):

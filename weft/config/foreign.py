@@ -37,6 +37,15 @@ _SPECULATION = {
     "prompt_lookup_max": "ngram_max_length",
 }
 """Keys of vLLM's ``--speculative-config`` and the fields of Weft."""
+_EVENTS = {
+    "endpoint": "kv_events_endpoint",
+    "replay_endpoint": "kv_events_replay_endpoint",
+    "topic": "kv_events_topic",
+    "buffer_steps": "kv_events_buffer",
+}
+"""Keys of vLLM's ``--kv-events-config`` and the fields of Weft."""
+_EVENTS_ENDPOINT = "tcp://*:5557"
+"""Address of vLLM's events by default."""
 
 _PARSERS = "--tool-call-parser and --reasoning-parser name other formats"
 _ALWAYS = "this is always on: leave the flag out"
@@ -199,7 +208,7 @@ def unknown(name: str, known: Iterable[str]) -> str:
 def arguments(given: Sequence[str]) -> list[str]:
     """Return a command line in Weft's spelling. Raise ConfigError.
 
-    Underscores in flags become dashes, vLLM's short flags become long flags, and ``--speculative-config``
+    Underscores in flags become dashes, vLLM's short flags become long flags, and each flag of ``_OBJECTS``
     becomes several flags.
     """
     found: list[str] = []
@@ -217,9 +226,9 @@ def arguments(given: Sequence[str]) -> list[str]:
             found.append(word)
             continue
         field = flag[2:].replace("-", "_")
-        if field == "speculative_config":
+        if field in _OBJECTS:
             text = value if equals else next(rest, "")
-            for name, one in speculation(text).items():
+            for name, one in _OBJECTS[field](text).items():
                 found += ["--" + name.replace("_", "-"), str(one)]
             continue
         flag = "--" + SAME.get(field, field).replace("_", "-")
@@ -235,8 +244,8 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        if name == "speculative_config" and value is not None:
-            found.update(speculation(value))
+        if name in _OBJECTS and value is not None:
+            found.update(_OBJECTS[name](value))
         elif (same := SAME.get(name)) is not None and same.startswith("no_"):
             found[same[3:]] = not value
         elif same is not None:
@@ -252,14 +261,8 @@ def speculation(value: Any) -> dict[str, Any]:
     Raise ConfigError.
     """
     flag = "--speculative-config"
-    try:
-        given = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{flag} must be a JSON object", param=flag)
     found = {}
-    for key, one in given.items():
+    for key, one in _object(flag, value).items():
         if key not in _SPECULATION:
             raise ConfigError(
                 f"{flag}: Weft supports {', '.join(_SPECULATION)}, not {str(key)[:80]!r} "
@@ -270,3 +273,44 @@ def speculation(value: Any) -> dict[str, Any]:
     if "speculative_method" in found and str(found["speculative_method"]).endswith("_mtp"):
         found["speculative_method"] = "mtp"  # older vLLM names contain the model: deepseek_mtp
     return found
+
+
+def events(value: Any) -> dict[str, Any]:
+    """Return Weft's fields for vLLM's ``--kv-events-config``: a JSON object or a mapping. Return {} for
+    events that are switched off.
+
+    Raise ConfigError.
+    """
+    flag = "--kv-events-config"
+    given = dict(_object(flag, value))
+    enabled = given.pop("enable_kv_cache_events", False)
+    publisher = given.pop("publisher", None) or ("zmq" if enabled else "null")
+    # Weft's own bounds replace both queue lengths: a slow router never holds the engine up.
+    given.pop("hwm", None)
+    given.pop("max_queue_size", None)
+    if publisher not in ("zmq", "null"):
+        raise ConfigError(f"{flag}: publisher must be zmq or null", param=flag)
+    for key in (key for key in given if key not in _EVENTS):
+        raise ConfigError(f"{flag}: Weft supports {', '.join(_EVENTS)}, not {str(key)[:80]!r}", param=flag)
+    if not enabled or publisher == "null":
+        return {}
+    given.setdefault("endpoint", _EVENTS_ENDPOINT)
+    return {_EVENTS[key]: one for key, one in given.items() if one not in (None, "")}
+
+
+def _object(flag: str, value: Any) -> Mapping[str, Any]:
+    """Return the JSON object of a flag. Raise ConfigError."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{flag} must be a JSON object", param=flag)
+    return given
+
+
+_OBJECTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "speculative_config": speculation,
+    "kv_events_config": events,
+}
+"""Settings of vLLM with an object as value, and the functions that return the fields of Weft."""

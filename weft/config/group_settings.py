@@ -94,4 +94,14 @@ def _show(value: str | None) -> str:
     return "no such setting" if value is None else value
 
 
-_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel", "transfer", "media")
+_SECTIONS = (
+    "model",
+    "cache",
+    "scheduler",
+    "speculation",
+    "runner",
+    "parallel",
+    "transfer",
+    "media",
+    "events",
+)

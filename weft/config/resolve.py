@@ -38,6 +38,7 @@ from weft.config.sections.all import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sections.events_section import check_events
 from weft.config.sections.front_section import check_front
 from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
@@ -76,6 +77,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
+    check_events(config.events)
     spec = read_spec(config, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.
@@ -108,6 +110,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         transfer=transfer,
         grammar=config.grammar,
         media=config.media,
+        events=config.events,
         gpus=gpus,
         group=group,
         host=host,

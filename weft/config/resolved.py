@@ -17,6 +17,7 @@ from weft.config.sections.all import (
     SpeculationSection,
     TransferSection,
 )
+from weft.config.sections.events_section import EventsSection
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
 from weft.types.media_item import BLOCK_ROWS
@@ -172,6 +173,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Transfer settings, with the group's ``role``."""
     grammar: GrammarSection = GrammarSection()
     media: MediaSection = MediaSection()
+    events: EventsSection = EventsSection()
     gpus: tuple[str, ...] = ()
     """GPUs of the group on this host, in CUDA_VISIBLE_DEVICES notation.
 

@@ -73,6 +73,7 @@ def _check_flags(config: Config) -> None:
         f"--prefill {transfer.prefill} --decode {transfer.decode}": transfer.prefill or transfer.decode,
         f"--role {transfer.role}": transfer.role != "unified",
         f"--speculative-method {config.speculation.speculative_method}": config.speculation.drafts,
+        "--kv-events-endpoint": config.events.kv_events_endpoint is not None,
     }
     for flags, wrong in given.items():
         if wrong:

@@ -26,6 +26,7 @@ from weft.engine.expert_balance import Balance
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
+from weft.engine.kv_events import start_kv_events
 from weft.engine.loop import EngineLoop, InFlight
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
@@ -93,8 +94,9 @@ class EngineCore(EngineLoop[StepHandle]):
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.expert_group is None
         # A prefill group on a CPU handles transfers during a step.
         self._bell = runner.bell or (WakeupDescriptor() if rings else None)
+        self._kv_events = start_kv_events(config, self.scheduler)
         # Complete before a server starts: a server reads `sockets` once.
-        self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell)
+        self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
         self._encode_seconds = 0.0
 
     @property
@@ -240,4 +242,6 @@ class EngineCore(EngineLoop[StepHandle]):
             self._bell.close()
         if self.expert_group is not None:
             self.expert_group.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._stages.close()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.common.errors import EngineDead
 from weft.engine.disagg.engine_transfers import EngineTransfers, TransferScheduler
+from weft.engine.kv_events import KVEventSource
 from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.types.messages import TokenEvent
 
@@ -99,8 +100,10 @@ def sources_of(
     transfers: EngineTransfers | None,
     embeddings: EngineTransfers | None,
     bell: WakeupDescriptor | None,
+    kv_events: KVEventSource | None = None,
 ) -> list[AwaitedSource]:
     """Return the sources of an engine, without the absent ones. The grammar source comes first."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)
     of_steps = None if bell is None else StepEnds(bell)
-    return [source for source in (grammars, transfers, of_images, of_steps) if source is not None]
+    found = (grammars, transfers, of_images, of_steps, kv_events)
+    return [source for source in found if source is not None]

@@ -30,6 +30,7 @@ from weft.front.openai.embeddings_route import add_embeddings
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
+from weft.front.tokens.tokens_routes import add_tokens
 
 READY_WINDOW = 30.0
 """Maximum seconds since the engine's last progress for a ready server."""
@@ -44,6 +45,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_embeddings(app, front)
     add_responses(app, front)
     add_tokenizing(app, front)
+    add_tokens(app, front)
     add_admin(app, front)
     add_groups(app, front)
     add_messages(app, front)

@@ -83,12 +83,12 @@ def add_tokenizing(app: FastAPI, front: Front) -> None:
     @app.post("/tokenize", openapi_extra=openapi.answers_of(TokenizeRequest, Tokenized))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a text, or of a conversation's prompt."""
-        return await _made(front, request, "tokenize")
+        return await made(front, request, "tokenize")
 
     @app.post("/detokenize", openapi_extra=openapi.answers_of(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
-        return await _made(front, request, "detokenize")
+        return await made(front, request, "detokenize")
 
 
 def add_admin(app: FastAPI, front: Front) -> None:
@@ -152,7 +152,7 @@ async def read_body(front: Front, request: Request, kind: type[B]) -> B:
         return parse(b"".join(await read_json(request, upload)), kind)
 
 
-async def _made(front: Front, request: Request, kind: str) -> Response:
+async def made(front: Front, request: Request, kind: str) -> Response:
     """Return an answer made without the engine. ``kind``: one of ``MADE``. Raises WeftError, also when the
     server takes no requests or ``request_timeout`` passes."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
@@ -161,5 +161,5 @@ async def _made(front: Front, request: Request, kind: str) -> Response:
         body = await read_json(request, upload)
         with front.lifecycle.request():
             async with within(deadline):
-                made = await front.made(kind, body, key_of(request.scope))
-    return Response(made, media_type=JSON)
+                answer = await front.made(kind, body, key_of(request.scope))
+    return Response(answer, media_type=JSON)

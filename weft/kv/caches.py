@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
+from weft.kv.block_events import Content
 from weft.kv.cache_groups import CacheGroup, FullGroup, WindowGroup, blocks_of
 from weft.kv.prefix_log import PrefixLog
 from weft.kv.snapshots import SnapshotMarks, StateGroup, marks_for
@@ -43,6 +44,7 @@ class Caches:
         self._states = tuple(kind for kind in kinds if isinstance(kind, StateGroup))
         self._tabled = tuple(kind for kind in kinds if not isinstance(kind, StateGroup))
         self._sliding = tuple(kind for kind in kinds if kind.slides)
+        self._log: PrefixLog | None = None
         self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
         self.unit = math.lcm(*(kind.block_size for kind in kinds))
         """Granularity of hits, in positions: the least common multiple of the block sizes."""
@@ -126,10 +128,17 @@ class Caches:
                 return end
             end = cut
 
-    def insert(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """Insert full blocks of every group into the prefix cache, see ``CacheGroup.insert``."""
+    def insert(
+        self, slot: int, committed: int, hashes: Sequence[bytes], content: Content | None = None
+    ) -> None:
+        """Insert full blocks of every group into the prefix cache, see ``CacheGroup.insert``.
+
+        ``content``: the sequence of the blocks, needed if the log of ``follow`` records events.
+        """
         for kind in self.kinds:
             kind.insert(slot, committed, hashes)
+        if self._log is not None and self._log.events is not None and content is not None:
+            self._log.events.describe(content, hashes)
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         """Release blocks of sliding groups not read from ``committed`` on, after ``after_step`` has
@@ -167,7 +176,8 @@ class Caches:
         if not keeps:
             return None
         finest = min(keeps, key=lambda kind: kind.block_size)
-        return finest.pool.follow(), finest.block_size
+        self._log = finest.pool.follow()
+        return self._log, finest.block_size
 
     def keep(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
         """Retain the cached blocks of a prefix: evicted after all others. Return the argument for ``unkeep``.

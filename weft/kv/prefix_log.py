@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.kv.block_events import BlockEvents
+
 
 class PrefixLog:
     """Follows the index of one ``BlockPool``. A key added and removed since the last ``take`` is not
@@ -15,10 +17,21 @@ class PrefixLog:
         """All keys in the index, oldest first."""
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self.events: BlockEvents | None = None
+        """Record of every change in order, after ``record``."""
+
+    def record(self, positions: int, base_block: int) -> BlockEvents:
+        """Return the record of all changes from now on, see ``BlockEvents``. The first call creates the
+        record."""
+        if self.events is None:
+            self.events = BlockEvents(positions, base_block)
+        return self.events
 
     def add(self, key: bytes) -> None:
         """Record a new ``key`` in the index."""
         self.keys[key] = None
+        if self.events is not None:
+            self.events.added(key)
         if key in self._removed:
             del self._removed[key]
         else:
@@ -26,16 +39,16 @@ class PrefixLog:
 
     def remove(self, key: bytes) -> None:
         """Record the removal of ``key`` from the index."""
-        del self.keys[key]
-        if key in self._added:
-            del self._added[key]
-        else:
-            self._removed[key] = None
+        if self.events is not None:
+            self.events.removed(key)
+        self._remove(key)
 
     def clear(self) -> None:
         """Record the removal of all keys."""
+        if self.events is not None:
+            self.events.cleared()
         for key in list(self.keys):
-            self.remove(key)
+            self._remove(key)
 
     def take(self) -> tuple[bytes, bytes]:
         """Return (added keys, removed keys) since the last call, each concatenated."""
@@ -43,3 +56,10 @@ class PrefixLog:
         self._added.clear()
         self._removed.clear()
         return changes
+
+    def _remove(self, key: bytes) -> None:
+        del self.keys[key]
+        if key in self._added:
+            del self._added[key]
+        else:
+            self._removed[key] = None

@@ -284,7 +284,7 @@ class SchedulerState:
         """Insert the full blocks among the first ``committed`` positions into the prefix cache."""
         hashes = self.hashes(sequence, committed)
         if hashes:
-            self.caches.insert(slot, committed, hashes)
+            self.caches.insert(slot, committed, hashes, sequence)
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """Mark the prompt of ``sequence`` as computed and enqueue the waiting parallel samples of the prompt.
@@ -308,7 +308,7 @@ class SchedulerState:
         known = len(sequence.tokens)
         hashes = self.hashes(sequence, known)
         if hashes:
-            self.caches.insert(tables.number, known, hashes)
+            self.caches.insert(tables.number, known, hashes, sequence)
         sequence.take(token)
         sequence.move(Waiting(tables))
         self.waiting.add(sequence)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.config.foreign import spelled
+from weft.config.sections.events_section import EventsSection
 from weft.config.sections.front_section import FrontSection
 from weft.config.sections.media_section import MediaSection
 from weft.config.sections.parallel_section import ParallelSection, Section
@@ -132,9 +133,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
     share_cache_across_keys: Annotated[
         bool,
         Meta(
-            description="Share cached prefixes and images between API keys. Set this only if clients "
-            "trust each other: usage and response times then show which prompts other clients have "
-            "sent."
+            description="Share cached prefixes and images between API keys. Set this only if clients trust "
+            "each other: usage and response times then show which prompts other clients have sent."
         ),
     ] = False
     session_retention: Annotated[
@@ -142,9 +142,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=86400,
-            description="Seconds after each turn of a session (header x-session-id, for example) "
-            "during which the session's blocks are evicted last. Applies to at most half of the KV "
-            "cache.",
+            description="Seconds after each turn of a session (header x-session-id, for example) during "
+            "which the session's blocks are evicted last. Applies to at most half of the KV cache.",
         ),
     ] = 120.0
     explain_cache: Annotated[
@@ -436,6 +435,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
     media: MediaSection = MediaSection()
+    events: EventsSection = EventsSection()
     front: FrontSection = FrontSection()
 
 

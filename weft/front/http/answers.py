@@ -305,7 +305,7 @@ def to_json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
+def with_choices(answer: msgspec.Struct, choices: Iterable[Any]) -> Iterator[bytes]:
     """Yield the JSON of ``answer``, which must have an empty list of choices, with ``choices`` in its
     place: one piece per choice. ``choices`` is read one item at a time."""
     before, after = to_json(answer).split(_NO_CHOICES, 1)

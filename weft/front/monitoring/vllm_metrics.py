@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weft.config.resolved import EngineConfig
-from weft.types.messages import EngineStats
+from weft.control.fleet.instances import Instance
 
 _OLDER = {
     b"vllm:inter_token_latency_seconds": b"vllm:time_per_output_token_seconds",
@@ -25,9 +25,9 @@ _HTTP = re.compile(
 )
 
 
-def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, EngineStats]]) -> bytes:
+def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> bytes:
     """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
-    metrics that vLLM derives in another way. ``engines``: names, and the counters of the last heartbeat."""
+    metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat."""
     renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
     older = [
         line.replace(name, before)
@@ -55,7 +55,7 @@ class _Derived(Collector):
     def __init__(
         self,
         config: EngineConfig,
-        engines: list[tuple[str, EngineStats]],
+        engines: list[Instance],
         answers: Counter[tuple[str, str, str]],
     ) -> None:
         self._config = config
@@ -78,7 +78,8 @@ class _Derived(Collector):
         drafts = CounterMetricFamily(
             "vllm:spec_decode_num_drafts", "Drafts verified: one per sequence and step.", labels=labels
         )
-        for name, stats in self._engines:
+        for engine in self._engines:
+            name, stats = engine.name, engine.stats
             hits = min(stats.prefix_hits, stats.prompt_tokens)
             cached.add_metric([model, name], hits)
             for source, count in (("local_compute", stats.prompt_tokens - hits), ("local_cache_hit", hits)):
@@ -93,18 +94,27 @@ class _Derived(Collector):
         yield http
 
     def _cache_config(self, model: str) -> Metric:
-        """Return the KV cache's settings as labels of a gauge with value 1, for each engine."""
+        """Return the KV cache's settings as labels of a gauge with value 1, for each engine that answers.
+
+        Gateways multiply ``block_size`` by ``num_gpu_blocks``. A GPU engine knows the blocks only after the
+        load, so both numbers come from the engine.
+        """
         kv, cache = self._config.kv, self._config.cache
-        facts = {
-            "block_size": kv.block_size,
-            "cache_dtype": cache.kv_cache_dtype,
-            "enable_prefix_caching": kv.enable_prefix_caching,
-            "gpu_memory_utilization": cache.gpu_memory_utilization,
-            "num_gpu_blocks": max((pool.num_blocks for pool in kv.pools), default=0),
-        }
+        names = ("block_size", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization")
         family = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings.", labels=["model_name", "engine", *facts]
+            "vllm:cache_config_info",
+            "The KV cache's settings.",
+            labels=["model_name", "engine", *names, "num_gpu_blocks"],
         )
-        for name, _ in self._engines:
-            family.add_metric([model, name, *map(str, facts.values())], 1)
+        for engine in self._engines:
+            if (welcome := engine.welcome) is None:
+                continue
+            facts = (
+                welcome.block_size,
+                cache.kv_cache_dtype,
+                kv.enable_prefix_caching,
+                cache.gpu_memory_utilization,
+                max(welcome.num_blocks, default=0),
+            )
+            family.add_metric([model, engine.name, *map(str, facts)], 1)
         return family

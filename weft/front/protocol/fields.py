@@ -45,6 +45,23 @@ def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
     )
 
 
+def asks_no_transfer(value: Any) -> bool:
+    """Return True for KV transfer parameters that ask for no transfer: switches that are off, and empty
+    values."""
+
+    def is_off(name: str, one: Any) -> bool:
+        return one is False if name.startswith("do_") else one in ([], {}, "")
+
+    return isinstance(value, dict) and all(one is None or is_off(name, one) for name, one in value.items())
+
+
+INSTEAD: dict[str, str] = {
+    "kv_transfer_params": "Weft moves KV caches only between its own groups, behind one API server "
+    "(weft serve --prefill P --decode D); send the whole request once, without kv_transfer_params",
+}
+"""Unsupported parameter -> what Weft does instead."""
+
+
 #: Values without effect, dropped as if absent. Each is the default of a field in its own API (OpenAI's,
 #: vLLM's, llama.cpp's), and equals Weft's behaviour. Values that ask for more than Weft's behaviour must
 #: not be listed here.
@@ -78,6 +95,7 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "no_repeat_ngram_size": is_one_of(0),
     "cache_prompt": is_one_of(True),
     "grammar": is_one_of(""),
+    "kv_transfer_params": asks_no_transfer,
 }
 
 CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.conversation import AnswerOptions, OutputConstraint, Sharing
-from weft.front.protocol.fields import HINTS, NEUTRAL, UNSUPPORTED
+from weft.front.protocol.fields import HINTS, INSTEAD, NEUTRAL, UNSUPPORTED
 from weft.front.protocol.parse import between, short
 from weft.front.protocol.response_formats import Constrained, constraint_of
 from weft.types.sampling import SamplingParams
@@ -45,6 +45,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = NEUTRAL
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     hints: ClassVar[Mapping[str, Any]] = HINTS
 
     model: str | None = None

@@ -27,6 +27,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter -> predicate, True for values without effect. Such values are dropped, for fields, too."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Parameters known but not supported."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Unsupported parameter -> what this server does instead, for the error."""
     hints: ClassVar[Mapping[str, Any]] = {}
     """Parameter -> type, for parameters that affect no answer: checked and dropped."""
 
@@ -89,8 +91,9 @@ def _fields(cls: type[Any]) -> dict[str, Any]:
 def _refused(name: str, cls: type[Body]) -> InvalidRequest:
     """Return the error for a parameter that the request does not have."""
     if name in cls.unsupported:
+        hint = f": {cls.instead[name]}" if name in cls.instead else ""
         return InvalidRequest(
-            f"{name} is not supported by this server", param=name, code="unsupported_parameter"
+            f"{name} is not supported by this server{hint}", param=name, code="unsupported_parameter"
         )
     shown = printable(name, 64)
     return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")

@@ -140,10 +140,11 @@ def format_grammar(form: ResponseFormat, param: str) -> Grammar:
         schema = form.named.schema if isinstance(form, JsonSchemaFormat) else form.schema
         return build.json_object() if schema is None else build.json_schema(schema, param=param)
     assert isinstance(form, StructuralTagFormat)
-    return build.structural_tag(_tag_of(form), param=param)
+    return build.structural_tag(tag_of(form), param=param)
 
 
-def _tag_of(form: StructuralTagFormat) -> dict[str, Any]:
+def tag_of(form: StructuralTagFormat) -> dict[str, Any]:
+    """Return a structural tag as an object in xgrammar's notation."""
     fields = {name: getattr(form, name) for name in ("format", "structures", "triggers")}
     return {"type": "structural_tag", **{name: value for name, value in fields.items() if value is not None}}
 

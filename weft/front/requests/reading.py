@@ -23,9 +23,8 @@ from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.protocol.generate_request import form_of
 from weft.front.protocol.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
-from weft.front.protocol.messages.messages_request import CountRequest
+from weft.front.protocol.named import Named
 from weft.front.protocol.parse import parse, printable
-from weft.front.protocol.responses.protocol import TokensRequest
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
 from weft.front.requests.proofs import Grammars, NeedsProof
 from weft.grammar.backends.checks import check_tree
@@ -41,7 +40,7 @@ from weft.types.grammar import Grammar, JsonSchema, OneOf
 from weft.types.media_item import MediaItem
 from weft.types.sampling import SamplingParams, TokenParams
 
-R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
+R = TypeVar("R", bound=Named)
 COLUMN_BYTES = 8
 """Bytes of one candidate at one position, as sent by the engine process."""
 ECHO_BYTES = 28
@@ -199,7 +198,7 @@ class Reader:
             continues=asked.continues,
             param=param,
             output=output,
-            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
+            grammar=grammar_of(self.text.output, asked, output, self.check_grammar),
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
             pictures=pictures,
@@ -280,7 +279,7 @@ class Reader:
         constraint = asked.constraint()
         grammar = None if constraint is None else constraint.grammar
         if constraint is not None:
-            self._check_grammar(constraint.grammar, constraint.param)
+            self.check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         # OpenAI's default length, limited by the free context of the longest prompt
         if params.max_tokens is None:
@@ -373,7 +372,7 @@ class Reader:
             pictures=pictures,
         )
 
-    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+    def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest, with ``param``, for a grammar that fails or takes too long to compile, and
         NeedsProof for a compile under way or without a verdict. A reader without ``grammars`` does nothing.
         Starts the compile; never waits."""

@@ -1,0 +1,265 @@
+"""Token ids in, token ids out, and requests rendered to token ids: over a scripted engine and a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+ROUTE = "/inference/v1/generate"
+IDS = [97, 98, 99]
+MESSAGES = [{"role": "user", "content": "Tom has 12 apples and buys 7 more. How many apples does he have?"}]
+
+
+def generate(server: Any, sampling: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
+    body = {"token_ids": IDS, "sampling_params": sampling or {}, **fields}
+    return server.http.post(ROUTE, json=body)
+
+
+@pytest.mark.requirement("F68")
+def test_a_whole_answer(fake: Any) -> None:
+    got = generate(fake, {"max_tokens": 4, "n": 2}, request_id="mine", return_token_ids=True).json()
+    assert (got["request_id"], got["output_mode"], got["model"]) == ("mine", "tokens", "fake")
+    for index in (0, 1):
+        assert got["choices"][index] == {
+            "index": index,
+            "token_ids": [97, 98, 99, 97],
+            "finish_reason": "length",
+            "stop_reason": None,
+            "logprobs": None,
+        }
+    assert got["prompt_token_ids"] == IDS
+    assert got["kv_transfer_params"] is None
+    assert (got["usage"]["prompt_tokens"], got["usage"]["completion_tokens"]) == (3, 8)
+    assert generate(fake, {"max_tokens": 1}).json()["request_id"].startswith("generate-")
+
+
+def test_the_default_length_is_the_free_context(fake: Any) -> None:
+    ids = IDS * 170
+    assert generate(fake, token_ids=ids).json()["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.requirement("F68")
+def test_a_stream(fake: Any, sse: Any) -> None:
+    body: dict[str, Any] = {"token_ids": IDS, "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+    body |= {"request_id": "r", "return_token_ids": True, "stream_options": {"include_usage": True}}
+    with fake.stream(ROUTE, **body) as answer:
+        *chunks, last, done = sse(answer)
+    assert done == "[DONE]"
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 5)
+    assert {chunk["request_id"] for chunk in chunks} == {"r"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [token for choice in choices for token in choice["token_ids"]] == [97, 98, 99, 97, 98]
+    assert [choice["finish_reason"] for choice in choices][-2:] == [None, "length"]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks][:2] == [IDS, None]
+    logprobs = [one for choice in choices if choice["logprobs"] for one in choice["logprobs"]["content"]]
+    assert [one["token_id"] for one in logprobs] == [97, 98, 99, 97, 98]
+    first = logprobs[0]
+    assert (first["token"], first["logprob"], first["rank"]) == ("token_id:97", -0.5, 1)
+    assert first["top_logprobs"][0]["token_id"] == 97
+
+
+def test_text_on_request(fake: Any) -> None:
+    got = generate(fake, {"max_tokens": 4, "logprobs": 0}, output_mode="text").json()
+    choice = got["choices"][0]
+    assert (got["output_mode"], choice["text"]) == ("text", "abca")
+    assert choice["logprobs"]["content"][0]["token"] == "a"
+
+
+def test_stop_strings_count_in_the_whole_output(fake: Any) -> None:
+    got = generate(fake, {"max_tokens": 9, "stop": ["ca"]}).json()["choices"][0]
+    assert (got["token_ids"], got["finish_reason"], got["stop_reason"]) == ([97, 98, 99, 97], "stop", "ca")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [300]}, "token_ids"),
+        ({"token_ids": "abc"}, "token_ids"),
+        ({"token_ids": [97] * 600}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"max_tokens": 600}}, "max_tokens"),
+        ({"sampling_params": {"model": "fake"}}, "model"),
+        ({"sampling_params": {"made_up": 1}}, "made_up"),
+        ({"sampling_params": {"logprobs": -1}}, "logprobs"),
+        ({"sampling_params": {"repetition_detection": {"min_count": 3}}}, "repetition_detection"),
+        ({"sampling_params": {"stop": ["a"], "detokenize": False}}, "stop"),
+        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
+        ({"sampling_params": {"detokenize": False}, "output_mode": "text"}, "output_mode"),
+        ({"sampling_params": None}, "sampling_params"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"features": {"mm_hashes": {"image": ["a"]}}}, "features"),
+        ({"content_parts": [{"type": "text"}]}, "content_parts"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"made_up": 1}, "made_up"),
+        ({"cache_salt": "a b"}, "cache_salt"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(fake: Any, fields: dict[str, Any], param: str) -> None:
+    answer = fake.http.post(ROUTE, json={"token_ids": IDS, "sampling_params": {}, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_an_unknown_model_is_not_found(fake: Any) -> None:
+    assert generate(fake, model="other").status_code == 404
+
+
+def test_parameters_as_vllm_writes_them_pass(fake: Any) -> None:
+    """All of these follow from other fields, or ask for nothing."""
+    sampling = {
+        "max_tokens": 2,
+        "output_kind": 2,
+        "skip_clone": True,
+        "detokenize": True,
+        "extra_args": None,
+        "flat_logprobs": False,
+        "output_text_buffer_length": 0,
+        "thinking_token_budget": -1,
+        "structured_outputs": None,
+        "_all_stop_token_ids": [],
+    }
+    more = {
+        "features": None,
+        "token_offsets": [[0, 1]],
+        "assistant_tokens_mask": [0],
+        "kv_transfer_params": {},
+    }
+    answer = generate(fake, sampling, priority=3, cache_salt="x", reasoning_ended=None, **more)
+    assert answer.status_code == 200, answer.text
+
+
+NO_TRANSFER = {
+    "do_remote_prefill": False,
+    "do_remote_decode": False,
+    "remote_engine_id": None,
+    "remote_block_ids": [],
+    "remote_host": None,
+}
+
+
+@pytest.mark.requirement("F25")
+def test_transfer_parameters_that_ask_for_no_transfer_pass(fake: Any) -> None:
+    for params in (None, {}, NO_TRANSFER):
+        assert fake.chat(kv_transfer_params=params, max_tokens=2).status_code == 200
+        assert fake.complete(kv_transfer_params=params, max_tokens=2).status_code == 200
+        assert generate(fake, {"max_tokens": 2}, kv_transfer_params=params).status_code == 200
+
+
+@pytest.mark.requirement("F25")
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_decode": True},
+        {**NO_TRANSFER, "remote_block_ids": [1]},
+        {**NO_TRANSFER, "remote_host": "10.0.0.1"},
+        {**NO_TRANSFER, "remote_port": 0},
+        {"do_remote_decode": 0},
+        "yes",
+    ],
+)
+def test_other_transfer_parameters_are_refused_with_a_way_out(fake: Any, params: Any) -> None:
+    for answer in (
+        fake.chat(kv_transfer_params=params),
+        fake.complete(kv_transfer_params=params),
+        generate(fake, kv_transfer_params=params),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_parameter")
+        assert error["param"] == "kv_transfer_params"
+        assert "--prefill" in error["message"]
+
+
+def test_a_closed_connection_ends_the_sequence(fake: Any) -> None:
+    before = fake.metric("num_preemptions_total")
+    with fake.stream(ROUTE, token_ids=IDS, sampling_params={"max_tokens": 500, "seed": 7}) as answer:
+        next(answer.iter_lines())
+    fake.wait(lambda: fake.metric("num_preemptions_total") > before)
+
+
+@pytest.mark.requirement("F68")
+def test_chat_rendered_and_generated_is_chat(weft_server: Any) -> None:
+    """A router may render a request here, and generate the tokens there."""
+    fields = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "cache_salt": "s", "priority": 2}
+    rendered = weft_server.http.post("/v1/chat/completions/render", json=fields).json()
+    assert rendered["request_id"].startswith("chatcmpl-")
+    assert rendered["sampling_params"] == {"temperature": 0, "max_tokens": 40}
+    assert (rendered["cache_salt"], rendered["priority"], rendered["stream"]) == ("s", 2, False)
+    tokens = weft_server.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    assert rendered["token_ids"] == tokens
+    answer = weft_server.http.post(ROUTE, json=rendered).json()
+    assert answer["request_id"] == rendered["request_id"]
+    chat = weft_server.http.post("/v1/chat/completions", json={**fields, "return_token_ids": True}).json()
+    assert answer["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+    assert answer["choices"][0]["finish_reason"] == chat["choices"][0]["finish_reason"]
+
+
+@pytest.mark.requirement("F68")
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["x"]}}}},
+        {"structured_outputs": {"choice": ["x", "y"]}},
+        {"guided_regex": "[xy]{3}"},
+    ],
+)
+def test_a_rendered_output_format_holds(weft_server: Any, form: dict[str, Any]) -> None:
+    for route, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "Once"}),
+    ):
+        body = {**body, **form, "temperature": 0, "max_tokens": 12, "return_token_ids": True}
+        rendered = weft_server.http.post(route + "/render", json=body).json()
+        (rendered,) = rendered if isinstance(rendered, list) else [rendered]
+        answer = weft_server.http.post(ROUTE, json={**rendered, "output_mode": "text"}).json()["choices"][0]
+        direct = weft_server.http.post(route, json=body).json()["choices"][0]
+        assert answer["token_ids"] == direct["token_ids"]
+        assert answer["text"].strip('"')[:1] in ("x", "y")
+
+
+def test_completions_are_rendered_one_by_one(fake: Any) -> None:
+    body = {"prompt": ["ab", "c"], "max_tokens": 3, "seed": 5, "stop": "z", "logit_bias": {"5": 1.5}, "n": 2}
+    got = fake.http.post("/v1/completions/render", json=body).json()
+    assert [one["token_ids"] for one in got] == [[97, 98], [99]]
+    for one in got:
+        sampling = {"n": 2, "logit_bias": {"5": 1.5}, "max_tokens": 3, "stop": ["z"], "seed": 5}
+        assert one["sampling_params"] == sampling
+        assert fake.http.post(ROUTE, json=one).status_code == 200
+    alone = fake.http.post("/v1/completions/render", json={"prompt": "ab"}).json()
+    assert alone[0]["sampling_params"] == {"max_tokens": 16}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ("/v1/chat/completions", {"messages": []}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+        ("/v1/completions", {"prompt": [[999]]}, "prompt"),
+    ],
+)
+def test_requests_that_cannot_be_rendered(fake: Any, route: str, body: dict[str, Any], param: str) -> None:
+    answer = fake.http.post(route + "/render", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.requirement("F60")
+def test_the_routes_are_described(fake: Any) -> None:
+    document = fake.http.get("/openapi.json").json()
+    for path in (ROUTE, "/v1/chat/completions/render", "/v1/completions/render"):
+        assert "post" in document["paths"][path]
+    answers = document["paths"]["/v1/completions/render"]["post"]["responses"]["200"]["content"]
+    assert answers["application/json"]["schema"]["type"] == "array"
+    assert document["components"]["schemas"]["GenerateRequest"]["required"] == [
+        "token_ids",
+        "sampling_params",
+    ]

@@ -1,0 +1,16 @@
+"""The bodies that name a model."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from weft.front.protocol.chat_request import ChatRequest
+from weft.front.protocol.completions_request import CompletionRequest
+from weft.front.protocol.embeddings_request import EmbeddingRequest
+from weft.front.protocol.messages.messages_request import CountRequest
+from weft.front.protocol.responses.protocol import TokensRequest
+from weft.front.protocol.tokens_request import GenerateRequest
+
+Named: TypeAlias = (
+    ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest | GenerateRequest
+)

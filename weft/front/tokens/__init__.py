@@ -1,0 +1,1 @@
+"""Token ids in, token ids out: the routes that routers of other projects use."""
