@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
+.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-ray test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are.
 serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
@@ -85,6 +85,9 @@ soak: setup ops  ## 2,000 requests to two groups that prefill and two that decod
 
 test-gpu: setup  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-ray: setup ops  ## the tests with Ray clusters, which start real nodes
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/on_ray $(ARGS)
 
 simulate: setup  ## 10,000 simulated schedules of a cluster with faults; ARGS="--schedules 100000 --jobs 2" for more
 	$(BIN)/python -m testing.cluster $(ARGS)
