@@ -142,7 +142,29 @@ def reference(template: str, messages: Messages, options: dict[str, Any]) -> str
     """
     texts = [text for tried in _forms(messages) if (text := _render(template, tried, options)) is not None]
     plain = [text for text in texts if not any(one in text for one in _BAD)]
-    return max(plain or texts, key=lambda text: _read(text, messages), default=None)
+    best = max(plain or texts, key=lambda text: _read(text, messages), default=None)
+    apart = _one_call_each(messages)
+    if best is None or len(apart) == len(messages):
+        return best
+    # A dropped call has its name in the list of tools alone. Some templates drop all calls, in every form.
+    without = _render(template, [messages[0]], options) or ""
+    names = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    lost = sum(best.count(name) == without.count(name) for name in names)
+    return reference(template, apart, options) if 0 < lost < len(names) else best
+
+
+def _one_call_each(messages: Messages) -> Messages:
+    """Return messages with one call each, every call followed by the result of its id."""
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    made: Messages = []
+    for message in messages:
+        for at, call in enumerate(message.get("tool_calls", ())):
+            content = {} if at == 0 else {"content": None}
+            made.append({**message, **content, "tool_calls": [call]})
+            made += [results[call["id"]]] if call["id"] in results else []
+        if "tool_calls" not in message and message["role"] != "tool":
+            made.append(message)
+    return made
 
 
 _BAD = ("None", "null<", "\nnull", "{'city'", '\\"city\\"', "{'type'", '{"type": "text"')
