@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -222,6 +223,11 @@ def _forms(messages: Messages) -> Iterator[Messages]:
         yield made
 
 
+_SAFE = re.compile(r"\|\s*safe\b")
+"""Matches the filter ``safe``. In the reference library ``safe`` escapes every string added to its result as
+HTML, which the makers of the templates do not do."""
+
+
 def _render(template: str, messages: Messages, options: dict[str, Any]) -> str | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -229,7 +235,7 @@ def _render(template: str, messages: Messages, options: dict[str, Any]) -> str |
         texts, _ = render_jinja_template(
             [messages],
             tools=tool_dicts() if options.get("tools") else None,
-            chat_template=template,
+            chat_template=_SAFE.sub("", template),
             add_generation_prompt=options.get("prompt", True),
             continue_final_message=options.get("continued", False),
             bos_token=BOS,
