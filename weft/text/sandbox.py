@@ -115,7 +115,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         """Replace Jinja's filters and globals by versions within the budget, and remove expensive ones."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls])
-        # Nothing is escaped here. Jinja's ``safe`` would escape the quotes of every string added to its result.
+        # Jinja's ``safe`` would escape the quotes of every string that is added to its result.
         self.filters.update(tojson=_tojson, safe=str)
         for name in _REMOVED:
             self.filters.pop(name)
