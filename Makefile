@@ -79,6 +79,7 @@ test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 test-clients: setup ops  ## the tests with clients of requirements/clients.txt, and with agents where npm's are found
 	$(PIP) install --quiet -r requirements/clients.txt
 	$(TEST_ENV) $(BIN)/python -m pytest -n 1 -m "clients or agents" tests/clients $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 0 tests/text/parsing/test_harmony.py
 
 soak: setup ops  ## 2,000 requests to two groups that prefill and two that decode, which are killed meanwhile
 	$(TEST_ENV) $(BIN)/python -m bench.soak --requests 2000 $(ARGS)

@@ -39,6 +39,11 @@ ONE_CALL = (
     + SHOW
     + "{% endfor %}"
 )
+FIRST_CALL = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% if m.tool_calls %}"
+    "[{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}]"
+    "{% endif %}{% endfor %}"
+)
 NAMED_RESULTS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{{ m.name + ':' }}{% endif %}"
     "{{ m.content or '' }}" + SHOW + "{% endfor %}"
@@ -82,14 +87,32 @@ def test_calls_without_content_are_shown(tmp_path: Path, template: str, wanted: 
         assert chat.encode([USER, turn, RESULT]).text == wanted
 
 
-def test_several_calls_become_messages_of_their_own_where_a_template_refuses_them(tmp_path: Path) -> None:
-    chat = model(tmp_path, ONE_CALL).chat
+@pytest.mark.parametrize("template", [ONE_CALL, FIRST_CALL])
+def test_several_calls_become_messages_of_their_own_where_a_template_shows_one(
+    tmp_path: Path, template: str
+) -> None:
+    chat = model(tmp_path, template).chat
     turn = {"role": "assistant", "content": "t", "tool_calls": [call(), call("g", "{}", "c2")]}
     second = {"role": "tool", "tool_call_id": "c2", "content": "s"}
     wanted = '<user>u<assistant>t[f {"a": 1}]<tool>r<assistant>[g {}]<tool>s<user>u'
     for results in ([RESULT, second], [second, RESULT]):
         assert chat.encode([USER, turn, *results, USER]).text == wanted
     assert chat.encode([USER, turn]).text == '<user>u<assistant>t[f {"a": 1}]<assistant>[g {}]'
+    assert chat.one_call
+    apart = [{**turn, "tool_calls": [one]} for one in turn["tool_calls"]]
+    wanted = '<user>u<assistant>t[f {"a": 1}]<tool>r<assistant>t[g {}]<tool>s'
+    assert chat.encode([USER, *apart, second, RESULT]).text == wanted, "calls of adjacent messages"
+
+
+def test_results_of_equal_ids_keep_their_order_beside_single_calls(tmp_path: Path) -> None:
+    chat = model(tmp_path, FIRST_CALL).chat
+    results = [{**RESULT, "content": text} for text in ("r", "s", "t")]
+    stray = {**RESULT, "tool_call_id": "x", "content": "stray"}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call("f"), call("g")]}
+    made = chat.encode([USER, turn, stray, *results]).text
+    wanted = '<user>u<assistant>[f {"a": 1}]<tool>r<assistant>[g {"a": 1}]<tool>s<tool>t<tool>stray'
+    assert made == wanted
+    assert chat.encode([USER, stray, *results]).text == "<user>u<tool>stray<tool>r<tool>s<tool>t"
 
 
 def test_fields_of_tools_that_are_left_out_are_there_where_a_template_needs_them(tmp_path: Path) -> None:

@@ -100,6 +100,12 @@ def test_a_greedy_template_does_not_spend_anothers_budget() -> None:
     assert len(set(results)) == 1
 
 
+def test_safe_escapes_nothing() -> None:
+    """In the reference library, a string beside a value of ``safe`` is escaped as HTML."""
+    made = render("{% set x = {'a': '<'} | tojson | safe %}{{ '{\"b\": ' + x + '}' }}{{ x ~ '\"' }}")
+    assert made == '{"b": {"a": "<"}}{"a": "<"}"'
+
+
 def test_exceptions_of_the_template_reach_the_client() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")

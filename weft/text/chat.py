@@ -36,8 +36,6 @@ from weft.text.parsing.parser import Tool
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
-# fmt: on
-
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     """A rendered conversation."""
@@ -172,7 +170,7 @@ class ChatFormat:
             )
         mark = secret_digits()
         form = self._form_of(template)
-        checked = arranged(self._checked(messages, template), self._order_of(template, form))
+        checked = arranged(self._checked(messages, template), self._order_of(template, form), form.one_call)
         conversation = conversation_of(checked, template, form, self._marks, mark)
         # The tail marks the end of the continued message in the rendered text; ``_cut`` removes the rest.
         tail = secret_digits() + " "
@@ -204,6 +202,11 @@ class ChatFormat:
     def order(self) -> RoleOrder | None:
         """The order of roles shown by the model's template; None without a usable template."""
         return self._order
+
+    @property
+    def one_call(self) -> bool:
+        """True if the model's template is known to show one call per message."""
+        return self._form is not None and self._form.one_call
 
     def _order_of(self, template: ChatTemplate, form: TemplateForm) -> RoleOrder:
         if self._order is not None and template is self._template:
@@ -237,9 +240,7 @@ class ChatFormat:
             return template.render({**variables, "tools": PROBE_TOOLS})  # some templates fail without tools
 
     def _thinks(self, prompt: str, last: str) -> bool:
-        """Return True if ``prompt`` ends inside reasoning. ``last`` is the text of the continued message, or
-        "".
-        """
+        """Return True if ``prompt`` ends inside reasoning. ``last``: text of the continued message, or ""."""
         return self._in_reasoning is not None and self._in_reasoning(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate) -> list[ChatMessage]:
@@ -297,8 +298,7 @@ class ChatFormat:
     def _form_of(self, template: ChatTemplate) -> TemplateForm:
         """Return the message forms of ``template``.
 
-        The forms of the checkpoint's own template are cached. Raises InvalidRequest if probes of the template
-        are too expensive.
+        The forms of the model's template are cached. Raises InvalidRequest for too expensive probes.
         """
         if template is not self._template:
             return find_form(template, self._named(), MAX_SECONDS)  # a template from a request gets less time

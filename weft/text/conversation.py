@@ -13,7 +13,8 @@ are rearranged where necessary:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -101,8 +102,11 @@ class RoleOrder:
         return all(text in shown for text in texts)
 
 
-def arranged(messages: Sequence[ChatMessage], order: RoleOrder) -> list[ChatMessage]:
-    """Return ``messages`` in an order the template shows. No text is lost."""
+def arranged(messages: Sequence[ChatMessage], order: RoleOrder, one_call: bool = False) -> list[ChatMessage]:
+    """Return ``messages`` in an order the template shows. No text is lost.
+
+    ``one_call``: the template shows one call of a message. Each call then gets a message of its own.
+    """
     made: list[ChatMessage] = []
     for message in messages:
         last = made[-1] if made else None
@@ -120,7 +124,9 @@ def arranged(messages: Sequence[ChatMessage], order: RoleOrder) -> list[ChatMess
             made[-1] = _together(last, _reminder(message))
         else:
             made.append(_reminder(message))
-    return made if _users_apart(made) or order.takes_users_in_a_row else _users_joined(made)
+    if not _users_apart(made) and not order.takes_users_in_a_row:
+        made = _users_joined(made)
+    return list(_one_call_each(made)) if one_call else made
 
 
 def _users_apart(messages: Sequence[ChatMessage]) -> bool:
@@ -178,12 +184,11 @@ def conversation_of(
 ) -> list[dict[str, Any]]:
     """Return messages in the template's form, with marks in all strings.
 
-    Messages may be split so that each has one call. A result gets the name of its function if the template
-    needs the name.
+    A result gets the name of its function if the template needs the name.
     """
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    for message in _one_call_each(messages) if form.one_call else messages:
+    for message in messages:
         # A result names only the id of the call; some templates need the function's name too.
         names.update((call.id, call.name) for call in message.calls)
         one = _for_template(message, template, form, marks, mark)
@@ -193,26 +198,53 @@ def conversation_of(
     return made
 
 
-def _one_call_each(messages: Sequence[ChatMessage]) -> Iterable[ChatMessage]:
-    """Yield messages with at most one call each, every call directly followed by its result."""
-    waiting: dict[str, ChatMessage] = {}
-    for number, message in enumerate(messages):
-        if len(message.calls) < 2:
-            # A result already yielded behind its call is skipped here.
-            if waiting.pop(message.tool_call_id or "", None) is None:
-                yield message
+def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield messages with at most one call each, every call directly followed by its result.
+
+    Adjacent messages with calls, and the results behind these messages, are arranged together: a template of
+    this kind writes a result as the result of the last call.
+    """
+    groups = itertools.groupby(messages, key=lambda message: "call" if message.calls else message.role)
+    calling: list[ChatMessage] = []
+    for kind, group in groups:
+        if kind == "call":
+            calling = list(group)
             continue
-        waiting = {}
-        for result in messages[number + 1 :]:
-            if result.role != "tool":
-                break
-            waiting.setdefault(result.tool_call_id or "", result)
-        for at, call in enumerate(message.calls):
-            spoken = {} if at == 0 else {"content": None, "reasoning": None}
-            yield msgspec.structs.replace(message, calls=(call,), **spoken)
-            if call.id in waiting:
-                yield waiting[call.id]
-        waiting = {call.id: waiting[call.id] for call in message.calls if call.id in waiting}
+        if kind == "tool":
+            yield from _each_with_its_result(calling, group)
+        else:
+            yield from _each_with_its_result(calling, ())
+            yield from group
+        calling = []
+    yield from _each_with_its_result(calling, ())
+
+
+def _each_with_its_result(
+    messages: Iterable[ChatMessage], results: Iterable[ChatMessage]
+) -> Iterator[ChatMessage]:
+    """Yield one message per call, each directly followed by its result.
+
+    Calls of the same id get the results of that id in order; the last of these calls gets all further
+    results. Results of other ids stand at the end.
+    """
+    by_id: dict[str, deque[ChatMessage]] = {}
+    for result in results:
+        by_id.setdefault(result.tool_call_id or "", deque()).append(result)
+    bare: dict[str, Any] = {"content": None, "reasoning": None}  # text and reasoning stand before the calls
+    made = [
+        msgspec.structs.replace(message, calls=(call,), **(bare if at else {}))
+        for message in messages
+        for at, call in enumerate(message.calls)
+    ]
+    left = Counter(one.calls[0].id for one in made)
+    for one in made:
+        yield one
+        ident = one.calls[0].id
+        left[ident] -= 1
+        found = by_id.get(ident, deque())
+        for _ in range(min(len(found), 1) if left[ident] else len(found)):
+            yield found.popleft()
+    yield from itertools.chain.from_iterable(by_id.values())
 
 
 def _for_template(

@@ -52,7 +52,7 @@ class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
     keeps_empty: bool = True
     """True if the template shows calls beside the content ""."""
     one_call: bool = False
-    """True if the template refuses a message with several calls."""
+    """True if the template refuses a message with several calls, or shows only one of the calls."""
     result_names: bool = False
     """True if the template needs the function's name in a tool's result."""
     describes: bool = False
@@ -207,9 +207,10 @@ class _Prober:
             empty = self._with_calls(msgspec.structs.replace(tried, nothing="text"))
             if nothing == "null" and empty is not None and _spelled(text) > _spelled(empty):
                 continue  # the template writes "None" for null content
-            two = [_call(tried, number, _PROBE) for number in range(2)]
-            several = self._with_calls(tried, two)
-            return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=several is None)
+            # Some templates refuse a second call of a message, others drop the call silently.
+            two = self._with_calls(tried, [_call(tried, 0, _PROBE), _call(tried, 1, _OTHER)])
+            one_call = two is None or _OTHER not in two
+            return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=one_call)
         problem = self._error or "the rendered text has no calls"
         if "tool_calls" in self._template.source:
             log.warning("the chat template does not render the tool calls of earlier turns: %s", problem)

@@ -24,6 +24,7 @@ class TextModel:
         self.output = ModelOutput(None, {}) if output is None else output
         self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *chat.ends_of_turn()}))
         """Every id at the end of a turn, from the tokenizer, the generation config and the chat template."""
+        self.output.one_call = chat.one_call
 
     @classmethod
     def load(

@@ -115,7 +115,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         """Replace Jinja's filters and globals by versions within the budget, and remove expensive ones."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls])
-        self.filters["tojson"] = _tojson
+        # Jinja's ``safe`` would escape the quotes of every string that is added to its result.
+        self.filters.update(tojson=_tojson, safe=str)
         for name in _REMOVED:
             self.filters.pop(name)
         self.filters = {name: _charged(name, apply) for name, apply in self.filters.items()}
@@ -284,26 +285,34 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without HTML escapes. Raises TemplateLimit for long separators or indents."""
+    """Return JSON without HTML escapes. Raises TemplateLimit for long separators or indents.
+
+    Keys are sorted here, not by ``json``: the mark around a word must not move its key.
+    """
     if any(isinstance(item, str) and len(item) > _MAX_SEPARATOR for item in [indent, *(separators or ())]):
         raise TemplateLimit("the chat template produces too much text")
     if isinstance(indent, int) and indent > _MAX_SEPARATOR:
         raise TemplateLimit("the chat template computes too large a number")
+
+    def listed(iterator: Any) -> Any:
+        """Return the iterator of a filter such as ``map`` as a list."""
+        if not isinstance(iterator, Iterator):
+            raise TypeError("not a JSON value")
+        return prepared(list(_loop(iterator)))
+
+    def prepared(item: Any) -> Any:
+        return written(_sorted(item) if sort_keys else item)
+
     return json.dumps(
-        written(value),
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=_listed,
+        prepared(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, default=listed
     )
 
 
-def _listed(value: Any) -> list[Any]:
-    """Return the iterator of a filter such as ``map`` as a list."""
-    if not isinstance(value, Iterator):
-        raise TypeError("not a JSON value")
-    return [written(item) for item in _loop(value)]
+def _sorted(value: Any) -> Any:
+    """Return ``value`` with the keys of every dict in order. Words are compared as plain text."""
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _strftime_now(form: str) -> str:

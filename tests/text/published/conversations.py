@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,7 +143,29 @@ def reference(template: str, messages: Messages, options: dict[str, Any]) -> str
     """
     texts = [text for tried in _forms(messages) if (text := _render(template, tried, options)) is not None]
     plain = [text for text in texts if not any(one in text for one in _BAD)]
-    return max(plain or texts, key=lambda text: _read(text, messages), default=None)
+    best = max(plain or texts, key=lambda text: _read(text, messages), default=None)
+    apart = _one_call_each(messages)
+    if best is None or len(apart) == len(messages):
+        return best
+    # A dropped call has its name in the list of tools alone. Some templates drop all calls, in every form.
+    without = _render(template, [messages[0]], options) or ""
+    names = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    lost = sum(best.count(name) == without.count(name) for name in names)
+    return reference(template, apart, options) if 0 < lost < len(names) else best
+
+
+def _one_call_each(messages: Messages) -> Messages:
+    """Return messages with one call each, every call followed by the result of its id."""
+    results = {message["tool_call_id"]: message for message in messages if message["role"] == "tool"}
+    made: Messages = []
+    for message in messages:
+        for at, call in enumerate(message.get("tool_calls", ())):
+            content = {} if at == 0 else {"content": None}
+            made.append({**message, **content, "tool_calls": [call]})
+            made += [results[call["id"]]] if call["id"] in results else []
+        if "tool_calls" not in message and message["role"] != "tool":
+            made.append(message)
+    return made
 
 
 _BAD = ("None", "null<", "\nnull", "{'city'", '\\"city\\"', "{'type'", '{"type": "text"')
@@ -200,6 +223,11 @@ def _forms(messages: Messages) -> Iterator[Messages]:
         yield made
 
 
+_SAFE = re.compile(r"\|\s*safe\b")
+"""Matches the filter ``safe``. In the reference library ``safe`` escapes every string added to its result as
+HTML, which the makers of the templates do not do."""
+
+
 def _render(template: str, messages: Messages, options: dict[str, Any]) -> str | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -207,7 +235,7 @@ def _render(template: str, messages: Messages, options: dict[str, Any]) -> str |
         texts, _ = render_jinja_template(
             [messages],
             tools=tool_dicts() if options.get("tools") else None,
-            chat_template=template,
+            chat_template=_SAFE.sub("", template),
             add_generation_prompt=options.get("prompt", True),
             continue_final_message=options.get("continued", False),
             bos_token=BOS,

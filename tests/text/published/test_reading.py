@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from typing import Any
@@ -86,10 +85,7 @@ SHOWS_LESS = {
     "trl--lfm2_2_5": {"nested arguments": _RAW},
     "trl--lfm2_2_5_v2": {"nested arguments": _RAW},
 }
-"""Turns that a template writes incompletely, also in the reference library.
-
-Mistral's templates of the older tokenizers write quotes in HTML form (``&#34;``), also in the reference
-library. Models write quotes, and so does the test."""
+"""Turns that a template writes incompletely, also in the reference library."""
 
 
 def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tuple[str, bool]:
@@ -116,7 +112,7 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
             start += len(thought.close)  # a prompt that asks for no reasoning ends with the closing mark
         if thought.close in whole[start:] and thought.open not in whole[start:]:
             in_reasoning = in_reasoning or text_model.output.in_reasoning(prompt, "")
-    text = html.unescape(whole[start:]) if "&#34;" in whole else whole[start:]
+    text = whole[start:]
     visible = text_model.output.visible
     made = ""
     for piece in re.split(f"({marks.pattern})", text):

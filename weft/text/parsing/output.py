@@ -26,6 +26,8 @@ class ModelOutput:
         """Ids of special tokens used as markup. The parser must see the text of these tokens, although
         clients never do.
         """
+        self.one_call = False
+        """True if the chat template shows one call per message. Grammars then allow one call per output."""
 
     @property
     def tells_calls(self) -> bool:
@@ -76,9 +78,11 @@ class ModelOutput:
 
         A grammar exists if calls are required or some tool is strict. For a named tool choice, pass only that
         tool and ``required``. ``reasoning``: the output may start with reasoning. ``in_reasoning``: the
-        prompt has opened the reasoning block. Raises InvalidRequest if the call format of the model is
-        unknown or cannot express the schema.
+        prompt has opened the reasoning block. A model with ``one_call`` is never ``parallel``: the model has
+        seen no second call of a turn. Raises InvalidRequest if the call format of the model is unknown or
+        cannot express the schema.
         """
+        parallel = parallel and not self.one_call
         if self.declared is None:
             return OutputGrammars(OutputFormat(name="none")).calls(
                 tools, choice, parallel=parallel, reasoning=False, in_reasoning=False
