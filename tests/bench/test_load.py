@@ -23,6 +23,8 @@ from weft.bench.workloads import WORKLOADS, prompts
 from weft.cli import main as cli
 from weft.common.errors import ConfigError, WeftError
 
+pytestmark = pytest.mark.slow
+
 
 def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **more: Any) -> RunSettings:
     bounds = {"duration": None, "request_timeout": 10.0, **more.pop("limits", {})}

@@ -19,6 +19,8 @@ from tests.support.slowness import deadline
 from weft.common.measurements import cache_folder
 from weft.ops.cpu import build
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["start"]
 
 COMPILED, CHANGE = "the C++ operations are compiled", "engines switch to the C++ operations"

@@ -14,6 +14,8 @@ from weft.engine.core import EngineCore
 from weft.runner.runner import Runner
 from weft.types.plan import StepPlan
 
+pytestmark = pytest.mark.slow
+
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 """Layouts with prompts that are split into micro-batches."""
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}

@@ -14,6 +14,8 @@ from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.triton import interpreting
 
+pytestmark = pytest.mark.slow
+
 #: A configuration for every family, with each form of cache and layers.
 FAMILIES = [
     "llama-biases-head-dim",

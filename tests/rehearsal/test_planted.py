@@ -26,6 +26,8 @@ from weft.runner.batch.batch import BatchBuilder
 from weft.runner.graphs import graphs
 from weft.runner.sampling import sampler
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 RANKS = {"ranked": True, "tensor_parallel_size": 2}
 OVERLAP = {**RANKS, "overlap": "all"}

@@ -14,6 +14,8 @@ from training.muon import Muon, orthogonal
 from training.spool_mla import MlaRecipe, SpoolMla, routers
 from training.spool_text import SpoolText
 
+pytestmark = pytest.mark.slow
+
 
 def some_rows(seed: int) -> tuple[Tensor, Tensor]:
     """Return ids [3, 20] and weights. Questions end at position 5, and the last row has padding."""

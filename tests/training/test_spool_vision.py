@@ -21,6 +21,8 @@ from weft.config.hub import bundled_models
 from weft.eval.ocr_mini import Line, lines, messages
 from weft.text.template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

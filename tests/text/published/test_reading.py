@@ -26,6 +26,8 @@ from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content,
 from weft.text.parsing.parser import OutputSpec
 from weft.text.template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 _GEMMA = "calls with their own quotes are not read: Weft serves no Gemma"
 _NO_CALLS = "the template shows no calls of earlier turns"
 NOT_SUPPORTED = {

@@ -12,6 +12,8 @@ from tests.text.published.files import VARIABLE, common_length, model, source, t
 from weft.common.errors import InvalidRequest
 from weft.text.template import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 
