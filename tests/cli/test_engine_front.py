@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cli.test_scale import ADMIN, groups, load, stream, stream_until, weft
+from tests.cli.test_scale import ADMIN, Streams, groups, load, stream, weft
 from tests.cli.test_serve import Server
 from tests.cli.test_up import Clients, ask
 from tests.support.processes import is_alive
@@ -111,18 +110,14 @@ def test_engines_outlive_api_servers_and_leave_and_join_without_a_lost_request(f
     other = second.url()
     assert ask(other) == due
     heads = {one: one.engine() for one in (prefill, decode)}
-    with Clients(other) as clients, ThreadPoolExecutor(4) as pool:
-        over = threading.Event()
-        streams = [pool.submit(stream_until, over, other) for _ in range(4)]
+    with Clients(other) as clients, Streams(other, 4) as streams:
         front.process.kill()  # the engines and the other API server live on
         fleet.engine("decode5")  # joins under a number that the file does not list
         until(lambda: groups(other).get("decode5") == "running")
         weft(other, "drain", "decode0")
         until(lambda: decode.process.poll() == 0)
         until(lambda: list(groups(other)) == ["decode5", "prefill0"])
-        over.set()
-        texts = {text for one in streams for text in one.result(deadline(120))}
-        assert len(texts) == 1
+    assert len(set(streams.texts)) == 1
     assert clients.errors == []
     assert set(clients.texts) == {due}
     assert is_alive(heads[prefill])

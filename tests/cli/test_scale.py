@@ -7,7 +7,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -61,21 +61,17 @@ def test_no_request_is_lost_while_groups_join_and_leave(start: Any, tmp_path: Pa
     server: Server = start(str(file), command="up")
     base = server.url()
     due, long_due = ask(base), stream(base)
-    with Clients(base) as clients, ThreadPoolExecutor(6) as pool:
+    with Clients(base) as clients, Streams(base, 6) as streams:
         assert "starting decode1, decode2" in weft(base, "scale", "decode", "3", "--wait", "60")
         until(server, lambda: groups(base) == dict.fromkeys(("prefill0", *decodes(3)), "running"))
-        over = threading.Event()
-        streams = [pool.submit(stream_until, over, base) for _ in range(6)]
         until(server, lambda: all(load(base, name) for name in decodes(3)))  # work on all of them
         before = engines(server)
         assert "draining decode1, decode2" in weft(base, "scale", "decode", "1")
         until(server, lambda: list(groups(base)) == ["prefill0", "decode0"])
         until(server, lambda: sum(map(is_alive, before)) == 2)
-        over.set()
-        texts = [text for one in streams for text in one.result(deadline(120))]
-        assert len(texts) >= 6
-        assert set(texts) == {long_due}
         until(server, lambda: len(clients.texts) > 10)
+    assert len(streams.texts) >= 6
+    assert set(streams.texts) == {long_due}
     assert clients.errors == []
     assert set(clients.texts) == {due}
     assert httpx.get(f"{base}/health", timeout=deadline(30)).json() == {"status": "alive"}
@@ -90,12 +86,31 @@ def test_no_request_is_lost_while_groups_join_and_leave(start: Any, tmp_path: Pa
     assert server.process.wait(deadline(60)) == 0
 
 
-def stream_until(over: threading.Event, base: str) -> list[str]:
-    """Return the texts of answers, one after the other, until ``over`` is set; at least one."""
-    texts = [stream(base)]
-    while not over.is_set():
-        texts.append(stream(base))
-    return texts
+class Streams:
+    """Threads that ask for long answers, one after the other, until the end of the context."""
+
+    def __init__(self, base: str, count: int) -> None:
+        self.texts: list[str] = []
+        """After the context: the texts of all answers, at least one for each thread."""
+        self._base, self._count = base, count
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> Self:
+        self._running = [self._pool.submit(self._run) for _ in range(self._count)]
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        self._pool.shutdown(wait=failed is None, cancel_futures=True)
+        if failed is None:
+            self.texts = [text for one in self._running for text in one.result(deadline(120))]
+
+    def _run(self) -> list[str]:
+        texts = [stream(self._base)]
+        while not self._over.is_set():
+            texts.append(stream(self._base))
+        return texts
 
 
 def incarnations(base: str) -> dict[str, str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cli.test_scale import ADMIN, decodes, groups, incarnations, stream, stream_until, weft
+from tests.cli.test_scale import ADMIN, Streams, decodes, groups, incarnations, stream, weft
 from tests.cli.test_up import Clients, ask
 from tests.support.slowness import deadline
 
@@ -59,9 +57,7 @@ def test_nothing_is_lost_when_groups_scale_die_and_restart(node: RayNode, tmp_pa
     try:
         base = server.url()
         due, long_due = ask(base), stream(base)
-        with Clients(base) as clients, ThreadPoolExecutor(3) as pool:
-            over = threading.Event()
-            streams = [pool.submit(stream_until, over, base) for _ in range(3)]
+        with Clients(base) as clients, Streams(base, 3) as streams:
             weft(base, "scale", "decode", "3")
             until(lambda: groups(base) == dict.fromkeys(("prefill0", *decodes(3)), "running"))
             os.kill(engines_of(node)["decode0"], signal.SIGKILL)
@@ -76,11 +72,9 @@ def test_nothing_is_lost_when_groups_scale_die_and_restart(node: RayNode, tmp_pa
             old = incarnations(base)
             weft(base, "restart")
             until(lambda: all(now not in ("", old[name]) for name, now in incarnations(base).items()), 120)
-            over.set()
-            texts = {text for one in streams for text in one.result(deadline(180))}
         assert clients.errors == []
         assert set(clients.texts) == {due}
-        assert texts == {long_due}
+        assert set(streams.texts) == {long_due}
 
         before = engines_of(node)
         server.process.kill()  # the API server; the groups live on

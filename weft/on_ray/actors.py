@@ -138,10 +138,11 @@ class FleetActor:
     def want(self, plans: bytes) -> None:
         """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
         found = msgspec.msgpack.decode(plans, type=list[GroupPlan])
-        with self._lock:
-            self._state.want(found)
+        # A wanted group without an actor counts as given up, so the actor comes first.
         for plan in found:
             self._place(plan)
+        with self._lock:
+            self._state.want(found)
 
     def publish(self, group: str, data: bytes) -> list[str]:
         """Store the records of ``group``; engines that are gone are withdrawn. Return the engines with the

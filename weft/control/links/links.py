@@ -419,14 +419,15 @@ class Links:
                     self._deliver(event)
             case e.Send(instance, number, message):
                 # A late action of the fleet may name a replaced link, so compare the numbers.
-                if (link := self._links[instance]).number == number:
+                if (link := self._links.get(instance)) is not None and link.number == number:
                     if self._placements is not None:
                         message = self._placements.sent(instance, message)
                     link.send(message)
             case e.Unlink(instance, number):
                 if self._placements is not None:
                     self._placements.lost(instance)
-                if (link := self._links[instance]).number == number:
+                # An instance that never had a process has no link.
+                if (link := self._links.get(instance)) is not None and link.number == number:
                     self._end(link)
             case e.Forget(instance):
                 if self._placements is not None:
