@@ -54,7 +54,6 @@ _LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
 _PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
 _TIERS = "Weft has no second tier of KV cache: set --kv-cache-memory"
 _COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
-_PROXY = "Weft serves plain HTTP: terminate TLS in a proxy"
 
 INSTEAD: dict[str, str] = {
     # vLLM
@@ -109,8 +108,8 @@ INSTEAD: dict[str, str] = {
     "master_addr": "use --rdzv",
     "master_port": "use --rdzv",
     "code_revision": "Weft runs no code of checkpoints",
-    "ssl_keyfile": _PROXY,
-    "ssl_certfile": _PROXY,
+    "enable_ssl_refresh": _ALWAYS,
+    "ssl_ciphers": "OpenSSL's configuration of the host sets the ciphers: leave the flag out",
     "allow_credentials": "use --allowed-origins",
     "allowed_methods": "use --allowed-origins",
     "allowed_headers": "use --allowed-origins",
