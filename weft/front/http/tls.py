@@ -86,7 +86,7 @@ class ServerLoop(uvloop.Loop):
 
     async def create_server(  # type: ignore[override]
         self, factory: Callable[[], asyncio.BaseProtocol], *args: Any, **options: Any
-    ) -> asyncio.Server:
+    ) -> asyncio.AbstractServer:
         """Create a server as uvloop does."""
         if options.get("ssl") is not None:
             options.setdefault("ssl_handshake_timeout", HANDSHAKE_S)

@@ -40,7 +40,8 @@ from weft.front.http.body import Bodies
 from weft.front.http.rate_limit import RateLimits
 from weft.front.lifecycle import Lifecycle, RetryAfter
 from weft.front.monitoring import load_history
-from weft.front.monitoring.metrics import LATENCY_BOUNDS, Metrics
+from weft.front.monitoring.front_tables import LATENCY_BOUNDS
+from weft.front.monitoring.metrics import Metrics
 from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
