@@ -113,7 +113,7 @@ INSTEAD: dict[str, str] = {
     "allow_credentials": "use --allowed-origins",
     "allowed_methods": "use --allowed-origins",
     "allowed_headers": "use --allowed-origins",
-    "otlp_traces_endpoint": "use --trace-requests and weft trace (docs/tracing.md)",
+    "collect_detailed_traces": "spans always have the stages of a request: leave the flag out",
     "enable_expert_parallel_load_balancing": "use --eplb-interval",
     "enable_eplb": "use --eplb-interval",
     "disable_custom_all_reduce": "leave the flag out",

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from weft.tracing.writer import SpanWriter
+
 _LONG = (2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, *_LONG)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -70,14 +72,23 @@ PROCESS = {
 }
 
 
-class ProcessMetrics(Collector):
-    """Collector of the metrics of this process. Linux only; elsewhere there are no metrics."""
+SPANS_DROPPED = ("front_spans_dropped", "Spans of traced requests that the API server did not write or push.")
 
-    def __init__(self) -> None:
+
+class ProcessMetrics(Collector):
+    """Collector of the metrics of this process. Only Linux has the metrics of ``PROCESS``."""
+
+    def __init__(self, model: str, spans: SpanWriter | None) -> None:
+        """``model``: value of the label ``model_name``. ``spans``: None without tracing."""
+        self._model, self._spans = model, spans
         self._source = ProcessCollector(registry=CollectorRegistry())
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of ``PROCESS``, with the help texts of ``PROCESS``."""
+        """Yield the dropped spans, and the metrics of ``PROCESS`` with the help texts of ``PROCESS``."""
+        name, text = SPANS_DROPPED
+        dropped = CounterMetricFamily(f"weft:{name}", text, labels=["model_name"])
+        dropped.add_metric([self._model], 0 if self._spans is None else self._spans.dropped)
+        yield dropped
         for family in self._source.collect():
             text, kind = PROCESS[family.name]
             of = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
@@ -91,6 +102,7 @@ def describe() -> list[str]:
         lines.append(f"weft:{name} histogram model_name {_bounds(buckets)}")
     name, _, labels, buckets = HTTP_SECONDS
     lines.append(f"weft:{name} histogram {','.join(labels)} {_bounds(buckets)}")
+    lines.append(f"weft:{SPANS_DROPPED[0]}_total counter model_name")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
     return lines

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from weft.control.links.links import Links
 from weft.front.monitoring import front_tables
 from weft.front.monitoring.front_tables import EVENTS, HISTOGRAMS, HTTP_SECONDS
+from weft.tracing.writer import SpanWriter
 from weft.types.messages import BYTES, SECONDS, STEP_TOKENS, EngineStats, Measures, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -334,8 +335,9 @@ class _EngineCollector(_LinkCollector):
 class Metrics:
     """All metrics of one API server, in private registries. ``links`` are read at each scrape."""
 
-    def __init__(self, model: str, links: Links) -> None:
-        """Register all metrics, without observations. ``model``: value of the label ``model_name``."""
+    def __init__(self, model: str, links: Links, spans: SpanWriter | None = None) -> None:
+        """Register all metrics, without observations. ``model``: value of the label ``model_name``.
+        ``spans``: writer of the API server's spans."""
         self._engines = CollectorRegistry(auto_describe=False)
         self._own = CollectorRegistry(auto_describe=False)
         self.model = model
@@ -353,7 +355,7 @@ class Metrics:
         )
         name, text, labels, buckets = HTTP_SECONDS
         self.http_seconds = Histogram(f"weft:{name}", text, labels, buckets=buckets, registry=self._own)
-        self._own.register(front_tables.ProcessMetrics())
+        self._own.register(front_tables.ProcessMetrics(model, spans))
 
     def latencies(self) -> tuple[list[float], list[float]]:
         """Return the cumulative bucket counts of time to first token and of time between tokens, of the
