@@ -110,7 +110,7 @@ class SpanPush:
             return True
         try:
             result = self._exporter.export([self._converted(span, origin) for span, origin in batch])
-            sent = result.value == 0  # SpanExportResult.SUCCESS
+            sent = bool(result.value == 0)  # SpanExportResult.SUCCESS
         except Exception as error:
             self._reason.text, sent = type(error).__name__, False
         if not sent:

@@ -98,10 +98,9 @@ class ProcessMetrics(Collector):
 def describe() -> list[str]:
     """Return the lines of ``docs/metrics.txt`` for the tables of this module. ``-``: no labels."""
     lines = [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in EVENTS]
-    for name, _, buckets in HISTOGRAMS:
-        lines.append(f"weft:{name} histogram model_name {_bounds(buckets)}")
-    name, _, labels, buckets = HTTP_SECONDS
-    lines.append(f"weft:{name} histogram {','.join(labels)} {_bounds(buckets)}")
+    lines += [f"weft:{name} histogram model_name {_bounds(buckets)}" for name, _, buckets in HISTOGRAMS]
+    http, _, http_labels, seconds = HTTP_SECONDS
+    lines.append(f"weft:{http} histogram {','.join(http_labels)} {_bounds(seconds)}")
     lines.append(f"weft:{SPANS_DROPPED[0]}_total counter model_name")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
