@@ -95,6 +95,7 @@ def server(servers: Servers) -> Running:
     return servers.weft("--threads", "1", *flags, "--log-requests", WEFT_API_KEY="sesame")
 
 
+@pytest.mark.requirement("F66")
 def test_the_dashboards_series_are_there(server: Running) -> None:
     body = {"model": server.model, "prompt": "Tom", "max_tokens": 8, "n": 2, "ignore_eos": True}
     key = {"authorization": "Bearer sesame"}

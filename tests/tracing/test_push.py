@@ -126,6 +126,7 @@ def spans() -> tuple[Span, Span]:
 
 
 @packages
+@pytest.mark.requirement("E23")
 def test_the_collector_gets_the_spans_of_the_file(collector: Collector, tmp_path: Path) -> None:
     writer = open_writer(str(tmp_path), "front", collector.url)
     assert writer is not None
@@ -200,6 +201,16 @@ def test_a_failing_collector_costs_spans_only(collector: Collector, warnings: li
     (warning,) = warnings  # one for the whole outage
     assert "spans do not reach" in warning
     assert "400" in warning
+
+
+@packages
+def test_the_reason_of_an_absent_collector_is_logged(warnings: list[str]) -> None:
+    push = SpanPush("http://127.0.0.1:9/v1/traces", "front")
+    push.take(list(spans()), 0)
+    push.close(0.3)  # the exporter tries again for longer
+    push._thread.join(deadline(10))
+    assert push.dropped == 2
+    assert "refused" in warnings[0]
 
 
 @packages

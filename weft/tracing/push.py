@@ -59,7 +59,7 @@ class SpanPush:
             resource = resource.merge(Resource({_SERVICE: "weft"}))
         self._resource = resource
         self._scope = InstrumentationScope("weft")
-        self._reason = _LastMessage.installed()
+        self._reason = _Reason.installed()
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Span, int]] = deque()
         """Spans, each with the wall-clock time of time 0 of the span's clock, in nanoseconds."""
@@ -108,6 +108,7 @@ class SpanPush:
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), BATCH))]
         if not batch:
             return True
+        self._reason.text = ""
         try:
             result = self._exporter.export([self._converted(span, origin) for span, origin in batch])
             sent = bool(result.value == 0)  # SpanExportResult.SUCCESS
@@ -121,7 +122,8 @@ class SpanPush:
             if sent:
                 log.info("%s: spans reach the collector again", FLAG)
             else:
-                log.warning("%s: spans do not reach %s: %s", FLAG, shown(self._endpoint), self._reason.text)
+                reason = self._reason.text or "no reason given"
+                log.warning("%s: spans do not reach %s: %s", FLAG, shown(self._endpoint), reason)
         return sent
 
     def _converted(self, span: Span, origin: int) -> ReadableSpan:
@@ -153,13 +155,13 @@ class SpanPush:
         )
 
 
-class _LastMessage(logging.Handler):
-    """Keeps the last message of the exporter, the reason of a failure, in place of its many log lines."""
+class _Reason(logging.Handler):
+    """Keeps the first message of the exporter about a batch, in place of its many log lines."""
 
-    text = "no reason given"
+    text = ""
 
     @classmethod
-    def installed(cls) -> _LastMessage:
+    def installed(cls) -> _Reason:
         """Return the handler of the exporter's logger, which then has no other handler."""
         logger = logging.getLogger(_EXPORTER)
         for handler in logger.handlers:
@@ -170,7 +172,7 @@ class _LastMessage(logging.Handler):
         return made
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = " ".join(record.getMessage().split())[:200]
+        self.text = self.text or " ".join(record.getMessage().split())[:400]
 
 
 def check_packages() -> None:
