@@ -22,7 +22,7 @@ from tests.support.servers import Servers, events
 from weft.cli.main import main
 from weft.common.errors import ConfigError
 from weft.config.sections.front_section import FrontSection
-from weft.config.tls import server_context
+from weft.config.sections.tls import server_context
 from weft.front.http import tls
 
 pytestmark = pytest.mark.skipif(not HAVE_OPENSSL, reason="needs the openssl command")

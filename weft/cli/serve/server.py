@@ -26,7 +26,7 @@ from weft.common.title import set_title
 from weft.config.file_limits import ask_for_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
-from weft.config.tls import server_context
+from weft.config.sections.tls import server_context
 from weft.config.topology import face, serves
 from weft.ops import cpu
 from weft.ops.cpu.beside import OperationsBuild, built

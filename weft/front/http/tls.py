@@ -18,7 +18,7 @@ import uvloop
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.sections.front_section import FrontSection
-from weft.config.tls import server_context, tls_files
+from weft.config.sections.tls import server_context, tls_files
 
 log = get_logger(__name__)
 
