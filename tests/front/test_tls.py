@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from tests.support.certificates import HAVE_OPENSSL, Authority, Pair
 from tests.support.servers import Servers, events
+from tests.support.slowness import deadline
 from weft.cli.main import main
 from weft.common.errors import ConfigError
 from weft.config.sections.front_section import FrontSection
@@ -93,6 +95,24 @@ def test_a_client_that_does_not_read_holds_no_answer(start_fake: Any, pair: Pair
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 15
+
+
+def test_a_client_that_reads_nothing_is_paused_and_cut_off(start_fake: Any, pair: Pair) -> None:
+    """The limits of unread answers count the encrypted bytes, too."""
+    server = start_fake(**flags(pair), constants={"weft.front.connection.UNREAD_SECONDS": deadline(1.0)})
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    fields = {"model": server.model, "prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 4, "stream": True}
+    body = json.dumps(fields).encode()
+    plain = socket.socket()
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    plain.settimeout(deadline(60))
+    plain.connect(("127.0.0.1", httpx.URL(server.url).port))
+    with context.wrap_socket(plain) as secure:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        secure.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        server.wait(lambda: server.metric("streams_paused_total") >= 1, 20)
+        server.wait(lambda: server.metric("front_sequences") == 0, 20)
 
 
 def test_new_files_are_used_by_new_connections(
