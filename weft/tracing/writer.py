@@ -118,6 +118,7 @@ class SpanWriter:
             spans, self._waiting = self._waiting, []
         if not spans:
             return
+        # The push has a queue of its own, so a slow collector does not delay the file.
         if self._push is not None:
             self._push.take(spans, self._origin)
         if not self._to_file:

@@ -1,7 +1,7 @@
-"""TLS of the API server: checks of the files, and the context that the server's connections use.
+"""TLS of the API server: checks of the files, and the context of the server's connections.
 
-``server_context`` reads all files. A server calls the function at its start, so that a wrong file ends the
-start with an error that names the flag, and again for each changed file.
+``server_context`` reads all files. A server calls the function at the start: a wrong file then ends the start
+with an error that names the flag. The server calls the function again for changed files.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def tls_files(front: FrontSection) -> tuple[str, ...]:
 
 
 def check_tls_flags(front: FrontSection) -> None:
-    """Check that the TLS flags fit together. Reads no file. Raise ConfigError that names a flag."""
+    """Check the combination of the TLS flags, without the files. Raise ConfigError with the name of a flag."""
     if front.ssl_certfile is None:
+        # Without a certificate the server speaks plain HTTP, so every other TLS flag is a mistake.
         for flag, value in (
             ("--ssl-keyfile", front.ssl_keyfile),
             ("--ssl-keyfile-password", front.ssl_keyfile_password),
@@ -49,7 +50,7 @@ def check_tls_flags(front: FrontSection) -> None:
 def server_context(front: FrontSection) -> ssl.SSLContext | None:
     """Return a new context with the certificate, the key and the client authorities; None for plain HTTP.
 
-    Raise ConfigError that names the flag of a missing or wrong file.
+    Raise ConfigError with the flag of a missing or wrong file.
     """
     check_tls_flags(front)
     if front.ssl_certfile is None:

@@ -43,8 +43,8 @@ class ServerTls:
         context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Give ``connection``, which begins its handshake, the context of the newest files. OpenSSL calls
-        this function also for clients that name no host."""
+        """Give ``connection`` the context of the newest files, at the start of the handshake. OpenSSL also
+        calls the function for clients without a host name."""
         stamps = _stamps(self._front)
         if stamps != self._seen:
             self._seen = stamps
