@@ -24,7 +24,7 @@ def tls_files(front: FrontSection) -> tuple[str, ...]:
 
 
 def check_tls_flags(front: FrontSection) -> None:
-    """Check the combination of the TLS flags, without the files. Raise ConfigError with the name of a flag."""
+    """Check how the TLS flags combine, without the files. Raise ConfigError with the name of a flag."""
     if front.ssl_certfile is None:
         # Without a certificate the server speaks plain HTTP, so every other TLS flag is a mistake.
         for flag, value in (

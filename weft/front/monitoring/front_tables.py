@@ -1,4 +1,4 @@
-"""Tables of the metrics that an API server counts itself, and the metrics of its process."""
+"""Tables of the metrics of an API server, and the metrics of the process."""
 
 from __future__ import annotations
 
