@@ -67,15 +67,14 @@ def _flag(setting: flags.Setting) -> str:
 
 
 def metric_list() -> str:
-    """Return a table of all metrics of docs/metrics.txt, with the help texts of
-    weft/front/monitoring/metrics.py.
-    """
+    """Return a table of all metrics of docs/metrics.txt, with the help texts of the source."""
     help_texts = metric_help()
     places = {name: place for place, name in enumerate(help_texts)}
     rows = []
     for line in (ROOT / "docs/metrics.txt").read_text(encoding="utf-8").splitlines():
         name, kind, labels, *_ = line.split()
-        plain = name.removeprefix("weft:").removesuffix("_total")
+        plain = name.removeprefix("weft:")
+        plain = plain if plain in help_texts else plain.removesuffix("_total")
         # On a narrow screen a name may break behind an underscore.
         code = f"<code>{name.replace('_', '_<wbr>')}</code>"
         row = f"| {code} | {_text(help_texts[plain])} | {kind}: {labels.replace(',', ', ')} |"
@@ -92,7 +91,8 @@ def metric_help() -> dict[str, str]:
     name, in a dict (``name: (help, ...)``), in a tuple (``(name, help, ...)``) or in a call
     (``gauge(name, help, ...)``). A constant of the module may stand for the string.
     """
-    tree = ast.parse((ROOT / "weft/front/monitoring/metrics.py").read_text(encoding="utf-8"))
+    sources = (ROOT / "weft/front/monitoring" / file for file in ("metrics.py", "front_tables.py"))
+    tree = ast.parse("\n".join(source.read_text(encoding="utf-8") for source in sources))
     constants = {
         node.targets[0].id: node.value
         for node in tree.body

@@ -46,7 +46,44 @@ PLOTTED = {
     "vllm:spec_decode_num_accepted_tokens_total": "counter",
     "vllm:cache_config_info": "gauge",
     "http_requests_total": "counter",
+    # The dashboards Overview, Instances, KV Cache and Speculative Decoding, and the older status board.
+    "vllm:num_requests_waiting_by_reason": "gauge",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:mm_cache_queries_total": "counter",
+    "vllm:mm_cache_hits_total": "counter",
+    "vllm:prompt_tokens_cached_by_source_total": "counter",
+    "vllm:request_prefill_kv_computed_tokens": "histogram",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "counter",
+    "vllm:engine_sleep_state": "gauge",
+    "http_request_duration_seconds": "histogram",
+    "process_start_time_seconds": "gauge",
+    "process_cpu_seconds_total": "counter",
+    "process_resident_memory_bytes": "gauge",
+    "process_open_fds": "gauge",
+    "process_max_fds": "gauge",
 }
+#: Label values that panels select. The dashboards select all series with a model by ``engine``, too.
+SELECTED = (
+    ("vllm:num_requests_waiting_by_reason", 'reason="capacity"'),
+    ("vllm:num_requests_waiting_by_reason", 'reason="deferred"'),
+    ("vllm:prompt_tokens_by_source_total", 'source="local_compute"'),
+    ("vllm:prompt_tokens_by_source_total", 'source="local_cache_hit"'),
+    ("vllm:prompt_tokens_cached_by_source_total", 'source="device"'),
+    ("vllm:request_success_total", 'finished_reason="error"'),
+    ("vllm:engine_sleep_state", 'sleep_state="awake"'),
+    ("vllm:engine_sleep_state", 'sleep_state="discard_all"'),
+    ("vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="0"'),
+    ("http_request_duration_seconds_sum", 'handler="/v1/completions"'),
+    ("http_requests_total", 'handler="/v1/completions"'),
+    *(
+        ("vllm:time_to_first_token_seconds_bucket", f'le="{bound}"')
+        for bound in ("0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0")
+    ),
+    *(
+        ("vllm:request_time_per_output_token_seconds_bucket", f'le="{bound}"')
+        for bound in ("0.025", "0.05", "0.075", "0.1", "0.15", "0.2", "0.3", "0.5")
+    ),
+)
 PER_ENGINE = ("num_requests_running", "kv_cache_usage_perc", "request_queue_time_seconds_sum")
 
 
@@ -54,9 +91,11 @@ PER_ENGINE = ("num_requests_running", "kv_cache_usage_perc", "request_queue_time
 def server(servers: Servers) -> Running:
     """Start a server with an operator's path, metrics and log format."""
     flags = ("--vllm-metrics", "--open-metrics", "--root-path", "/llm", "--log-format", "json")
+    flags += ("--speculative-method", "ngram")
     return servers.weft("--threads", "1", *flags, "--log-requests", WEFT_API_KEY="sesame")
 
 
+@pytest.mark.requirement("F66")
 def test_the_dashboards_series_are_there(server: Running) -> None:
     body = {"model": server.model, "prompt": "Tom", "max_tokens": 8, "n": 2, "ignore_eos": True}
     key = {"authorization": "Bearer sesame"}
@@ -68,14 +107,19 @@ def test_the_dashboards_series_are_there(server: Running) -> None:
     assert {name: types.get(name) for name in PLOTTED} == PLOTTED
     for name, kind in PLOTTED.items():
         sample = f"{name}_sum" if kind == "histogram" else name
-        found = re.findall(rf"^{sample}\{{(.*)\}} (\S+)$", text, re.M)
+        found = re.findall(rf"^{sample}(?:\{{(.*)\}})? (\S+)$", text, re.M)
         assert found, sample
         if name.startswith("vllm:"):
             assert all(f'model_name="{server.model}"' in labels for labels, _ in found)
+            assert all('engine="0"' in labels for labels, _ in found), name
+    for name, selector in SELECTED:
+        assert re.search(rf"^{name}\{{(.*,)?{re.escape(selector)}[,}}]", text, re.M), (name, selector)
+    assert re.search(r'^vllm:request_success_total{engine="0",finished_reason="error",.*} 0\.0$', text, re.M)
+    assert re.search(r"^vllm:iteration_tokens_total_sum{.*} [1-9]", text, re.M)
     for name in PER_ENGINE:
         assert re.search(rf'^vllm:{name}{{engine="0",', text, re.M), name
     assert re.search(
-        r'^vllm:request_success_total{finished_reason="length",model_name=".*"} 2\.0$', text, re.M
+        r'^vllm:request_success_total{engine="0",finished_reason="length",model_name=".*"} 2\.0$', text, re.M
     )
     assert re.search(r"^vllm:request_max_num_generation_tokens_sum{.*} 8\.0$", text, re.M)
     assert re.search(r"^vllm:request_params_n_sum{.*} 2\.0$", text, re.M)

@@ -22,7 +22,7 @@ from tests.support.slowness import deadline
 from weft.common import env
 
 ROOT = Path(__file__).parents[2]
-READY = re.compile(r"^weft is ready: (http://\S+) model=(\S+)$")
+READY = re.compile(r"^weft is ready: (https?://\S+) model=(\S+)$")
 
 
 class Running:
@@ -127,7 +127,8 @@ class Servers:
 
     def start(self, command: list[str], seconds: float, **environment: str) -> Running:
         """Start a server and wait until it is ready."""
-        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
+        wanted = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        variables = env.child_environment(**wanted)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
         try:
             self._running.append(Running(process, seconds))

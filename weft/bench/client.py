@@ -15,6 +15,7 @@ import httpx
 from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Planned
 from weft.bench.workloads import random_ids, safe_range
+from weft.common.client_tls import verification
 from weft.common.errors import ConfigError, WeftError
 
 Endpoint = Literal["completions", "chat"]
@@ -89,6 +90,7 @@ def http_client(
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=kept),
         headers={"Authorization": f"Bearer {key}"} if key else {},
         trust_env=urlsplit(url).hostname not in _LOOPBACK,
+        verify=verification(url),
     )
 
 

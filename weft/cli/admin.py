@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from weft.cli.client_cert import client_cert, client_cert_option
 from weft.common import env
 from weft.common.errors import ConfigError, EngineDead
 
@@ -26,7 +27,7 @@ def _server(command: Callable[..., Any]) -> Callable[..., Any]:
         "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
     )
     url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
-    return url(key(command))
+    return url(key(client_cert_option(command)))
 
 
 _wait = click.option(
@@ -130,6 +131,8 @@ def _call(url: str, admin_key: str | None, method: str, path: str, body: Any = N
     """
     import httpx
 
+    from weft.common.client_tls import verification
+
     key = admin_key or env.get("WEFT_ADMIN_KEY")
     if not key:
         raise ConfigError(
@@ -137,8 +140,9 @@ def _call(url: str, admin_key: str | None, method: str, path: str, body: Any = N
         )
     page = f"{url.rstrip('/').removesuffix('/v1')}{path}"
     headers = {"Authorization": f"Bearer {key}"}
+    verify = verification(page, client_cert())
     try:
-        answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S)
+        answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify)
         said = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise EngineDead(f"no Weft server answers at {url}: {type(error).__name__}") from None

@@ -31,6 +31,9 @@ VARIABLES = {
     "CXX": "the C++ compiler of weft build-ops",
     "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; by default those of about 20 us",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "URL of a collector that gets request traces, if no flag names one",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "the same, with the path; wins over the variable before",
+    "OTEL_SDK_DISABLED": "true ignores the two variables before",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
 

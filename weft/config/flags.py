@@ -29,7 +29,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
 _SIZE_HELP = "a size such as 512M, 4G, 1.5GiB or a number of bytes"
 #: Settings with secret values: messages never repeat the value.
-_SECRET = frozenset({"api_key", "admin_key"})
+_SECRET = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,6 @@ _LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
 _PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
 _TIERS = "Weft has no second tier of KV cache: set --kv-cache-memory"
 _COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
-_PROXY = "Weft serves plain HTTP: terminate TLS in a proxy"
 
 INSTEAD: dict[str, str] = {
     # vLLM
@@ -109,12 +108,12 @@ INSTEAD: dict[str, str] = {
     "master_addr": "use --rdzv",
     "master_port": "use --rdzv",
     "code_revision": "Weft runs no code of checkpoints",
-    "ssl_keyfile": _PROXY,
-    "ssl_certfile": _PROXY,
+    "enable_ssl_refresh": _ALWAYS,
+    "ssl_ciphers": "OpenSSL's configuration of the host sets the ciphers: leave the flag out",
     "allow_credentials": "use --allowed-origins",
     "allowed_methods": "use --allowed-origins",
     "allowed_headers": "use --allowed-origins",
-    "otlp_traces_endpoint": "use --trace-requests and weft trace (docs/tracing.md)",
+    "collect_detailed_traces": "spans always have the stages of a request: leave the flag out",
     "enable_expert_parallel_load_balancing": "use --eplb-interval",
     "enable_eplb": "use --eplb-interval",
     "disable_custom_all_reduce": "leave the flag out",

@@ -26,6 +26,7 @@ _OWN = (
     "model.served_model_name",
     "runner.trace",
     "runner.trace_requests",
+    "runner.otlp_traces_endpoint",
     "runner.threads",
     "gpus",
     "parallel.node_rank",

@@ -47,6 +47,7 @@ from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_sp
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
 from weft.gguf.checkpoint_folder import gguf_files
+from weft.tracing.push import check_endpoint
 
 log = get_logger(__name__)
 
@@ -227,6 +228,8 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
             raise ConfigError(
                 f"{flag} must name a folder, or a new folder inside an existing folder", param=flag
             )
+    if runner.otlp_traces_endpoint is not None:
+        check_endpoint(runner.otlp_traces_endpoint)
     check_front(front)
     check_media(media)
 

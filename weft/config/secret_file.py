@@ -18,7 +18,7 @@ from weft.config.sections.all import ParallelSection, TransferSection
 log = get_logger(__name__)
 
 LEAST_BYTES = 16
-_KEYS = frozenset({"api_key", "admin_key"})
+_KEYS = frozenset({"api_key", "admin_key", "ssl_keyfile_password"})
 _FLAG = "--group-secret"
 _MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, the same on all hosts"
 
@@ -81,7 +81,7 @@ def warn_of_readable_keys(file: str | Path | None) -> None:
     keys = {field_of(str(key)) for part in parts if isinstance(part, dict) for key in part}
     if keys & _KEYS:
         log.warning(
-            "%s holds API keys, and other users of this host can read or change it: run `chmod 600 %s`",
+            "%s holds keys, and other users of this host can read or change it: run `chmod 600 %s`",
             file,
             file,
         )

@@ -232,8 +232,7 @@ class EngineLoop(Generic[H]):
             mask_seconds=self._mask_seconds,
             transfers=moved if self.transfers is None else self.transfers.stats(moved),
             embedding_transfers=images if self.embeddings is None else self.embeddings.stats(images),
-            queue_times=self._stages.queue,
-            prefill_times=self._stages.prefill,
+            **self._stages.stats(),
         )
 
     # ---- loss and recovery
@@ -362,7 +361,7 @@ class EngineLoop(Generic[H]):
         if builder is None:
             return None
         plan = self.scheduler.freeze(builder)
-        self._stages.admitted(self.scheduler.admitted(plan), now)
+        self._stages.admitted(self.scheduler.admitted(plan), now, plan.tokens)
         return plan
 
     def _agree(self, builder: PlanBuilder | None) -> PlanBuilder | None:

@@ -9,11 +9,12 @@ traced requests receive the same events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from weft.engine.disagg.transfer_notes import TransferTally
 from weft.engine.request_spans import RequestSpans
 from weft.tracing.writer import SpanWriter
-from weft.types.messages import READINESS_SALT, SECONDS, Measures, Submit, TokenEvent
+from weft.types.messages import READINESS_SALT, SECONDS, STEP_TOKENS, Measures, Submit, TokenEvent
 
 
 class StageTimes:
@@ -21,6 +22,7 @@ class StageTimes:
 
     def __init__(self, writer: SpanWriter | None, now: Callable[[], float]) -> None:
         """``writer``: receives the spans; None if requests are not traced."""
+        self._writer = writer
         self._spans = None if writer is None else RequestSpans(writer, now)
         self._now = now
         self._queued: dict[int, float] = {}
@@ -29,6 +31,7 @@ class StageTimes:
         """Sequence with a slot and without a token -> time at which the sequence got the slot."""
         self.queue = Measures()
         self.prefill = Measures()
+        self.step_tokens = Measures()
 
     def follow(self, tallies: Iterable[TransferTally]) -> None:
         """Record the ends of the transfers of ``tallies`` in the spans."""
@@ -42,10 +45,12 @@ class StageTimes:
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, arrived)
 
-    def admitted(self, sequences: Iterable[int], now: float) -> None:
+    def admitted(self, sequences: Iterable[int], now: float, tokens: int = 0) -> None:
         """Record the slots given to ``sequences`` by a planned step: end their queue time and begin their
-        prefill time.
+        prefill time. ``tokens``: tokens of the step.
         """
+        if tokens:
+            self.step_tokens = self.step_tokens.add(STEP_TOKENS, tokens)
         if self._spans is not None:
             sequences = list(sequences)
             self._spans.admitted(sequences, now)
@@ -77,6 +82,15 @@ class StageTimes:
         """Drop the open times of an ended sequence."""
         self._queued.pop(sequence, None)
         self._prefilling.pop(sequence, None)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the fields of ``EngineStats`` that are measured here."""
+        return {
+            "queue_times": self.queue,
+            "prefill_times": self.prefill,
+            "step_tokens": self.step_tokens,
+            "spans_dropped": 0 if self._writer is None else self._writer.dropped,
+        }
 
     def close(self) -> None:
         """Close the spans."""

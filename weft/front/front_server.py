@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import uvicorn
-import uvloop
 
 from weft.common import log as weft_log
 from weft.common import signals
@@ -29,6 +28,7 @@ from weft.front import first_request
 from weft.front.app import build_app
 from weft.front.connection import MOST_CONNECTIONS, Connection, Connections
 from weft.front.http.access import Hosts
+from weft.front.http.tls import ServerLoop, open_tls
 from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.requests.context import Front
@@ -85,7 +85,8 @@ def serve(
     belong to this server, and have been told to stop, or are dead, at the return. With ``supervisor`` the
     engine processes are shared with other API servers and live on; signals are ignored, and the port is
     shared. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
-    because only the end of the process follows. Raises ConfigError for an unusable port or tokenizer.
+    because only the end of the process follows. Raises ConfigError for an unusable port, tokenizer or TLS
+    file.
     """
     caught: list[int] = []
     # Only record signals for now: an exception in a handler would leave the event loop half started.
@@ -96,7 +97,7 @@ def serve(
     listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=ServerLoop) as runner:
         return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run(caught))
 
 
@@ -167,6 +168,7 @@ class FrontServer:
         self._siblings = siblings
         self._config = config
         self._section = section
+        self._tls = open_tls(section)
         self._owner = owner
         self._listener = listener
         self._supervisor = supervisor
@@ -236,6 +238,7 @@ class FrontServer:
             keys=bool(section.api_key),
         )
         connections = Connections(most_connections(allow_files(), front.lifecycle.capacity))
+        tls = self._tls
         return uvicorn.Config(
             build_app(front, hosts),
             http=functools.partial(_Connection, connections=connections),  # type: ignore[arg-type]
@@ -248,6 +251,7 @@ class FrontServer:
             proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE,
+            ssl_context_factory=None if tls is None else lambda config, default: tls.context,
         )
 
     # -- phases -------------------------------------------------------------------------------------
@@ -369,7 +373,8 @@ def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSect
     """
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if section.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     first = first_request.command(url, config, section, chats=chats)
     return f"weft is ready: {url} model={config.served_names[0]}\ntry: {first}\n"
 

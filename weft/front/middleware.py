@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
 from typing import Any
 
 from starlette.responses import Response
@@ -93,7 +94,7 @@ class AccessGate:
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
         scope[REQUEST_ID] = request_id.decode()
-        status = 0
+        status, began = 0, time.monotonic()
         more = [(b"x-request-id", request_id), *self._access.origins.headers(headers)]
         if has_messages_shape(scope["path"]):
             more.append((b"request-id", request_id))  # name of the header in clients of the Messages API
@@ -127,7 +128,7 @@ class AccessGate:
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
             await error_answer(failed, scope["path"])(scope, receive, answer)
         finally:
-            self._count(getattr(scope.get("route"), "path", "other"), method, status)
+            self._count(getattr(scope.get("route"), "path", "other"), method, status, began)
             # Only 500: clients can provoke any number of 503 and 504. All statuses are counted.
             if status == 500:
                 log.warning("request %s was answered with 500", request_id.decode())
@@ -136,10 +137,14 @@ class AccessGate:
         """Count an answer without a request: headers malformed, too long or too slow."""
         self._count("other", "other", status)
 
-    def _count(self, route: str, method: str, status: int) -> None:
-        """Count an answer. The labels are bounded: existing routes and methods, or "other"."""
-        known = method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
-        self._metrics.http.labels(route, method if known else "other", str(status)).inc()
+    def _count(self, route: str, method: str, status: int, began: float | None = None) -> None:
+        """Count an answer, and its time since ``began``. The labels are bounded: existing routes and
+        methods, or "other"."""
+        if method not in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"):
+            method = "other"
+        self._metrics.http.labels(route, method, str(status)).inc()
+        if began is not None:
+            self._metrics.http_seconds.labels(route, method).observe(time.monotonic() - began)
 
 
 def _check_size(scope: Scope) -> None:

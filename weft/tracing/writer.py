@@ -1,6 +1,7 @@
-"""Writer of one process's spans to a separate file of OTLP JSON lines.
+"""Writer of one process's spans: to a file of OTLP JSON lines, to a collector, or to both.
 
-Each line is one ``TracesData``, the format of OpenTelemetry's file exporters and of the collector's receiver
+The collector gets the same spans as the file (``weft.tracing.push``). Each line of the file is one
+``TracesData``, the format of OpenTelemetry's file exporters and of the collector's receiver
 (``otlpjsonfile``). ``write`` takes microseconds and never waits: a thread encodes and writes queued spans ten
 times per second. If the disk is too slow or full, spans are dropped and counted.
 """
@@ -21,6 +22,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.folder import open_private
 from weft.common.log import get_logger
+from weft.tracing.push import SpanPush, open_push
 from weft.tracing.trace_spans import Span, Value
 
 log = get_logger(__name__)
@@ -32,27 +34,23 @@ EVERY_S = 0.1
 """Seconds between two writes. A killed process loses at most the spans of so many seconds."""
 CLOSE_S = 5.0
 """Maximum seconds of ``close`` for writing the last spans."""
+PUSH_CLOSE_S = 3.0
+"""Further seconds of ``close`` for the last spans that are pushed."""
 
 
 class SpanWriter:
     """Span writer of a process. ``write`` may be called from any thread."""
 
-    def __init__(self, folder: str, process: str) -> None:
+    def __init__(self, folder: str | None, process: str, push: SpanPush | None = None) -> None:
         """Open a file in ``folder``, which is created if missing, and start the thread.
 
-        ``process``: in the file's name and in each span.
+        ``folder``: None for no file. ``process``: in the file's name and in each span. ``push``: also gets
+        all spans; closed by ``close``.
 
         Raises ConfigError if the file cannot be created.
         """
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", process) or "weft"
-        path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] | None = open_private(path, "ab")
-        except OSError as error:
-            raise ConfigError(
-                f"--trace-requests: cannot write to that folder ({error.strerror})", param="--trace-requests"
-            ) from None
+        self._to_file, self._push = folder is not None, push
+        self._file: IO[bytes] | None = None if folder is None else _open_file(folder, process)
         self._resource = _attributes(
             {"service.name": "weft", "service.instance.id": process, "process.pid": os.getpid()}
         )
@@ -62,10 +60,14 @@ class SpanWriter:
         self._lock = threading.Lock()
         self._waiting: list[Span] = []
         self._came, self._over = threading.Event(), threading.Event()
-        self.dropped = 0
-        """Number of spans not written."""
+        self._lost = 0
         self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
         self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Number of spans not written, and of spans not pushed."""
+        return self._lost + (0 if self._push is None else self._push.dropped)
 
     def write(self, span: Span, end: float, error: str | None = None) -> None:
         """Queue ``span``, which ended at ``end`` (seconds).
@@ -76,16 +78,19 @@ class SpanWriter:
         span.end, span.error = end, error
         with self._lock:
             if len(self._waiting) >= MOST_WAITING or self._over.is_set():
-                self.dropped += 1
+                self._lost += 1
                 return
             self._waiting.append(span)
         self._came.set()
 
     def close(self) -> None:
-        """Write the queued spans and end the thread; wait up to ``CLOSE_S``. Safe to call twice."""
+        """Write the queued spans and end the thread; wait up to ``CLOSE_S``, and ``PUSH_CLOSE_S`` for the
+        push. Safe to call twice."""
         self._over.set()
         self._came.set()
         self._thread.join(CLOSE_S)
+        if self._push is not None:
+            self._push.close(PUSH_CLOSE_S)
 
     def _run(self) -> None:
         """Write queued spans every ``EVERY_S`` seconds until ``close``; then close the file and log dropped
@@ -101,8 +106,8 @@ class SpanWriter:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
-        if self.dropped:
-            log.warning("--trace-requests: %d spans were dropped", self.dropped)
+        if self._lost:
+            log.warning("--trace-requests: %d spans were dropped", self._lost)
 
     def _flush(self) -> None:
         """Write all queued spans as one line.
@@ -113,14 +118,19 @@ class SpanWriter:
             spans, self._waiting = self._waiting, []
         if not spans:
             return
+        # The push has a queue of its own, so a slow collector does not delay the file.
+        if self._push is not None:
+            self._push.take(spans, self._origin)
+        if not self._to_file:
+            return
         if self._file is None:
-            self.dropped += len(spans)
+            self._lost += len(spans)
             return
         try:
             self._file.write(encode(spans, self._resource, self._origin) + b"\n")
             self._file.flush()
         except OSError as error:
-            self.dropped += len(spans)
+            self._lost += len(spans)
             log.warning("--trace-requests: the file cannot be written to (%s); tracing ends", error.strerror)
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -171,6 +181,24 @@ def _value(value: Value) -> dict[str, Any]:
     return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
 
 
-def open_writer(folder: str | None, process: str) -> SpanWriter | None:
-    """Return a writer; None if requests are not traced. Raises ConfigError like ``SpanWriter``."""
-    return None if folder is None else SpanWriter(folder, process)
+def _open_file(folder: str, process: str) -> IO[bytes]:
+    """Open the file of a process. Raise ConfigError if the file cannot be created."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", process) or "weft"
+    path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open_private(path, "ab")
+    except OSError as error:
+        raise ConfigError(
+            f"--trace-requests: cannot write to that folder ({error.strerror})", param="--trace-requests"
+        ) from None
+
+
+def open_writer(folder: str | None, process: str, endpoint: str | None = None) -> SpanWriter | None:
+    """Return a writer; None if requests are not traced.
+
+    ``folder``: of ``--trace-requests``. ``endpoint``: of ``--otlp-traces-endpoint``. Raises ConfigError like
+    ``SpanWriter``, and without the packages for a push.
+    """
+    push = open_push(endpoint, process)
+    return None if folder is None and push is None else SpanWriter(folder, process, push)

@@ -27,6 +27,7 @@ from weft.types.sampling import TokenParams
 from weft.types.transfer import TransferParameters
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
 BYTES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**24, 2.0**26, 2.0**28, 2.0**30, 2.0**32)
 
 
@@ -425,6 +426,10 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds from the arrival of a sequence until a step gave the sequence a slot (bounds: ``SECONDS``)."""
     prefill_times: Measures = Measures()
     """Seconds from the slot until the first token (bounds: ``SECONDS``)."""
+    step_tokens: Measures = Measures()
+    """Tokens of each planned step with rows (bounds: ``STEP_TOKENS``)."""
+    spans_dropped: int = 0
+    """Spans of traced requests that were not written or not pushed."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

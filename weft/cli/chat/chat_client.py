@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from weft.common.client_tls import verification
+
 CONNECT_S = 10.0
 SILENCE_S = 600.0
 """Seconds without a byte before a reply counts as lost. Weft's streams are never silent for so long."""
@@ -68,14 +70,19 @@ class ChatClient:
     message for the user, if the server refuses or fails.
     """
 
-    def __init__(self, url: str, api_key: str = "", timeout: float = SILENCE_S) -> None:
-        """``url``: URL in any form that ``base_url`` accepts. ``timeout``: maximum seconds of silence."""
+    def __init__(
+        self, url: str, api_key: str = "", timeout: float = SILENCE_S, client_cert: str | None = None
+    ) -> None:
+        """``url``: URL in any form that ``base_url`` accepts. ``timeout``: maximum seconds of silence.
+        ``client_cert``: PEM file for a server that requires a certificate. Raise ConfigError for an unusable
+        file."""
         self.url = base_url(url)
         host = urlsplit(self.url).hostname or ""
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_S),
             trust_env=host not in LOOPBACK,  # no proxy for local servers
+            verify=verification(self.url, client_cert),
         )
 
     def models(self) -> list[str]:

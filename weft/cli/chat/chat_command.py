@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from weft.cli.client_cert import client_cert, client_cert_option
 from weft.common import env
 from weft.common.errors import ConfigError
 
@@ -65,6 +66,7 @@ def request_settings(function: F) -> F:
     help="API key of the server. Prefer the environment variable WEFT_CHAT_API_KEY, or WEFT_API_KEY for a "
     "server on this machine.",
 )
+@client_cert_option
 @click.option("--model", help="Name of the model. Default: the first model that the server lists.")
 @click.option("--system", default="", help="The system message.")
 @request_settings
@@ -206,7 +208,7 @@ def _converse(
     from weft.cli.chat.chat_session import ChatHistory
     from weft.cli.chat.chat_view import PlainView
 
-    client = ChatClient(url, api_key)
+    client = ChatClient(url, api_key, client_cert=client_cert())
     try:
         # With --model the list of models is not needed.
         cards = dict([] if model else client.cards())
@@ -219,11 +221,9 @@ def _converse(
 
             return Talk(client, conversation, PlainLines(), PlainView()).run()
         return _on_terminal(client, conversation, history, cards.get(conversation.model, ""))
-    except NothingThere as error:
+    except NothingThere as gone:
         hint = "start a server with `weft serve` or `weft chat MODEL`, or give --url"
-        raise ConfigError(
-            f"{error}: {hint if assumed else 'is the server running?'}", param="--url"
-        ) from None
+        raise ConfigError(f"{gone}: {hint if assumed else 'is the server running?'}", param="--url") from None
     except ChatError as error:
         raise ConfigError(str(error)) from None
     finally:

@@ -26,6 +26,7 @@ from weft.common.title import set_title
 from weft.config.file_limits import ask_for_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
+from weft.config.sections.tls import server_context
 from weft.config.topology import face, serves
 from weft.ops import cpu
 from weft.ops.cpu.beside import OperationsBuild, built
@@ -61,6 +62,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
 
         child.forbid_core_dumps()
         return serve_groups(groups, front.log_settings)
+    server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
     from weft.engine.ranks.processes import Spares
     from weft.engine.server.engine_processes import EngineGroups
 

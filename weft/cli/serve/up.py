@@ -43,6 +43,7 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
     """
     from weft.cli.serve.server import configure_log, run
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
+    from weft.config.sections.tls import server_context
     from weft.config.topology import on_host, read_topology, resolve_groups
 
     node = given.pop("node_rank") or 0
@@ -55,6 +56,7 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
     groups = resolve_groups(topology._replace(front=front))
     check_secrets(groups)
     if check:
+        server_context(front)
         click.echo(describe(groups, front))
         return 0
     return run(groups, front)

@@ -300,6 +300,14 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "process. `weft trace` merges the folder into one Perfetto file."
         ),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="URL of an OpenTelemetry collector (OTLP/HTTP), e.g. http://127.0.0.1:4318. Every "
+            "process pushes the spans of request traces to the collector. Requires weft[otel]. Default: "
+            "OTEL_EXPORTER_OTLP_ENDPOINT."
+        ),
+    ] = None
     profile_dir: Annotated[
         str | None,
         Meta(

@@ -22,6 +22,40 @@ class FrontSection(Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on. 0: a free port.")] = 8000
+    ssl_certfile: Annotated[
+        str | None,
+        Meta(
+            description="PEM file with the server's certificate and the intermediate certificates. With a "
+            "certificate the server speaks only HTTPS. Changed files are used by new connections."
+        ),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None,
+        Meta(description="PEM file with the private key. Default: the key in the file of --ssl-certfile."),
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None,
+        Meta(
+            description="Password of an encrypted private key. All users of this machine can read command "
+            "lines: prefer the --config file."
+        ),
+    ] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Meta(
+            description="PEM file with the authorities that sign the certificates of clients, for "
+            "--ssl-cert-reqs."
+        ),
+    ] = None
+    ssl_cert_reqs: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2,
+            description="Certificates of clients. 0: not requested. 1: checked if the client sends a "
+            "certificate. 2: required, also for probes and metrics.",
+        ),
+    ] = 0
     fronts: Annotated[
         int,
         Meta(

@@ -303,7 +303,8 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
 
     try:
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
-        spans = open_writer(config.runner.trace_requests, process_name(config))
+        runner = config.runner
+        spans = open_writer(runner.trace_requests, process_name(config), runner.otlp_traces_endpoint)
         core = EngineCore(config, runner=start_executor(config, supervised=supervised), spans=spans)
     except BaseException as error:
         if isinstance(error, WeftError):

@@ -7,7 +7,6 @@ docs/metrics.txt`` updates the checked-in list.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -18,20 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.control.links.links import Links
-from weft.types.messages import BYTES, SECONDS, EngineStats, Measures, TransferStats
+from weft.front.monitoring import front_tables
+from weft.front.monitoring.front_tables import EVENTS, HISTOGRAMS, HTTP_SECONDS
+from weft.tracing.writer import SpanWriter
+from weft.types.messages import BYTES, SECONDS, STEP_TOKENS, EngineStats, Measures, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_LONG = (2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, *_LONG)
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-LATENCY_BOUNDS = ((*_TTFT, math.inf), (*_ITL, math.inf))
-"""Upper bounds of the buckets of ``Metrics.latencies``."""
-_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-_TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-
 
 #: name -> (help, value of an EngineStats). Gauges show the present state.
 _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -103,6 +95,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Seconds of communication that overlapped with compute.",
         lambda s: s.communication_hidden_seconds,
     ),
+    "engine_spans_dropped": (
+        "Spans of traced requests that the engine process did not write or push.",
+        lambda s: s.spans_dropped,
+    ),
     "head_bad_frames": ("Invalid frames dropped by the engine process.", lambda s: s.bad_frames),
 }
 
@@ -156,6 +152,7 @@ _STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[EngineStats], Measure
         SECONDS,
         lambda s: s.prefill_times,
     ),
+    "iteration_tokens_total": ("Tokens of a forward pass with rows.", STEP_TOKENS, lambda s: s.step_tokens),
 }
 #: Histograms of engine processes with a role: name -> (help, bounds, value).
 _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
@@ -335,40 +332,12 @@ class _EngineCollector(_LinkCollector):
         return family
 
 
-#: (name, help, buckets) of histograms measured by the API server.
-_HISTOGRAMS = (
-    ("time_to_first_token_seconds", "Seconds from the arrival of a request to its first token.", _TTFT),
-    (
-        "inter_token_latency_seconds",
-        "Seconds between two tokens of one sequence, as received from the engine.",
-        _ITL,
-    ),
-    ("e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", _E2E),
-    ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-    ("request_generation_tokens", "Generated tokens of a request, over all choices.", _TOKENS),
-    ("request_max_num_generation_tokens", "Generated tokens of a request's longest choice.", _TOKENS),
-    ("request_decode_time_seconds", "Seconds from the first token of a request to its last.", _E2E),
-    (
-        "request_time_per_output_token_seconds",
-        "Mean seconds between the tokens of a request's longest choice.",
-        _ITL,
-    ),
-    ("request_params_n", "Parameter n of a request.", _CHOICES),
-    ("request_params_max_tokens", "Maximum output tokens per choice of a request.", _TOKENS),
-)
-_EVENTS = (
-    ("request_success", "Choices that ended without an error.", ("model_name", "finished_reason")),
-    ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
-    ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
-    ("prefix_cache_misses", "Prompts, by the reason why the cached prefix ended.", ("model_name", "reason")),
-)
-
-
 class Metrics:
     """All metrics of one API server, in private registries. ``links`` are read at each scrape."""
 
-    def __init__(self, model: str, links: Links) -> None:
-        """Register all metrics, without observations. ``model``: value of the label ``model_name``."""
+    def __init__(self, model: str, links: Links, spans: SpanWriter | None = None) -> None:
+        """Register all metrics, without observations. ``model``: value of the label ``model_name``.
+        ``spans``: writer of the API server's spans."""
         self._engines = CollectorRegistry(auto_describe=False)
         self._own = CollectorRegistry(auto_describe=False)
         self.model = model
@@ -376,18 +345,21 @@ class Metrics:
         self._own.register(_LinkCollector(links, model))
         made = [
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
-            for name, text, buckets in _HISTOGRAMS
+            for name, text, buckets in HISTOGRAMS
         ]
         self.time_to_first_token, self.inter_token, self.e2e, *rest = (one.labels(model) for one in made)
         self.prompt_tokens, self.generation_tokens, self.longest_choice, *rest = rest
-        self.decode, self.time_per_token, self.asked_n, self.asked_tokens = rest
+        self.decode, self.time_per_token, self.asked_n, self.asked_tokens, self.computed_tokens = rest
         self.success, self.failure, self.http, self.misses = (
-            Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
+            Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in EVENTS
         )
+        name, text, labels, buckets = HTTP_SECONDS
+        self.http_seconds = Histogram(f"weft:{name}", text, labels, buckets=buckets, registry=self._own)
+        self._own.register(front_tables.ProcessMetrics(model, spans))
 
     def latencies(self) -> tuple[list[float], list[float]]:
         """Return the cumulative bucket counts of time to first token and of time between tokens, of the
-        requests of this API server. ``LATENCY_BOUNDS`` has the bounds."""
+        requests of this API server. ``front_tables.LATENCY_BOUNDS`` has the bounds."""
         return _bucket_counts(self.time_to_first_token), _bucket_counts(self.inter_token)
 
     def render(self) -> bytes:
@@ -455,13 +427,11 @@ def describe() -> str:
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]
-    lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
+    lines += front_tables.describe()
     lines.append("weft:front_image_encodes_total counter model_name,attempt")
     lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")
     lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]
-    for name, _, buckets in _HISTOGRAMS:
-        lines.append(f"weft:{name} histogram model_name {','.join(f'{bound:g}' for bound in buckets)}")
     return "\n".join(sorted(lines)) + "\n"
 
 

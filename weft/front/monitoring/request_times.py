@@ -70,17 +70,18 @@ class RequestTimes:
                 self._metrics.inter_token.observe(gap)
         self._last[event.sequence] = now
 
-    def done(self, prompt: int, generated: Sequence[int], reasons: Sequence[str]) -> None:
+    def done(self, prompt: int, cached: int, generated: Sequence[int], reasons: Sequence[str]) -> None:
         """Record the end of a fully answered request in metrics, trace and log. Call at most once.
 
-        ``prompt``: prompt tokens. ``generated``: output tokens of each choice. ``reasons``: finish reason of
-        each choice.
+        ``prompt``: prompt tokens. ``cached``: prompt tokens found in the prefix cache. ``generated``: output
+        tokens of each choice. ``reasons``: finish reason of each choice.
         """
         metrics = self._metrics
         model = self._metrics.model
         took, longest = time.monotonic() - self._start, max(generated, default=0)
         metrics.e2e.observe(took)
         metrics.prompt_tokens.observe(prompt)
+        metrics.computed_tokens.observe(max(prompt - cached, 0))
         metrics.generation_tokens.observe(sum(generated))
         metrics.longest_choice.observe(longest)
         if self._first is not None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weft.common import errors
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 
@@ -23,12 +24,27 @@ _HTTP = re.compile(
     rb'route="(?P<route>[^"]*)",status="(?P<status>\d)\d*"\} (?P<count>\S+)$',
     re.MULTILINE,
 )
+_HTTP_SECONDS = re.compile(rb"vllm:(http_request_duration_seconds.*)")
+_PROCESS = re.compile(rb"^(# \w+ )?process_.*\n", re.MULTILINE)
+"""Metrics of the process, which have the same names in both forms of the page."""
+_NO_ENGINE = re.compile(rb'^(vllm:\w+\{)(?=[^}\n]*model_name=")(?![^}\n]*engine=")', re.MULTILINE)
+_FAILED = re.compile(
+    rb'^vllm:request_failure_total\{code="(?P<code>[^"]*)".*\} (?P<count>\S+)$', re.MULTILINE
+)
+_SUCCESS_TYPE = b"# TYPE vllm:request_success_total counter\n"
+_SERVER_ERRORS = frozenset(
+    kind.code.encode() for kind in vars(errors).values() if getattr(kind, "http_status", 0) in range(500, 600)
+)
+"""Codes of failures of the server. vLLM counts such failures as the finish reason "error"."""
+_SLEEP_STATES = (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0))
+"""vLLM's sleep states of an engine. Weft's engines are always awake."""
 
 
 def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> bytes:
     """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
     metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat."""
-    renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
+    engines = list(engines)
+    renamed = _vllm_lines(page, config.served_names[0], engines[0].name if engines else "0")
     older = [
         line.replace(name, before)
         for line in renamed.split(b"\n")
@@ -36,8 +52,23 @@ def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> b
         if name in line
     ]
     derived = CollectorRegistry(auto_describe=False)
-    derived.register(_Derived(config, list(engines), _answers(renamed)))
+    derived.register(_Derived(config, engines, _answers(renamed)))
     return renamed + b"\n".join([*older, b""]) + generate_latest(derived)
+
+
+def _vllm_lines(page: bytes, model: str, engine: str) -> bytes:
+    """Return the lines of ``page`` that vLLM has too, with vLLM's names and labels.
+
+    vLLM's dashboards select series by ``engine``. Series of the API server get the label of ``engine``, the
+    first engine.
+    """
+    renamed = _PROCESS.sub(b"", page).replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
+    renamed = _HTTP_SECONDS.sub(lambda line: line[1].replace(b'route="', b'handler="'), renamed)
+    failed = sum(float(one["count"]) for one in _FAILED.finditer(renamed) if one["code"] in _SERVER_ERRORS)
+    quoted = model.replace("\\", r"\\").replace('"', r"\"").encode()
+    error = b'vllm:request_success_total{finished_reason="error",model_name="%b"} %.1f\n' % (quoted, failed)
+    renamed = renamed.replace(_SUCCESS_TYPE, _SUCCESS_TYPE + error)
+    return _NO_ENGINE.sub(rb'\1engine="%b",' % engine.encode(), renamed)
 
 
 def _answers(page: bytes) -> Counter[tuple[str, str, str]]:
@@ -86,12 +117,49 @@ class _Derived(Collector):
                 sources.add_metric([model, name, source], count)
             drafts.add_metric([model, name], stats.drafts[0] if stats.drafts else 0)
         yield from (cached, sources, drafts, self._cache_config(model))
+        yield from self._states(model)
         http = CounterMetricFamily(
             "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
         )
         for (route, method, status), count in self._answers.items():
             http.add_metric([route, method, f"{status}xx"], count)
         yield http
+
+    def _states(self, model: str) -> Iterable[Metric]:
+        """Yield waiting sequences by reason, cached tokens by tier, uses of the image cache, and sleep
+        states."""
+        labels = ["model_name", "engine"]
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences without a slot: deferred while caches or images arrive, else for lack of capacity.",
+            labels=[*labels, "reason"],
+        )
+        tiers = CounterMetricFamily(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens found in the prefix cache, by tier.",
+            labels=[*labels, "source"],
+        )
+        queries = CounterMetricFamily(
+            "vllm:mm_cache_queries", "Images looked up in the embedding cache.", labels=labels
+        )
+        hits = CounterMetricFamily(
+            "vllm:mm_cache_hits", "Images found in the embedding cache.", labels=labels
+        )
+        sleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "Sleep state of an engine.", labels=[*labels, "sleep_state"]
+        )
+        for engine in self._engines:
+            name, stats = engine.name, engine.stats
+            moving = [one for one in (stats.transfers, stats.embedding_transfers) if one is not None]
+            deferred = min(sum(one.blocked + one.fetching for one in moving), stats.waiting)
+            waiting.add_metric([model, name, "capacity"], stats.waiting - deferred)
+            waiting.add_metric([model, name, "deferred"], deferred)
+            tiers.add_metric([model, name, "device"], min(stats.prefix_hits, stats.prompt_tokens))
+            queries.add_metric([model, name], stats.images_encoded + stats.image_hits)
+            hits.add_metric([model, name], stats.image_hits)
+            for state, value in _SLEEP_STATES:
+                sleep.add_metric([model, name, state], value)
+        yield from (waiting, tiers, queries, hits, sleep)
 
     def _cache_config(self, model: str) -> Metric:
         """Return the KV cache's settings as labels of a gauge with value 1, for each engine that answers.

@@ -40,7 +40,8 @@ from weft.front.http.body import Bodies
 from weft.front.http.rate_limit import RateLimits
 from weft.front.lifecycle import Lifecycle, RetryAfter
 from weft.front.monitoring import load_history
-from weft.front.monitoring.metrics import LATENCY_BOUNDS, Metrics
+from weft.front.monitoring.front_tables import LATENCY_BOUNDS
+from weft.front.monitoring.metrics import Metrics
 from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
@@ -110,7 +111,7 @@ class Front:
         self.created = int(time.time())
         self._siblings = siblings
         name = "front" if siblings is None else f"front {siblings.name}"
-        self._spans = open_writer(config.runner.trace_requests, name)
+        self._spans = open_writer(config.runner.trace_requests, name, config.runner.otlp_traces_endpoint)
         self.links = Links(
             owner,
             Patience(
@@ -125,7 +126,7 @@ class Front:
             joining=joining,
             spans=self._spans,
         )
-        self.metrics = Metrics(self.names[0], self.links)
+        self.metrics = Metrics(self.names[0], self.links, self._spans)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         # A leaving engine takes no requests, so its places do not count.
         self.lifecycle = Lifecycle(lambda: each * len(self.links.fleet.table.wanted))
@@ -228,7 +229,7 @@ class Front:
         await self.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._spans is not None:
-            self._spans.close()
+            await asyncio.to_thread(self._spans.close)
 
     def trace(self, kind: str, header: str | None) -> RequestTrace | None:
         """Return a trace span for a request arriving now. ``header``: the ``traceparent`` header. None

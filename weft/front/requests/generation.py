@@ -370,7 +370,7 @@ class Generation:
         usage = self.usage()
         reasons = [choice.finish_reason or "" for choice in self.choices]
         generated = [len(choice.token_ids) for choice in self.choices]
-        self._times.done(usage.prompt_tokens, generated, reasons)
+        self._times.done(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, generated, reasons)
 
     def close(self) -> None:
         """Release everything: open sequences are finished in the engine, all ids are freed, and the

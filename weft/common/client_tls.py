@@ -1,0 +1,34 @@
+"""TLS of Weft's own HTTP clients: trusted authorities, and a certificate for servers that require one."""
+
+from __future__ import annotations
+
+import ssl
+
+from weft.common.errors import ConfigError
+
+
+def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | bool:
+    """Return the value of httpx's ``verify`` for ``url``: a context for https, True for other URLs.
+
+    SSL_CERT_FILE and SSL_CERT_DIR name the trusted authorities, also for loopback hosts, for which clients
+    ignore the proxies of the environment. ``client_cert``: PEM file with a certificate and its key. Raise
+    ConfigError for an unusable file.
+    """
+    if not url.lower().startswith("https://"):
+        return True
+    import httpx
+
+    try:
+        context = httpx.create_ssl_context()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"SSL_CERT_FILE: the trusted authorities cannot be read ({error})") from None
+    if client_cert is not None:
+        try:
+            context.load_cert_chain(client_cert)
+        except OSError as error:  # ssl.SSLError is an OSError
+            reason = getattr(error, "reason", None) or error.strerror
+            raise ConfigError(
+                f"--client-cert {client_cert}: no certificate with an unencrypted key can be read ({reason})",
+                param="--client-cert",
+            ) from None
+    return context
