@@ -3,37 +3,35 @@
     off        none
     prefill    steps with prompts, if splittable
     all        all splittable steps
-    auto       steps for which measured costs predict a gain (``weft.overlap.overlap_cost``)
+    auto       steps with prompts and many tokens, if communication takes a large share of such steps
 
-``auto`` starts with whole steps. A class of steps switches to micro-batches if the predicted saving is at
-least ``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no
-correction, so a class is tried for a few steps. After a failed trial, the next trial of the class waits twice
-as long. A class in micro-batches computes a whole step now and then, to keep both forms measured.
+``auto`` measures the share on whole steps, by powers of two of tokens. The time of a step in micro-batches is
+not measured. Decode steps stay whole: both micro-batches read all weights, and on CPUs only whole decode steps
+are captured.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from weft.config.sections.all import ParallelSection
-from weft.overlap.overlap_cost import LATEST, OverlapCost, Ratios
-from weft.overlap.split import split, splits
+from weft.overlap.split import splits
 from weft.overlap.times import StepTimes
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
 
-ENTER, LEAVE = 0.05, 0.01
-"""Minimum saving by micro-batches, as shares of step time: to start, and to continue."""
-FEW = 3
-"""Number of steps in micro-batches in a trial of a class."""
-WARM = 4
-"""Number of whole steps of a class before the first step in micro-batches."""
+TOKENS = 128
+"""Minimum tokens of a step in micro-batches (mode ``auto``)."""
+SHARE = 0.15
+"""Minimum share of communication in a whole step (mode ``auto``). The second micro-batch reads all weights
+again, so a smaller share does not pay."""
+LATEST, WARM = 8, 4
+"""Number of latest measured shares of a class, and number of shares before the first decision. The median
+decides."""
 WHOLE_EVERY = 32
-"""One of so many steps of a class in micro-batches is computed whole."""
-NOW_AND_THEN = 8
-"""One of so many steps of a known class is evaluated."""
-RETRY_FIRST, RETRY_LAST = 256, 8192
-"""First and maximum number of whole steps of a class between two trials."""
+"""One of so many steps of a class in micro-batches is computed whole, to measure the share again."""
 
 
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
@@ -55,13 +53,10 @@ def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
 class _StepClass:
     """A class of similar steps."""
 
-    whole: Ratios = field(default_factory=Ratios)
-    overlapped: Ratios = field(default_factory=Ratios)
-    pays: bool = False
+    shares: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Shares of communication in the latest whole steps."""
     steps: int = 0
-    """Number of steps since the last change of form or trial."""
-    retry: int = RETRY_FIRST
-    observed: int = 0
+    """Number of decisions for the class."""
 
 
 class OverlapPolicy:
@@ -74,8 +69,8 @@ class OverlapPolicy:
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
         """Seconds on this rank with a collective in flight, and the part hidden under compute."""
-        self._cost = OverlapCost()
-        self._kinds: dict[tuple[int, ...], _StepClass] = {}
+        self._classes: dict[int, _StepClass] = {}
+        """Number of bits of the number of tokens -> class (mode ``auto``)."""
 
     def ask(self, builder: PlanBuilder) -> None:
         """Set ``builder.micro_batches`` for the step."""
@@ -97,7 +92,7 @@ class OverlapPolicy:
             return plan.prefill.rows > 0 and splits(plan)
         if self.mode == "all":
             return splits(plan)
-        return splits(plan) and self._pays(plan)
+        return self._pays(plan)
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
@@ -108,29 +103,8 @@ class OverlapPolicy:
         self.steps += times.micro_batches > 1
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
-        if self.mode == "auto" and plan.rows:
-            self._learn(plan, times)
-
-    def _learn(self, plan: StepPlan, times: StepTimes) -> None:
-        """Learn from a step: add its time to the statistics of its class, and fit the cost model to whole
-        steps. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps.
-        """
-        kind = self._kind(plan)
-        overlapped = times.micro_batches > 1
-        ratios = kind.overlapped if overlapped else kind.whole
-        kind.observed += 1
-        # Enough measurements of the form in use; the other form is always worth a measurement.
-        known = len(ratios.seen) >= LATEST and overlapped == kind.pays
-        if known and kind.observed % NOW_AND_THEN:
-            return
-        if overlapped:
-            micro_batches = split(plan)
-            assert micro_batches is not None
-            kind.overlapped.add(times.seconds, self._cost.overlapped(micro_batches))
-            return
-        if self._cost.ready:
-            kind.whole.add(times.seconds, self._cost.whole(plan))
-        self._cost.observe(plan, times)
+        if self.mode == "auto" and _large(plan) and times.micro_batches == 1 and times.seconds > 0.0:
+            self._class(plan).shares.append(times.communication / times.seconds)
 
     def describe(self) -> str | None:
         """Return a log line; None if nothing communicated."""
@@ -142,65 +116,20 @@ class OverlapPolicy:
             f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
         )
 
-    def saves(self, plan: PlannedRows) -> float:
-        """Return the predicted share of step time saved by micro-batches; negative if micro-batches cost
-        time.
-
-        At most the share of communication, even if the compute model is wrong.
-        """
-        micro_batches = split(plan)
-        if micro_batches is None or not self._cost.ready:
-            return 0.0
-        kind = self._kind(plan)
-        whole = self._cost.whole(plan) * kind.whole.factor
-        if whole <= 0.0:
-            return 0.0
-        saved = 1.0 - self._cost.overlapped(micro_batches) * kind.overlapped.factor / whole
-        return min(saved, self._cost.share(plan))
-
     def _pays(self, plan: PlannedRows) -> bool:
-        """Return True if class statistics favor micro-batches for ``plan`` (mode ``auto``).
-
-        Updates the trial state of the class.
-
-        A prediction takes part of a millisecond, so a known class is evaluated only now and then.
-        """
-        kind = self._kind(plan)
-        kind.steps += 1
-        if not kind.pays:
-            return self._may_enter(kind, plan)
-        tried = len(kind.overlapped.seen)
-        # During a trial: measure before judging.
-        if tried < FEW:
-            return True
-        if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:
-            kind.pays = False
-            kind.steps = 0
-            kind.retry = min(2 * kind.retry, RETRY_LAST)
+        """Return True if communication takes enough of steps like ``plan`` (mode ``auto``)."""
+        if not _large(plan) or not splits(plan):
             return False
-        if kind.steps >= kind.retry:  # micro-batches have paid for long
-            kind.retry = RETRY_FIRST
-        return kind.steps % WHOLE_EVERY != 0
-
-    def _may_enter(self, kind: _StepClass, plan: PlannedRows) -> bool:
-        """Return True if a trial of micro-batches begins for the class ``kind``.
-
-        A new trial forgets the old measurements.
-        """
-        if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
+        similar = self._class(plan)
+        similar.steps += 1
+        if len(similar.shares) < WARM or similar.steps % WHOLE_EVERY == 0:
             return False
-        if kind.overlapped.seen and kind.steps >= kind.retry:  # a new trial: forget the old measurements
-            kind.overlapped.seen.clear()
-            kind.steps = 0
-        if self.saves(plan) < ENTER:
-            return False
-        kind.pays = True
-        kind.steps = 0
-        return True
+        return median(similar.shares) >= SHARE
 
-    def _kind(self, plan: PlannedRows) -> _StepClass:
-        """Return the class of the plan: powers of two of prompt tokens, decode rows and drafts."""
-        rows = plan.decode.rows
-        tokens = plan.decode.tokens
-        key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())
-        return self._kinds.setdefault(key, _StepClass())
+    def _class(self, plan: PlannedRows) -> _StepClass:
+        return self._classes.setdefault(plan.tokens.bit_length(), _StepClass())
+
+
+def _large(plan: PlannedRows) -> bool:
+    """Return True if the plan has prompts and enough tokens for mode ``auto``."""
+    return plan.prefill.rows > 0 and plan.tokens >= TOKENS
