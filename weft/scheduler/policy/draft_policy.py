@@ -29,8 +29,12 @@ from weft.scheduler.policy.acceptance import Acceptance
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import StepPlan
 
-TRY, LONGEST_TRY = 4, 12
+PLAINS = 4
+"""Number of measured plain steps before the first try of a batch size class."""
+TRY, LONGEST_TRY = 2, 12
 """Number of steps with a usable time in a try, and maximum number of steps."""
+HOPELESS, ENOUGH = 0.2, 8
+"""A try ends at once if at least ``ENOUGH`` rows had on average fewer than ``HOPELESS`` accepted drafts."""
 SHARE = 0.01
 """Time lost by a failed try, as a share of the pause behind the try."""
 SHORTEST_PAUSE = 32
@@ -61,6 +65,10 @@ class _Size:
     """Number of steps of the present try; ``LONGEST_TRY`` after its end."""
     extra: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     """Latest values of ``extra``."""
+    rows: int = 0
+    """Number of rows with verified drafts since the try began."""
+    accepted: int = 0
+    """Number of accepted drafts of these rows."""
     lost: float = 0.0
     """Seconds lost by drafts since the try began, compared with plain steps. A gain is no credit."""
     until: float = 0.0
@@ -129,7 +137,7 @@ class DraftPolicy:
         self._steps += 1
         paused = self._time < size.until
         # A new class measures plain steps first. A class with drafts measures plain steps again now and then.
-        if paused or size.plains < TRY or self._steps % PLAIN_EVERY < PLAIN_STEPS:
+        if paused or size.plains < PLAINS or self._steps % PLAIN_EVERY < PLAIN_STEPS:
             return self._none(rows, paused)
         if size.tried < LONGEST_TRY:
             size.tried += 1
@@ -161,7 +169,7 @@ class DraftPolicy:
         size.until = self._time + pause * 2**size.failed
         size.failed = min(size.failed + 1, DOUBLINGS)
         size.lost = 0.0
-        size.tried = 0
+        size.tried = size.rows = size.accepted = 0
         size.extra.clear()
 
     def _paying(self, slots: np.ndarray, size: _Size) -> np.ndarray:
@@ -224,6 +232,10 @@ class DraftPolicy:
         plain = self.plain(rows)
         size.lost = max(size.lost + seconds - plain * (1.0 + accepted / rows), 0.0)
         verified = plan.decode.tokens - rows
+        size.rows += int((plan.decode.count > 1).sum())
+        size.accepted += accepted
+        if size.rows >= ENOUGH and size.accepted < HOPELESS * size.rows:
+            size.tried = LONGEST_TRY
         if verified and plan.decode.next_k.any() and not uncaptured:
             size.extra.append((seconds - plain) / verified)
             if len(size.extra) >= TRY:
