@@ -4,7 +4,7 @@ Speculation never changes a token, only the number of tokens per step. The rule 
 numbers:
 
     plain    seconds of a step without drafts, by number of rows
-    extra    seconds that one verified draft adds to a step, by batch size class
+    extra    seconds that one verified draft adds to a step, by batch size class and longest row
     chance   probability that a draft is accepted, by slot and draft position (``Acceptance``)
 
 A draft pays if ``chance / extra`` is above the tokens per second of the step. A class of batch sizes (powers
@@ -33,8 +33,11 @@ PLAINS = 4
 """Number of measured plain steps before the first try of a batch size class."""
 TRY, LONGEST_TRY = 2, 12
 """Number of steps with a usable time in a try, and maximum number of steps."""
+UNLIKE = 0.5
+"""A row without drafts beside rows with drafts has a first draft with less than this share of the average
+chance."""
 HOPELESS, ENOUGH = 0.2, 8
-"""A try ends at once if at least ``ENOUGH`` rows had on average fewer than ``HOPELESS`` accepted drafts."""
+"""A try ends at once if at least ``ENOUGH`` rows have on average fewer than ``HOPELESS`` accepted drafts."""
 SHARE = 0.01
 """Time lost by a failed try, as a share of the pause behind the try."""
 SHORTEST_PAUSE = 32
@@ -63,14 +66,14 @@ class _Size:
     """Number of measured plain steps."""
     tried: int = 0
     """Number of steps of the present try; ``LONGEST_TRY`` after its end."""
-    extra: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
-    """Latest values of ``extra``."""
+    extra: dict[int, deque[float]] = field(default_factory=dict)
+    """Maximum number of drafts of a row -> latest values of ``extra``."""
     rows: int = 0
     """Number of rows with verified drafts since the try began."""
     accepted: int = 0
     """Number of accepted drafts of these rows."""
     lost: float = 0.0
-    """Seconds lost by drafts since the try began, compared with plain steps. A gain is no credit."""
+    """Seconds lost by drafts since the try began, compared with plain steps."""
     until: float = 0.0
     """End of the pause, in seconds of step time."""
     failed: int = 0
@@ -100,8 +103,8 @@ class DraftPolicy:
         """Batch size class -> state."""
         self._plain: dict[int, deque[float]] = {}
         """Number of rows -> seconds of the latest plain steps."""
-        self._least = np.inf
-        """Acceptance probability from which on a draft pays; infinity without drafts."""
+        self._now = 0
+        """Number of drafts of a sequence without history."""
         self._accepted = 0
         """Number of accepted drafts in the last committed step."""
         self._steps = self._next = self._rest = 0
@@ -114,7 +117,7 @@ class DraftPolicy:
     def enter(self, slot: int) -> None:
         """Reset the acceptance and the draft count of ``slot`` for a new sequence."""
         self._shares.enter(slot)
-        self._columns.wanted[slot] = self._wants()
+        self._columns.wanted[slot] = self._now
 
     def idle(self) -> bool:
         """Return True if the next plan has no drafts and needs no choice: do not call ``choose`` then.
@@ -141,7 +144,7 @@ class DraftPolicy:
             return self._none(rows, paused)
         if size.tried < LONGEST_TRY:
             size.tried += 1
-            self._least = 0.0
+            self._now = self.most
             self._next = self._steps
             return most
         if self._steps >= self._next:
@@ -158,7 +161,7 @@ class DraftPolicy:
 
     def _none(self, rows: int, paused: bool) -> np.ndarray:
         """Return no drafts for any row."""
-        self._least = np.inf
+        self._now = 0
         self._next = self._steps
         self._rest = HOLD if paused else 0
         return np.zeros(rows, np.int32)
@@ -174,31 +177,23 @@ class DraftPolicy:
 
     def _paying(self, slots: np.ndarray, size: _Size) -> np.ndarray:
         """Return int32 [rows]: number of drafts that pay in each row; all 0 if no draft pays."""
-        rows = len(slots)
-        none = np.zeros(rows, np.int32)
-        if not size.extra:
-            return none
+        rows, plain = len(slots), self.plain(len(slots))
         self._shares.learn()
-        plain = self.plain(rows)
-        extra = max(float(np.median(size.extra)), 0.0)
-        chances = self._columns.acceptance[slots][:, None] * self._shares.chain()  # [rows, most]
-        rate = WORTH * rows / plain
-        # Fewer drafts pay at a higher rate. Two rounds come close to the best rate.
-        for _ in range(2):
-            self._least = extra * rate
-            pays = chances > self._least
-            if not pays.any():
-                return none
-            rate = max(rate, (rows + float(chances[pays].sum())) / (plain + extra * int(pays.sum())))
-        return pays.sum(axis=1, dtype=np.int32)
+        chances = self._shares.chances(slots)
+        able = chances[:, 0] >= UNLIKE * chances[:, 0].mean()
+        gains = np.cumsum(chances[able].sum(axis=0))
+        best, extra, self._now = WORTH * rows / plain, np.inf, 0
+        for drafts in range(self.most, 0, -1):
+            if drafts in size.extra:
+                extra = max(float(np.median(size.extra[drafts])), 0.0)
+            rate = (rows + gains[drafts - 1]) / (plain + extra * drafts * int(able.sum()))
+            if rate > best:
+                best, self._now = rate, drafts
+        return np.where(able, np.int32(self._now), np.int32(0))
 
     def first(self, room: int) -> int:
         """Return the number of drafts to propose after a prompt, at most ``room``."""
-        return min(room, self._wants() if self.adaptive else self.most)
-
-    def _wants(self) -> int:
-        """Return the number of drafts that pay for a sequence without history."""
-        return int((self._shares.expected * self._shares.chain() > self._least).sum())
+        return min(room, self._now if self.adaptive else self.most)
 
     def verified(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
         """Record accepted drafts of rows with drafts: integers [rows], ``accepted <= drafts``."""
@@ -230,15 +225,16 @@ class DraftPolicy:
             return
         self._behind = 0
         plain = self.plain(rows)
-        size.lost = max(size.lost + seconds - plain * (1.0 + accepted / rows), 0.0)
+        size.lost += seconds - plain * (1.0 + accepted / rows)
         verified = plan.decode.tokens - rows
         size.rows += int((plan.decode.count > 1).sum())
         size.accepted += accepted
         if size.rows >= ENOUGH and size.accepted < HOPELESS * size.rows:
             size.tried = LONGEST_TRY
         if verified and plan.decode.next_k.any() and not uncaptured:
-            size.extra.append((seconds - plain) / verified)
-            if len(size.extra) >= TRY:
+            extra = size.extra.setdefault(int(plan.decode.count.max()) - 1, deque(maxlen=LATEST))
+            extra.append((seconds - plain) / verified)
+            if len(extra) >= TRY:
                 size.tried = LONGEST_TRY
 
     def plain(self, rows: int) -> float:
