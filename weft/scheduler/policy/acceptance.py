@@ -12,7 +12,7 @@ AT_ONCE = 8
 """Number of steps learned in one batch; learning one step costs as much as a small kernel."""
 MEMORY = 50
 """Number of drafts that earlier drafts count at most."""
-_SLOT_WEIGHT = 0.05
+_SLOT_WEIGHT = 0.1
 
 
 class Acceptance:

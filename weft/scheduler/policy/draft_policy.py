@@ -38,11 +38,11 @@ UNLIKE = 0.5
 chance."""
 HOPELESS, ENOUGH = 0.2, 8
 """A try ends at once if at least ``ENOUGH`` rows have on average fewer than ``HOPELESS`` accepted drafts."""
-SHARE = 0.01
+SHARE = 0.0075
 """Time lost by a failed try, as a share of the pause behind the try."""
 SHORTEST_PAUSE = 32
 """Minimum length of a pause, in plain steps."""
-DOUBLINGS = 3
+DOUBLINGS = 2
 """Number of failed tries in a row after which pauses grow no longer."""
 PLAIN_EVERY, PLAIN_STEPS = 512, 9
 """Period and number of steps without drafts, to measure ``plain`` again."""
