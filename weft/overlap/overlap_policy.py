@@ -3,11 +3,12 @@
     off        none
     prefill    steps with prompts, if splittable
     all        all splittable steps
-    auto       steps with prompts and many tokens, if communication takes a large share of such steps
+    auto       steps in the form that was faster for similar steps
 
-``auto`` measures the share on whole steps, by powers of two of tokens. The time of a step in micro-batches is
-not measured. Decode steps stay whole: both micro-batches read all weights, and on CPUs only whole decode steps
-are captured.
+``auto`` measures the latest times of both forms, whole and in micro-batches, for each class of steps: with or
+without prompts, and powers of two of tokens. The first steps are whole. Micro-batches are tried only where
+communication takes ``SHARE`` of a whole step. Then the faster form computes all steps except one in
+``OTHER_EVERY``.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ from weft.overlap.times import StepTimes
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
 
-TOKENS = 128
-"""Minimum tokens of a step in micro-batches (mode ``auto``)."""
-SHARE = 0.15
-"""Minimum share of communication in a whole step (mode ``auto``). The second micro-batch reads all weights
-again, so a smaller share does not pay."""
-LATEST, WARM = 8, 4
-"""Number of latest measured shares of a class, and number of shares before the first decision. The median
-decides."""
-WHOLE_EVERY = 32
-"""One of so many steps of a class in micro-batches is computed whole, to measure the share again."""
+SHARE = 0.06
+"""Minimum share of communication in whole steps for a trial of micro-batches."""
+LATEST, FEW = 8, 4
+"""Number of latest times of a form; the median counts. Number of times before a decision."""
+OTHER_EVERY = 128
+"""One of so many steps of a class is computed in the slower form, to measure the form again."""
+FASTER = 0.98
+"""Maximum time of micro-batches, as a share of the time of whole steps."""
 
 
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
@@ -53,10 +52,24 @@ def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
 class _StepClass:
     """A class of similar steps."""
 
+    whole: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Seconds per token of the latest whole steps."""
+    overlapped: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Seconds per token of the latest steps in micro-batches."""
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     """Shares of communication in the latest whole steps."""
     steps: int = 0
     """Number of decisions for the class."""
+
+    def overlaps(self) -> bool:
+        """Return True if the next step of the class runs in micro-batches."""
+        self.steps += 1
+        if len(self.whole) < FEW or median(self.shares) < SHARE:
+            return False
+        if len(self.overlapped) < FEW:
+            return True
+        faster = median(self.overlapped) < FASTER * median(self.whole)
+        return faster != (self.steps % OTHER_EVERY == 0)
 
 
 class OverlapPolicy:
@@ -69,8 +82,8 @@ class OverlapPolicy:
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
         """Seconds on this rank with a collective in flight, and the part hidden under compute."""
-        self._classes: dict[int, _StepClass] = {}
-        """Number of bits of the number of tokens -> class (mode ``auto``)."""
+        self._classes: dict[tuple[bool, int], _StepClass] = {}
+        """(with prompts, bits of the number of tokens) -> class (mode ``auto``)."""
 
     def ask(self, builder: PlanBuilder) -> None:
         """Set ``builder.micro_batches`` for the step."""
@@ -92,7 +105,7 @@ class OverlapPolicy:
             return plan.prefill.rows > 0 and splits(plan)
         if self.mode == "all":
             return splits(plan)
-        return self._pays(plan)
+        return splits(plan) and self._class(plan).overlaps()
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
@@ -103,8 +116,14 @@ class OverlapPolicy:
         self.steps += times.micro_batches > 1
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
-        if self.mode == "auto" and _large(plan) and times.micro_batches == 1 and times.seconds > 0.0:
-            self._class(plan).shares.append(times.communication / times.seconds)
+        if self.mode != "auto" or not plan.rows or times.seconds <= 0.0:
+            return
+        similar = self._class(plan)
+        if times.micro_batches > 1:
+            similar.overlapped.append(times.seconds / plan.tokens)
+        else:
+            similar.whole.append(times.seconds / plan.tokens)
+            similar.shares.append(times.communication / times.seconds)
 
     def describe(self) -> str | None:
         """Return a log line; None if nothing communicated."""
@@ -116,20 +135,6 @@ class OverlapPolicy:
             f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
         )
 
-    def _pays(self, plan: PlannedRows) -> bool:
-        """Return True if communication takes enough of steps like ``plan`` (mode ``auto``)."""
-        if not _large(plan) or not splits(plan):
-            return False
-        similar = self._class(plan)
-        similar.steps += 1
-        if len(similar.shares) < WARM or similar.steps % WHOLE_EVERY == 0:
-            return False
-        return median(similar.shares) >= SHARE
-
     def _class(self, plan: PlannedRows) -> _StepClass:
-        return self._classes.setdefault(plan.tokens.bit_length(), _StepClass())
-
-
-def _large(plan: PlannedRows) -> bool:
-    """Return True if the plan has prompts and enough tokens for mode ``auto``."""
-    return plan.prefill.rows > 0 and plan.tokens >= TOKENS
+        key = plan.prefill.rows > 0, plan.tokens.bit_length()
+        return self._classes.setdefault(key, _StepClass())
