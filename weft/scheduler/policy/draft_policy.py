@@ -10,9 +10,12 @@ numbers:
 A draft pays if ``chance / extra`` is above the tokens per second of the step. A class of batch sizes (powers
 of two) is in one of three phases:
 
-    plain steps ──► try: every row has the maximum ──► drafts that pay
-         ▲                                                 │ no draft pays
-         └───────────── pause: no drafts ◄─────────────────┘
+    plain steps ──► try: equal numbers of drafts ──► drafts that pay
+         ▲                                               │ no draft pays
+         └──────────── pause: no drafts ◄────────────────┘
+
+The first try has the maximum number of drafts, each further try half as many, and the try behind 1 draft has
+the maximum again.
 
 A pause is so long that the time lost since the try is ``SHARE`` of the pause. Captures of new steps count as
 lost time, too. Pauses double while tries fail. Pure: no clock, no randomness.
@@ -62,6 +65,8 @@ WORTH = 1.02
 class _Size:
     """The state of one batch size class."""
 
+    limit: int
+    """Number of drafts of each row in the present or next try."""
     plains: int = 0
     """Number of measured plain steps."""
     tried: int = 0
@@ -136,7 +141,7 @@ class DraftPolicy:
         rows = len(slots)
         if not self.adaptive or not rows:
             return most
-        size = self._sizes.setdefault(rows.bit_length(), _Size())
+        size = self._sizes.setdefault(rows.bit_length(), _Size(self.most))
         self._steps += 1
         paused = self._time < size.until
         # A new class measures plain steps first. A class with drafts measures plain steps again now and then.
@@ -144,9 +149,9 @@ class DraftPolicy:
             return self._none(rows, paused)
         if size.tried < LONGEST_TRY:
             size.tried += 1
-            self._now = self.most
+            self._now = size.limit
             self._next = self._steps
-            return most
+            return np.minimum(most, np.int32(size.limit))
         if self._steps >= self._next:
             self._next = self._steps + HOLD
             self._columns.wanted[slots] = wanted = self._paying(slots, size)
@@ -173,7 +178,8 @@ class DraftPolicy:
         size.failed = min(size.failed + 1, DOUBLINGS)
         size.lost = 0.0
         size.tried = size.rows = size.accepted = 0
-        size.extra.clear()
+        size.limit = size.limit // 2 or self.most
+        size.extra.pop(size.limit, None)
 
     def _paying(self, slots: np.ndarray, size: _Size) -> np.ndarray:
         """Return int32 [rows]: number of drafts that pay in each row; all 0 if no draft pays."""
@@ -216,7 +222,7 @@ class DraftPolicy:
             if drafts or plan.prefill.next_k.any():
                 self._behind = 0
             return
-        size = self._sizes.setdefault(rows.bit_length(), _Size())
+        size = self._sizes.setdefault(rows.bit_length(), _Size(self.most))
         if not drafts:
             self._behind += 1
             if self._behind > SETTLED and not uncaptured:
