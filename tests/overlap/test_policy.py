@@ -121,7 +121,7 @@ def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
 def test_auto_stays_whole_where_micro_batches_read_all_weights_twice() -> None:
     """A decode step of few rows is all fixed cost: two micro-batches are two steps."""
     overlapped, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
-    assert overlapped == FEW + 400 // OTHER_EVERY
+    assert overlapped == 0
 
 
 @pytest.mark.requirement("C9")
@@ -187,10 +187,11 @@ def test_the_slower_form_is_measured_now_and_then(toll: float, faster: int) -> N
 
 @pytest.mark.requirement("C9")
 def test_steps_of_unlike_size_decide_apart() -> None:
-    """Prompts gain. Decode steps of few rows have too little compute to hide communication."""
+    """Long prompts gain. Short prompts have too little compute to hide communication."""
     policy, machine = OverlapPolicy("auto"), Machine(10e-3, 1e-4, 40e-3)
+    short = StepPlan(step=1, prefill=segment([prompt(0, 8), prompt(1, 8)]))
     assert many(policy, PROMPTS, machine, 100)[0] > 80
-    assert many(policy, DECODES, machine, 100)[0] <= FEW + 1
+    assert many(policy, short, machine, 100)[0] <= FEW + 100 // OTHER_EVERY
 
 
 @pytest.mark.requirement("C9")

@@ -3,12 +3,12 @@
     off        none
     prefill    steps with prompts, if splittable
     all        all splittable steps
-    auto       steps in the form that was faster for similar steps
+    auto       steps with prompts, in the form that was faster for similar steps
 
-``auto`` measures the latest times of both forms, whole and in micro-batches, for each class of steps: with or
-without prompts, and powers of two of tokens. The first steps are whole. Micro-batches are tried only where
-communication takes ``SHARE`` of a whole step. Then the faster form computes all steps except one in
-``OTHER_EVERY``.
+``auto`` measures both forms of steps with prompts, whole and in micro-batches, by powers of two of tokens. The
+first steps are whole. Micro-batches are tried only where communication takes ``SHARE`` of a whole step. Then
+the faster form computes all steps except one in ``OTHER_EVERY``. Decode steps stay whole: a decode step in
+micro-batches reads all weights twice, and on CPUs only whole decode steps are captured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARE = 0.06
 """Minimum share of communication in whole steps for a trial of micro-batches."""
 LATEST, FEW = 8, 4
 """Number of latest times of a form; the median counts. Number of times before a decision."""
-OTHER_EVERY = 128
+OTHER_EVERY = 32
 """One of so many steps of a class is computed in the slower form, to measure the form again."""
 FASTER = 0.98
 """Maximum time of micro-batches, as a share of the time of whole steps."""
@@ -50,7 +50,7 @@ def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
 
 @dataclass(slots=True)
 class _StepClass:
-    """A class of similar steps."""
+    """A class of steps with prompts."""
 
     whole: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
     """Seconds per token of the latest whole steps."""
@@ -82,8 +82,8 @@ class OverlapPolicy:
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
         """Seconds on this rank with a collective in flight, and the part hidden under compute."""
-        self._classes: dict[tuple[bool, int], _StepClass] = {}
-        """(with prompts, bits of the number of tokens) -> class (mode ``auto``)."""
+        self._classes: dict[int, _StepClass] = {}
+        """Bits of the number of tokens -> class (mode ``auto``)."""
 
     def ask(self, builder: PlanBuilder) -> None:
         """Set ``builder.micro_batches`` for the step."""
@@ -101,11 +101,9 @@ class OverlapPolicy:
         # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
-        if self.mode == "prefill":
-            return plan.prefill.rows > 0 and splits(plan)
-        if self.mode == "all":
-            return splits(plan)
-        return splits(plan) and self._class(plan).overlaps()
+        if self.mode != "all" and not plan.prefill.rows:
+            return False
+        return splits(plan) and (self.mode != "auto" or self._class(plan).overlaps())
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
@@ -116,7 +114,7 @@ class OverlapPolicy:
         self.steps += times.micro_batches > 1
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
-        if self.mode != "auto" or not plan.rows or times.seconds <= 0.0:
+        if self.mode != "auto" or not plan.prefill.rows or times.seconds <= 0.0:
             return
         similar = self._class(plan)
         if times.micro_batches > 1:
@@ -136,5 +134,4 @@ class OverlapPolicy:
         )
 
     def _class(self, plan: PlannedRows) -> _StepClass:
-        key = plan.prefill.rows > 0, plan.tokens.bit_length()
-        return self._classes.setdefault(key, _StepClass())
+        return self._classes.setdefault(plan.tokens.bit_length(), _StepClass())

@@ -225,7 +225,7 @@ class DraftPolicy:
         size = self._sizes.setdefault(rows.bit_length(), _Size(self.most))
         if not drafts:
             self._behind += 1
-            if self._behind > SETTLED and not uncaptured:
+            if self._behind > SETTLED and seconds > 0.0 and not uncaptured:
                 size.plains += 1
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
             return
