@@ -5,10 +5,10 @@
     all        all splittable steps
     auto       steps with prompts, in the form that was faster for similar steps
 
-``auto`` measures both forms of steps with prompts, whole and in micro-batches, by powers of two of tokens. The
-first steps are whole. Micro-batches are tried only where communication takes ``SHARE`` of a whole step. Then
-the faster form computes all steps except one in ``OTHER_EVERY``. Decode steps stay whole: a decode step in
-micro-batches reads all weights twice, and on CPUs only whole decode steps are captured.
+``auto`` measures both forms of steps with prompts, whole and in micro-batches, by powers of two of tokens.
+The first steps are whole. Micro-batches are tried only where communication takes ``SHARE`` of a whole step.
+Then the faster form computes all steps except one in ``OTHER_EVERY``. Decode steps stay whole: a decode step
+in micro-batches reads all weights twice, and on CPUs only whole decode steps are captured.
 """
 
 from __future__ import annotations
