@@ -158,7 +158,7 @@ class UncapturedWorld(World):
         self.met: dict[tuple[int, int], int] = {}
         observe = self.policy.observe
 
-        def seen(plan: StepPlan, seconds: float) -> None:
+        def seen(plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
             kind = (int(plan.decode.count.max()), int(plan.decode.next_k.max()))
             self.met[kind] = met = self.met.get(kind, 0) + 1
             if kind[0] + kind[1] > 1 and met <= self.uncaptured:

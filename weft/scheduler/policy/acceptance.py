@@ -62,8 +62,10 @@ class Acceptance:
     def chances(self, slots: np.ndarray) -> np.ndarray:
         """Return float64 [rows, most]: probability that each draft of a row is accepted."""
         first = np.clip(self._share[0] + self._columns.acceptance[slots], 0.0, 1.0)
-        return first[:, None] * np.cumprod(np.concatenate([[1.0], self._share[1:]]))
+        result: np.ndarray = first[:, None] * np.cumprod(np.concatenate([[1.0], self._share[1:]]))
+        return result
 
     def average(self) -> np.ndarray:
         """Return float64 [most]: probability that each draft of a new sequence is accepted."""
-        return np.cumprod(self._share)
+        result: np.ndarray = np.cumprod(self._share)
+        return result

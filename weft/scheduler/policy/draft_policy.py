@@ -147,11 +147,13 @@ class DraftPolicy:
         # A new class measures plain steps first. A class with drafts measures plain steps again now and then.
         if paused or size.plains < PLAINS or self._steps % PLAIN_EVERY < PLAIN_STEPS:
             return self._none(rows, paused)
+        chosen: np.ndarray
         if size.tried < LONGEST_TRY:
             size.tried += 1
             self._now = size.limit
             self._next = self._steps
-            return np.minimum(most, np.int32(size.limit))
+            chosen = np.minimum(most, np.int32(size.limit))
+            return chosen
         if self._steps >= self._next:
             self._next = self._steps + HOLD
             self._columns.wanted[slots] = wanted = self._paying(slots, size)
@@ -161,7 +163,7 @@ class DraftPolicy:
             size.failed = 0
         wanted = self._columns.wanted[slots]
         least = int(self._steps % PROBE_EVERY == 0)
-        chosen: np.ndarray = np.minimum(np.maximum(wanted, least), most)
+        chosen = np.minimum(np.maximum(wanted, least), most)
         return chosen
 
     def _none(self, rows: int, paused: bool) -> np.ndarray:
