@@ -64,8 +64,3 @@ class Acceptance:
         first = np.clip(self._share[0] + self._columns.acceptance[slots], 0.0, 1.0)
         result: np.ndarray = first[:, None] * np.cumprod(np.concatenate([[1.0], self._share[1:]]))
         return result
-
-    def average(self) -> np.ndarray:
-        """Return float64 [most]: probability that each draft of a new sequence is accepted."""
-        result: np.ndarray = np.cumprod(self._share)
-        return result
