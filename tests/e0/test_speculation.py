@@ -24,7 +24,6 @@ from weft.config.sections.all import SpeculationSection
 from weft.runner import drafting
 from weft.runner.graphs import graphs
 from weft.scheduler.policy.draft_policy import DraftPolicy
-from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.mtp import MtpDrafter
 from weft.types.messages import Submit
@@ -152,7 +151,7 @@ class Whim(DraftPolicy):
     """Random numbers of drafts, sometimes none: a policy as measured times may produce."""
 
     def __init__(self, most: int, scheduler: Scheduler) -> None:
-        super().__init__(most, False, scheduler._state.columns, CostFitter())
+        super().__init__(most, False, scheduler._state.columns)
         self._whim = np.random.default_rng(3)
 
     def idle(self) -> bool:

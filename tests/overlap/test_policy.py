@@ -11,8 +11,7 @@ import pytest
 
 from tests.overlap.test_split import decode, prompt, segment
 from weft.config.sections.all import ParallelSection
-from weft.overlap.overlap_cost import LinkFit
-from weft.overlap.overlap_policy import ENTER, FEW, LEAVE, OverlapPolicy, mode_of
+from weft.overlap.overlap_policy import FEW, LATEST, OTHER_EVERY, OverlapPolicy, mode_of
 from weft.overlap.split import split
 from weft.overlap.times import StepTimes, Stretch, covered
 from weft.parallel.launcher import Flight
@@ -119,17 +118,6 @@ def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
 
 
 @pytest.mark.requirement("C9")
-def test_no_more_is_expected_than_there_is_communication() -> None:
-    """Steps take longer than predicted. The expected gain of micro-batches stays."""
-    policy = OverlapPolicy("auto")
-    for count in range(1, 40):
-        others = StepPlan(step=1, prefill=segment([prompt(0, 8 * count)]))
-        policy.observe(others, Machine(1e-3, 1e-4, 1e-4).run(others))
-    overlapped, _ = many(policy, PROMPTS, Machine(1e-3, 1.5e-4, 1e-4), 400)
-    assert overlapped == 0
-
-
-@pytest.mark.requirement("C9")
 def test_auto_stays_whole_where_micro_batches_read_all_weights_twice() -> None:
     """A decode step of few rows is all fixed cost: two micro-batches are two steps."""
     overlapped, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
@@ -141,7 +129,7 @@ def test_auto_gives_up_what_does_not_pay_after_all() -> None:
     """The model predicts a gain, but threads take cores from each other."""
     machine = Machine(1e-3, 1e-4, 20e-3, toll=1.0)
     overlapped, seconds = many(OverlapPolicy("auto"), PROMPTS, machine, 3000)
-    assert FEW <= overlapped <= 5 * FEW
+    assert overlapped == FEW + 3000 // OTHER_EVERY
     off = 3000 * machine.run(PROMPTS).seconds
     assert seconds <= 1.02 * off
 
@@ -151,10 +139,10 @@ def test_auto_changes_its_mind_with_the_link() -> None:
     policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)
     assert many(policy, PROMPTS, machine, 200)[0] > 150
     machine.link = 1e-5
-    many(policy, PROMPTS, machine, 600)
+    many(policy, PROMPTS, machine, LATEST * OTHER_EVERY)
     assert many(policy, PROMPTS, machine, 200)[0] < 20
     machine.link = 20e-3
-    many(policy, PROMPTS, machine, 1200)
+    many(policy, PROMPTS, machine, LATEST * OTHER_EVERY)
     assert many(policy, PROMPTS, machine, 200)[0] > 150
 
 
@@ -173,33 +161,37 @@ def test_auto_is_never_much_slower_than_off(link: float, toll: float, plan: Step
 
 @pytest.mark.requirement("C9")
 def test_decisions_do_not_flutter() -> None:
-    """The gain is near the border, and noise does not toggle every step."""
+    """The gain is near the border. Noise of 10% changes the form in few steps."""
     policy = OverlapPolicy("auto")
-    machine = Machine(1e-3, 1e-4, 4e-3, noise=0.1)
+    machine = Machine(1e-3, 1e-4, 2e-3, noise=0.1)
     decided = []
-    for _ in range(1000):
+    for _ in range(2000):
         plan = decide(policy, PROMPTS)
         policy.observe(plan, machine.run(plan))
         decided.append(plan.micro_batches)
-    changes = sum(a != b for a, b in itertools.pairwise(decided))
-    assert changes < 120
-    assert {1, 2} == set(decided)
+    assert sum(a != b for a, b in itertools.pairwise(decided)) < 200
 
 
 @pytest.mark.requirement("C9")
-def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gain between the two limits changes nothing, for any form of steps."""
-    policy, machine, between = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3), (ENTER + LEAVE) / 2
+@pytest.mark.parametrize(("toll", "faster"), [(0.0, 2), (1.0, 1)])
+def test_the_slower_form_is_measured_now_and_then(toll: float, faster: int) -> None:
+    policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3, toll)
+    many(policy, PROMPTS, machine, 2 * FEW)
+    decided = []
+    for _ in range(10 * OTHER_EVERY):
+        plan = decide(policy, PROMPTS)
+        policy.observe(plan, machine.run(plan))
+        decided.append(plan.micro_batches)
+    assert decided.count(3 - faster) == 10
 
-    def overlapped(gain: float) -> int:
-        monkeypatch.setattr(policy, "saves", lambda plan: gain)
-        return many(policy, PROMPTS, machine, 200)[0]
 
-    assert overlapped(between) == 0
-    assert overlapped(1.1 * ENTER) > 150
-    assert overlapped(between) > 150
-    assert overlapped(0.9 * LEAVE) < 20
-    assert overlapped(between) == 0
+@pytest.mark.requirement("C9")
+def test_steps_of_unlike_size_decide_apart() -> None:
+    """Long prompts gain. Short prompts have too little compute to hide communication."""
+    policy, machine = OverlapPolicy("auto"), Machine(10e-3, 1e-4, 40e-3)
+    short = StepPlan(step=1, prefill=segment([prompt(0, 8), prompt(1, 8)]))
+    assert many(policy, PROMPTS, machine, 100)[0] > 80
+    assert many(policy, short, machine, 100)[0] <= FEW + 100 // OTHER_EVERY
 
 
 @pytest.mark.requirement("C9")
@@ -210,15 +202,6 @@ def test_a_replica_that_may_not_split_counts_as_whole() -> None:
         policy.wants(PROMPTS)
         policy.observe(PROMPTS, machine.run(PROMPTS))
     assert policy.steps == 0
-
-
-def test_lines_are_fitted_by_relative_error() -> None:
-    line = LinkFit()
-    assert line.predict(10) == 0.0
-    for tokens in (1, 10, 100, 1000, 1000, 1000):
-        line.observe(tokens, 2e-3 + 1e-5 * tokens)
-    for tokens in (1, 10, 500, 4000):
-        assert line.predict(tokens) == pytest.approx(2e-3 + 1e-5 * tokens, rel=0.02)
 
 
 def test_time_under_way_counts_once() -> None:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests.support.slow import mostly_slow
-from weft.scheduler.policy.draft_budget import GRANT
 from weft.scheduler.policy.draft_policy import DraftPolicy
-from weft.scheduler.policy.fit import CostFitter
-from weft.scheduler.policy.step_cost import NAMES, PRIOR, CostModel, shape_of
+from weft.scheduler.policy.step_cost import NAMES, CostModel, shape_of
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import Segment, StepPlan, column
 
 MOST = 3
+#: Plain steps that the first try may lose.
+GRANT = 128
 #: Memory-bound: reading weights takes the time of a step, so that more tokens cost nearly nothing.
 MEMORY = {"step": 8e-3, "tokens_to_16": 2e-5, "decode_row": 5e-5, "draft_pass": 6e-4}
 #: Compute-bound: each further token costs the full time of a token.
@@ -43,7 +43,7 @@ class World:
     def __post_init__(self) -> None:
         rows = len(self.right)
         self.columns = SlotColumns(rows)
-        self.policy = DraftPolicy(self.most, self.adaptive, self.columns, CostFitter())
+        self.policy = DraftPolicy(self.most, self.adaptive, self.columns)
         self.rng = np.random.default_rng(0)
         self.slots = np.arange(rows)
         self.starts = np.full(rows, 100)
@@ -94,7 +94,7 @@ class World:
         drafts = plan.decode.count - 1
         verified = drafts > 0
         self.policy.verified(self.slots[verified], drafts[verified], accepted[verified])
-        self.policy.observe(plan, seconds, fit=True)
+        self.policy.observe(plan, seconds)
 
 
 def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
@@ -158,15 +158,15 @@ class UncapturedWorld(World):
         self.met: dict[tuple[int, int], int] = {}
         observe = self.policy.observe
 
-        def seen(plan: StepPlan, seconds: float, fit: bool) -> None:
+        def seen(plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
             kind = (int(plan.decode.count.max()), int(plan.decode.next_k.max()))
             self.met[kind] = met = self.met.get(kind, 0) + 1
             if kind[0] + kind[1] > 1 and met <= self.uncaptured:
                 more = (self.times - 1) * seconds + self.capture * (met == self.uncaptured)
                 self.seconds += more
-                observe(plan, seconds + more, fit, uncaptured=True)
+                observe(plan, seconds + more, uncaptured=True)
             else:
-                observe(plan, seconds, fit)
+                observe(plan, seconds)
 
         self.policy.observe = seen  # type: ignore[method-assign]
 
@@ -203,7 +203,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
     token = 1.0 / fixed(world.cost, world.right, 0)
     dear = world.times * (1 + MOST) * rows * token
     for steps, lost in enumerate(world.lost, 1):
-        assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 2 * dear
+        assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 3 * dear
     assert world.lost[-1] <= 0.03 * world.seconds + GRANT * token
 
 
@@ -239,38 +239,8 @@ def test_a_single_stream_gains_from_its_first_steps_on() -> None:
     assert world.lost[-1] < -0.4 * world.seconds
 
 
-class Belief(CostFitter):
-    """A cost model that never changes."""
-
-    def __init__(self, model: CostModel) -> None:
-        super().__init__(model)
-
-    def fit(self) -> CostModel:
-        return self._model
-
-
-@pytest.mark.parametrize("rows", [4, 8])
-def test_a_model_that_is_wrong_costs_little(rows: int) -> None:
-    """The model always predicts free drafts, but drafts are expensive."""
-    world = CountedWorld(machine(COMPUTE), np.full(rows, 0.5), noise=0.0)
-    world.policy.fitter = Belief(machine({"step": 8e-3}))
-    world.run(5000)
-    drafted = np.array([chosen.any() for chosen in world.chosen])
-    assert drafted[1000:].any(), "it was to be tried again and again"
-    assert world.lost[-1] <= 0.03 * world.seconds
-
-
-def test_a_model_may_say_that_a_step_costs_nothing() -> None:
-    """A model fitted to few steps can predict zero seconds. The measured time of plain steps counts then."""
-    world = World(machine(MEMORY), np.full(2, 0.9))
-    world.policy.fitter = Belief(machine({"verify": 1e-3, "prefill_row": 1e-2}))
-    world.run(100)
-    assert world.tokens > 200
-
-
 def test_what_was_gained_is_not_there_to_be_lost() -> None:
     world = CountedWorld(machine(MEMORY), np.full(1, 0.95), noise=0.0)
-    world.policy.fitter = Belief(machine({"step": 8e-3}))
     world.run(2000)
     assert world.lost[-1] < -world.seconds
     world.right[:] = 0.0
@@ -333,7 +303,3 @@ def test_a_new_sequence_starts_with_what_others_make_of_it() -> None:
     assert good.policy.first(9) >= 2
     assert bad.policy.first(9) == 0
     assert good.policy.first(1) == 1
-
-
-def test_the_prior_guesses_that_drafts_pay() -> None:
-    assert PRIOR.coefficient("draft_pass") < 0.2 * PRIOR.coefficient("step")

@@ -3,37 +3,34 @@
     off        none
     prefill    steps with prompts, if splittable
     all        all splittable steps
-    auto       steps for which measured costs predict a gain (``weft.overlap.overlap_cost``)
+    auto       steps with prompts, in the form that was faster for similar steps
 
-``auto`` starts with whole steps. A class of steps switches to micro-batches if the predicted saving is at
-least ``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no
-correction, so a class is tried for a few steps. After a failed trial, the next trial of the class waits twice
-as long. A class in micro-batches computes a whole step now and then, to keep both forms measured.
+``auto`` measures both forms of steps with prompts, whole and in micro-batches, by powers of two of tokens.
+The first steps are whole. Micro-batches are tried only where communication takes ``SHARE`` of a whole step.
+Then the faster form computes all steps except one in ``OTHER_EVERY``. Decode steps stay whole: a decode step
+in micro-batches reads all weights twice, and on CPUs only whole decode steps are captured.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from weft.config.sections.all import ParallelSection
-from weft.overlap.overlap_cost import LATEST, OverlapCost, Ratios
-from weft.overlap.split import split, splits
+from weft.overlap.split import splits
 from weft.overlap.times import StepTimes
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
 
-ENTER, LEAVE = 0.05, 0.01
-"""Minimum saving by micro-batches, as shares of step time: to start, and to continue."""
-FEW = 3
-"""Number of steps in micro-batches in a trial of a class."""
-WARM = 4
-"""Number of whole steps of a class before the first step in micro-batches."""
-WHOLE_EVERY = 32
-"""One of so many steps of a class in micro-batches is computed whole."""
-NOW_AND_THEN = 8
-"""One of so many steps of a known class is evaluated."""
-RETRY_FIRST, RETRY_LAST = 256, 8192
-"""First and maximum number of whole steps of a class between two trials."""
+SHARE = 0.06
+"""Minimum share of communication in whole steps for a trial of micro-batches."""
+LATEST, FEW = 8, 4
+"""Number of latest times of a form; the median counts. Number of times before a decision."""
+OTHER_EVERY = 32
+"""One of so many steps of a class is computed in the slower form, to measure the form again."""
+FASTER = 0.98
+"""Maximum time of micro-batches, as a share of the time of whole steps."""
 
 
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
@@ -53,15 +50,26 @@ def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
 
 @dataclass(slots=True)
 class _StepClass:
-    """A class of similar steps."""
+    """A class of steps with prompts."""
 
-    whole: Ratios = field(default_factory=Ratios)
-    overlapped: Ratios = field(default_factory=Ratios)
-    pays: bool = False
+    whole: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Seconds per token of the latest whole steps."""
+    overlapped: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Seconds per token of the latest steps in micro-batches."""
+    shares: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    """Shares of communication in the latest whole steps."""
     steps: int = 0
-    """Number of steps since the last change of form or trial."""
-    retry: int = RETRY_FIRST
-    observed: int = 0
+    """Number of decisions for the class."""
+
+    def overlaps(self) -> bool:
+        """Return True if the next step of the class runs in micro-batches."""
+        self.steps += 1
+        if len(self.whole) < FEW or median(self.shares) < SHARE:
+            return False
+        if len(self.overlapped) < FEW:
+            return True
+        faster = median(self.overlapped) < FASTER * median(self.whole)
+        return faster != (self.steps % OTHER_EVERY == 0)
 
 
 class OverlapPolicy:
@@ -74,8 +82,8 @@ class OverlapPolicy:
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
         """Seconds on this rank with a collective in flight, and the part hidden under compute."""
-        self._cost = OverlapCost()
-        self._kinds: dict[tuple[int, ...], _StepClass] = {}
+        self._classes: dict[int, _StepClass] = {}
+        """Bits of the number of tokens -> class (mode ``auto``)."""
 
     def ask(self, builder: PlanBuilder) -> None:
         """Set ``builder.micro_batches`` for the step."""
@@ -93,11 +101,9 @@ class OverlapPolicy:
         # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
-        if self.mode == "prefill":
-            return plan.prefill.rows > 0 and splits(plan)
-        if self.mode == "all":
-            return splits(plan)
-        return splits(plan) and self._pays(plan)
+        if self.mode != "all" and not plan.prefill.rows:
+            return False
+        return splits(plan) and (self.mode != "auto" or self._class(plan).overlaps())
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
         """Add the communication of a completed step to the counters; in mode ``auto`` also learn from the
@@ -108,29 +114,14 @@ class OverlapPolicy:
         self.steps += times.micro_batches > 1
         self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
         self.hidden += times.hidden
-        if self.mode == "auto" and plan.rows:
-            self._learn(plan, times)
-
-    def _learn(self, plan: StepPlan, times: StepTimes) -> None:
-        """Learn from a step: add its time to the statistics of its class, and fit the cost model to whole
-        steps. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps.
-        """
-        kind = self._kind(plan)
-        overlapped = times.micro_batches > 1
-        ratios = kind.overlapped if overlapped else kind.whole
-        kind.observed += 1
-        # Enough measurements of the form in use; the other form is always worth a measurement.
-        known = len(ratios.seen) >= LATEST and overlapped == kind.pays
-        if known and kind.observed % NOW_AND_THEN:
+        if self.mode != "auto" or not plan.prefill.rows or times.seconds <= 0.0:
             return
-        if overlapped:
-            micro_batches = split(plan)
-            assert micro_batches is not None
-            kind.overlapped.add(times.seconds, self._cost.overlapped(micro_batches))
-            return
-        if self._cost.ready:
-            kind.whole.add(times.seconds, self._cost.whole(plan))
-        self._cost.observe(plan, times)
+        similar = self._class(plan)
+        if times.micro_batches > 1:
+            similar.overlapped.append(times.seconds / plan.tokens)
+        else:
+            similar.whole.append(times.seconds / plan.tokens)
+            similar.shares.append(times.communication / times.seconds)
 
     def describe(self) -> str | None:
         """Return a log line; None if nothing communicated."""
@@ -142,65 +133,5 @@ class OverlapPolicy:
             f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
         )
 
-    def saves(self, plan: PlannedRows) -> float:
-        """Return the predicted share of step time saved by micro-batches; negative if micro-batches cost
-        time.
-
-        At most the share of communication, even if the compute model is wrong.
-        """
-        micro_batches = split(plan)
-        if micro_batches is None or not self._cost.ready:
-            return 0.0
-        kind = self._kind(plan)
-        whole = self._cost.whole(plan) * kind.whole.factor
-        if whole <= 0.0:
-            return 0.0
-        saved = 1.0 - self._cost.overlapped(micro_batches) * kind.overlapped.factor / whole
-        return min(saved, self._cost.share(plan))
-
-    def _pays(self, plan: PlannedRows) -> bool:
-        """Return True if class statistics favor micro-batches for ``plan`` (mode ``auto``).
-
-        Updates the trial state of the class.
-
-        A prediction takes part of a millisecond, so a known class is evaluated only now and then.
-        """
-        kind = self._kind(plan)
-        kind.steps += 1
-        if not kind.pays:
-            return self._may_enter(kind, plan)
-        tried = len(kind.overlapped.seen)
-        # During a trial: measure before judging.
-        if tried < FEW:
-            return True
-        if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:
-            kind.pays = False
-            kind.steps = 0
-            kind.retry = min(2 * kind.retry, RETRY_LAST)
-            return False
-        if kind.steps >= kind.retry:  # micro-batches have paid for long
-            kind.retry = RETRY_FIRST
-        return kind.steps % WHOLE_EVERY != 0
-
-    def _may_enter(self, kind: _StepClass, plan: PlannedRows) -> bool:
-        """Return True if a trial of micro-batches begins for the class ``kind``.
-
-        A new trial forgets the old measurements.
-        """
-        if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
-            return False
-        if kind.overlapped.seen and kind.steps >= kind.retry:  # a new trial: forget the old measurements
-            kind.overlapped.seen.clear()
-            kind.steps = 0
-        if self.saves(plan) < ENTER:
-            return False
-        kind.pays = True
-        kind.steps = 0
-        return True
-
-    def _kind(self, plan: PlannedRows) -> _StepClass:
-        """Return the class of the plan: powers of two of prompt tokens, decode rows and drafts."""
-        rows = plan.decode.rows
-        tokens = plan.decode.tokens
-        key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())
-        return self._kinds.setdefault(key, _StepClass())
+    def _class(self, plan: PlannedRows) -> _StepClass:
+        return self._classes.setdefault(plan.tokens.bit_length(), _StepClass())

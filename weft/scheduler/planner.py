@@ -36,14 +36,14 @@ class Planner:
         self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         self._most_running = min(section.max_num_seqs, state.kv.num_slots)
         self._exclusive = section.step_policy == "exclusive"
-        fitter = CostFitter()
-        self.chunks = ChunkPolicy(section.itl_target_ms / 1e3, fitter) if section.itl_target_ms else None
+        target = section.itl_target_ms / 1e3
+        self.chunks = ChunkPolicy(target, CostFitter()) if target else None
         """Sizes prompt chunks by predicted time; None without ``--itl-target-ms``."""
         self.drafts: DraftPolicy | None = None
         """Chooses the number of drafts; None without speculation."""
         if state.kv.drafts:
             adaptive = speculation is None or speculation.speculative_adaptive
-            self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
+            self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns)
         self.lacked = False
         """True if the last plan left out a row for lack of blocks."""
         self.starved = False

@@ -435,7 +435,7 @@ class Scheduler:
         if chunks is not None and not uncaptured:
             chunks.observe(plan, seconds)
         if drafts is not None:
-            drafts.observe(plan, seconds, fit=chunks is None, uncaptured=uncaptured)
+            drafts.observe(plan, seconds, uncaptured=uncaptured)
 
     @property
     def steps(self) -> int:

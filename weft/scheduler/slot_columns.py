@@ -34,7 +34,7 @@ class SlotColumns:
     last_step       int64: the last plan that names the slot, or -1; the slot is free after its commit
     drafts          int32: drafts that the last plan of the slot leaves for the next plan
     wanted          int32: drafts to propose, if there is room
-    acceptance      float64: moving average of the acceptance of first drafts
+    acceptance      float64: acceptance of first drafts of the slot, minus the average of all sequences
     exact           int32: number of last scheduled positions with a state on the device
     snapshot        int32: position of the newest snapshot; the cache hit, at first
     constrained     bool: a grammar limits the tokens

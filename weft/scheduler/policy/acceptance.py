@@ -6,37 +6,37 @@ import numpy as np
 
 from weft.scheduler.slot_columns import SlotColumns
 
-EXPECTED = 0.7
-"""Assumed acceptance before the first draft."""
+EXPECTED, PRIOR = 0.7, 8
+"""Assumed acceptance before the first draft, and number of drafts that count as much."""
 AT_ONCE = 8
 """Number of steps learned in one batch; learning one step costs as much as a small kernel."""
-_SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
+MEMORY = 50
+"""Number of drafts that earlier drafts count at most."""
+_SLOT_WEIGHT = 0.1
 
 
 class Acceptance:
-    """The acceptance of drafts. The average of each slot is in ``columns.acceptance``."""
+    """The acceptance of drafts. ``columns.acceptance`` has the difference of each slot from the average."""
 
     def __init__(self, most: int, columns: SlotColumns) -> None:
         """``most``: maximum drafts per row."""
-        self.expected = EXPECTED
-        """Acceptance of first drafts over all sequences."""
-        self.later = np.full(most - 1, EXPECTED)
-        """[most - 1], acceptance of drafts 2, 3, .. after an accepted predecessor."""
-        self.rose = False
-        """True if first drafts were accepted more often than the average. The reader resets the flag."""
+        self.most = most
+        self._share = np.full(most, EXPECTED)
+        """[most], acceptance of drafts 1, 2, .. over all sequences, after an accepted predecessor."""
+        self._met = np.full(most, PRIOR)
+        """[most], number of drafts in ``_share``, at most ``MEMORY``."""
         self._columns = columns
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def enter(self, slot: int) -> None:
-        """Reset the average of the slot to the overall average, for a new sequence."""
+        """Forget the last sequence of the slot."""
         self.learn()
-        self._columns.acceptance[slot] = self.expected
+        self._columns.acceptance[slot] = 0.0
 
-    def see(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, *, now: bool = False) -> None:
-        """Record rows with drafts: integers [rows], ``accepted <= drafts``. ``now``: learn at once, not in a
-        batch."""
+    def see(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """Record rows with drafts: integers [rows], ``accepted <= drafts``."""
         self._seen.append((slots, drafts, accepted))
-        if now or len(self._seen) >= AT_ONCE:
+        if len(self._seen) >= AT_ONCE:
             self.learn()
 
     def learn(self) -> None:
@@ -45,29 +45,22 @@ class Acceptance:
             return
         slots, drafts, accepted = (np.concatenate(column) for column in zip(*self._seen, strict=True))
         self._seen.clear()
-        hit = accepted > 0
-        share = self._columns.acceptance
-        times = np.bincount(slots, minlength=len(share))
-        met = np.flatnonzero(times)
-        right = np.bincount(slots, weights=hit)[met] / times[met]
-        # n equal updates of a moving average, in closed form.
-        share[met] += (1.0 - (1.0 - _SLOT_WEIGHT) ** times[met]) * (right - share[met])
-        mean = float(hit.mean())
-        self.rose = self.rose or mean > self.expected
-        self.expected += _weight(len(hit)) * (mean - self.expected)
-        for place in range(1, len(self.later) + 1):
+        for place in range(self.most):
             seen = (drafts > place) & (accepted >= place)
-            if seen.any():
-                share_of = float((accepted[seen] > place).mean())
-                self.later[place - 1] += _weight(int(seen.sum())) * (share_of - self.later[place - 1])
+            count = int(seen.sum())
+            if count:
+                weight = count / (count + self._met[place])
+                self._share[place] += weight * (float((accepted[seen] > place).mean()) - self._share[place])
+                self._met[place] = min(self._met[place] + count, MEMORY)
+        beyond = self._columns.acceptance
+        times = np.bincount(slots, minlength=len(beyond))
+        met = np.flatnonzero(times)
+        right = np.bincount(slots, weights=accepted > 0)[met] / times[met] - self._share[0]
+        # n equal updates of a moving average, in closed form.
+        beyond[met] += (1.0 - (1.0 - _SLOT_WEIGHT) ** times[met]) * (right - beyond[met])
 
-    def chain(self) -> np.ndarray:
-        """Return float64 [most]: acceptance probability of each draft position if the first draft is
-        accepted."""
-        result: np.ndarray = np.cumprod(np.concatenate([[1.0], self.later]))
+    def chances(self, slots: np.ndarray) -> np.ndarray:
+        """Return float64 [rows, most]: probability that each draft of a row is accepted."""
+        first = np.clip(self._share[0] + self._columns.acceptance[slots], 0.0, 1.0)
+        result: np.ndarray = first[:, None] * np.cumprod(np.concatenate([[1.0], self._share[1:]]))
         return result
-
-
-def _weight(count: int) -> float:
-    """Return the weight of the mean of ``count`` observations against all earlier observations."""
-    return float(1.0 - (1.0 - _ALL_WEIGHT) ** count)

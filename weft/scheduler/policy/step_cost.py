@@ -169,19 +169,6 @@ class CostModel:
         """Return the predicted seconds of a step."""
         return sum(c * x for c, x in zip(self.coefficients, features(shape), strict=True))
 
-    def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds added by merged tokens, for each number in ``tokens``: float64, same shape."""
-        total = np.zeros(tokens.shape)
-        low = 0.0
-        for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
-            total += slope * np.clip(tokens - low, 0.0, knot - low)
-            low = knot
-        return total
-
-    def coefficient(self, name: str) -> float:
-        """Return the seconds of one unit of the feature ``name``."""
-        return self.coefficients[NAMES.index(name)]
-
     def scaled(self, factor: float) -> CostModel:
         """Return the model of a machine ``factor`` times as slow."""
         return CostModel(tuple(c * factor for c in self.coefficients), self.about)
