@@ -44,17 +44,18 @@ class RayNode:
         assert status == 0, Path(log.name).read_text()
 
     def processes(self) -> list[tuple[int, str]]:
-        """Return (process id, command line) of all processes of the cluster."""
-        found = []
+        """Return (process id, command line) of all processes of the cluster: those that name the folder, and
+        all their descendants. A process with a title shows neither arguments nor environment."""
+        lines, parents = {}, {}
         for place in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (
-                    self.folder.encode()
-                    in (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
-                ):
-                    line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found.append((int(place.name), line))
-        return found
+                line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                parent = (place / "stat").read_text().rpartition(")")[2].split()[1]
+                lines[int(place.name)], parents[int(place.name)] = line, int(parent)
+        own = {pid for pid, line in lines.items() if self.folder in line and pid != os.getpid()}
+        while more := {pid for pid, parent in parents.items() if parent in own} - own:
+            own |= more
+        return [(pid, lines[pid]) for pid in sorted(own)]
 
     def actors(self) -> list[int]:
         """Return the process ids of the actors of groups."""
@@ -64,9 +65,8 @@ class RayNode:
         """Kill all processes of the cluster: `ray stop` would end other clusters of this machine, too."""
         for _ in range(3):
             for pid, _ in self.processes():
-                if pid != os.getpid():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
         shutil.rmtree(self.folder, ignore_errors=True)
 
