@@ -168,6 +168,8 @@ def test_the_package_block_runs_in_a_fresh_environment(tmp_path: Path, hub: Path
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "weft", source / "weft", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-m", "venv", str(fresh)], check=True)
+    # A new environment of Python 3.11 has an old setuptools, which would hide the setuptools of the tests.
+    subprocess.run([fresh / "bin/pip", "uninstall", "--quiet", "-y", "setuptools"], check=True)
     (site,) = fresh.glob("lib/*/site-packages")
     (site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = env.child_environment(
