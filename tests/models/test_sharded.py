@@ -19,7 +19,7 @@ from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
-from weft.layers.linear import LMHead, TokenEmbedding
+from weft.layers.dense import LMHead, TokenEmbedding
 from weft.layers.pending_codes import Weight, take_codes
 from weft.layers.shard import Shard, cut
 from weft.models.base import Model

@@ -16,8 +16,7 @@ from weft.attention.base import Backends, LayerCache, MediaRows, StepInput
 from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
-from weft.layers.linear import Linear, LMHead, NoHead, TokenEmbedding
-from weft.layers.norm import RMSNorm
+from weft.layers.dense import Linear, LMHead, NoHead, RMSNorm, TokenEmbedding
 from weft.layers.rope import Rope
 from weft.models.base import Model
 from weft.models.vision import make_tower
