@@ -22,7 +22,7 @@ from weft.layers.build import Build
 from weft.layers.dense import LMHead, TokenEmbedding
 from weft.layers.pending_codes import Weight, take_codes
 from weft.layers.shard import Shard, cut
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.models.quantized.filling import hold_rounded
 from weft.models.registry import WEIGHTS

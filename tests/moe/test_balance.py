@@ -17,7 +17,7 @@ from tests.support.ranks import on_ranks
 from tests.support.routed import routed
 from weft.config.families import load_spec
 from weft.layers.build import ExpertOptions
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.moe.balance import ExpertLayers
 from weft.moe.expert_choice import DOUBLINGS

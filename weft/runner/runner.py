@@ -24,7 +24,7 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SpeculationSection
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
