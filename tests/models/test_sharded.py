@@ -29,8 +29,7 @@ from weft.models.registry import WEIGHTS
 from weft.ops import cpu
 from weft.ops.coded import dequantize, to_int4, to_w4a8
 from weft.ops.torch_ops import to_int8_codes
-from weft.overlap.drive import drive
-from weft.parallel.comm import reduced
+from weft.parallel.comm import drive, reduced
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs.graphs import obstacle
 from weft.types.layout import Layout

@@ -23,7 +23,7 @@ from weft.moe.balance import ExpertLayers
 from weft.moe.expert_choice import DOUBLINGS
 from weft.moe.placement import in_order, rank_loads
 from weft.ops import moe
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.exchange import Exchange
 

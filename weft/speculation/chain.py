@@ -16,7 +16,7 @@ from weft.models.decoder import Model
 from weft.ops import sampling as ops
 from weft.ops.cpu import CannotCapture
 from weft.ops.cpu import sampling as direct
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.speculation.base import Sampled
 from weft.types.plan import EMPTY_SEGMENT, Segment, column
 

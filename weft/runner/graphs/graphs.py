@@ -45,8 +45,8 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.common.recent import Recent
 from weft.models.decoder import Model
-from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
+from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.staging import StagingBuffer, even, most_each
