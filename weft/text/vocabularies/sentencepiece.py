@@ -66,8 +66,8 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
     _check(model)
     # The library looks for pieces in text whose spaces are escaped, so a plain space is found nowhere.
     for piece in model.pieces:
-        if piece.kind == _USER and " " in piece.text:
-            piece.kind = _UNUSED
+        if piece.type == _USER and " " in piece.text:
+            piece.type = _UNUSED
     # tokenizer_config.json overrides the model file, as in transformers.
     wanted = config.get("add_prefix_space")
     prefix = model.prefix if wanted is None else bool(wanted)
