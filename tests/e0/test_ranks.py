@@ -23,8 +23,7 @@ from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.sections.all import SpeculationSection
-from weft.engine.core import EngineCore
-from weft.engine.expert_balance import Balance
+from weft.engine.core import Balance, EngineCore
 from weft.layers.build import ExpertOptions
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model

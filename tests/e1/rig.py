@@ -30,7 +30,7 @@ from weft.engine.build import capturer
 from weft.engine.core import EngineCore
 from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
 from weft.ops.cpu import linear as cpu_linear

@@ -14,7 +14,7 @@ from tests.e0.rig import MAX_LEN, make_engine, model_of, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slow import mostly_slow
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
-from weft.engine.expert_balance import Balance
+from weft.engine.core import Balance
 from weft.overlap.overlap_policy import OverlapPolicy
 from weft.runner.step_handle import StepHandle
 from weft.runner.step_trace import StepTrace

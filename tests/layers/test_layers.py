@@ -15,7 +15,7 @@ from weft.config.families.facts import Facts
 from weft.config.families.rope_settings import rope_spec
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
-from weft.layers.linear import RowLinear
+from weft.layers.dense import RowLinear
 from weft.layers.rope import Rope, attention_factor, inverse_frequencies
 from weft.layers.shard import whole
 from weft.ops import registry, torch_ops

@@ -26,9 +26,9 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.types.exchange import UNAGREED
 

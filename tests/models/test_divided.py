@@ -21,7 +21,7 @@ from weft.config.families import load_spec
 from weft.layers import build
 from weft.layers.build import ExpertOptions
 from weft.layers.pending_codes import Weight
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.moe.block import RoutedMLP
 from weft.ops import cpu, registry

@@ -19,18 +19,17 @@ from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
-from weft.layers.linear import LMHead, TokenEmbedding
+from weft.layers.dense import LMHead, TokenEmbedding
 from weft.layers.pending_codes import Weight, take_codes
 from weft.layers.shard import Shard, cut
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.models.quantized.filling import hold_rounded
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
 from weft.ops.coded import dequantize, to_int4, to_w4a8
 from weft.ops.torch_ops import to_int8_codes
-from weft.overlap.drive import drive
-from weft.parallel.comm import reduced
+from weft.parallel.comm import drive, reduced
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs.graphs import obstacle
 from weft.types.layout import Layout

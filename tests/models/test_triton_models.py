@@ -23,7 +23,7 @@ from weft.layers import build
 from weft.models.loader import load_model
 from weft.ops import registry
 from weft.ops import triton as kernels
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.types.plan import Segment, column
 from weft.types.sampling import TokenParams

@@ -17,7 +17,7 @@ from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.types.layout import Layout
 

@@ -17,7 +17,7 @@ from weft.attention.base import StepInput
 from weft.config.families import load_spec
 from weft.config.sections.all import SchedulerSection
 from weft.config.sizing.memory import activation_bytes, weight_bytes
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.types.layout import Layout
 from weft.types.media_item import MediaItem

@@ -17,13 +17,13 @@ from tests.support.ranks import on_ranks
 from tests.support.routed import routed
 from weft.config.families import load_spec
 from weft.layers.build import ExpertOptions
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.moe.balance import ExpertLayers
 from weft.moe.expert_choice import DOUBLINGS
 from weft.moe.placement import in_order, rank_loads
 from weft.ops import moe
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.exchange import Exchange
 

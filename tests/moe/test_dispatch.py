@@ -23,8 +23,7 @@ from weft.ops import moe
 from weft.ops.cpu import moe as cpu_moe
 from weft.ops.moe import Routed
 from weft.ops.torch_ops import Int8Weight
-from weft.overlap.drive import drive
-from weft.parallel.comm import Pending
+from weft.parallel.comm import Pending, drive
 from weft.parallel.group_comm import GroupComm, Launcher
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import Exchange

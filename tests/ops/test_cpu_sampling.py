@@ -8,7 +8,7 @@ import torch
 from tests.support.pairwise import sampled
 from weft.ops import sampling as reference
 from weft.ops.cpu import sampling as ops
-from weft.ops.philox import signed_seed
+from weft.types.sampling import signed_seed
 
 Tensor = torch.Tensor
 

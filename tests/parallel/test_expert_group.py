@@ -21,8 +21,7 @@ from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sections.all import SpeculationSection
-from weft.engine.core import EngineCore
-from weft.engine.expert_balance import Balance
+from weft.engine.core import Balance, EngineCore
 from weft.engine.expert_group import ExpertGroup, vote_of
 from weft.group.types import GroupLost
 from weft.layers.build import ExpertOptions

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.ops.philox import GUMBEL_SPAN, gumbel, merge_lanes, philox, row_lanes, signed_seed, token_words
+from weft.ops.philox import GUMBEL_SPAN, gumbel, merge_lanes, philox, row_lanes, token_words
+from weft.types.sampling import signed_seed
 
 WORDS = st.integers(0, (1 << 32) - 1)
 

@@ -10,7 +10,7 @@ import torch
 
 from weft.layers.pending_codes import Weight
 from weft.layers.shard import cut
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.files import WeightFile
 
 Weights = Mapping[str, Weight]

@@ -18,7 +18,7 @@ from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from weft.attention.base import MediaRows
 from weft.config.spec import ModelSpec
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.models.vision import Embedding, Tower
 from weft.models.vision.base import colour_table, patches
 from weft.types.media_item import SPAN, MediaItem, rope_positions, spans_of

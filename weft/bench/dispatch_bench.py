@@ -25,7 +25,7 @@ from weft.moe.placement import in_order
 from weft.ops import moe
 from weft.ops.moe import Gate, Routed
 from weft.ops.routing import Rule
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.parallel.group_comm import GroupComm
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.exchange import FORMS, Exchange

@@ -83,7 +83,8 @@ def _is_repository(name: str) -> bool:
 def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
     """Return the folder of ``--tokenizer``, by default the model's folder.
 
-    Raise ConfigError, also for a GGUF folder with an unreadable tokenizer.
+    Download the files of a hub repository ``name``, except weights. Raise ConfigError, also for a
+    GGUF folder with an unreadable tokenizer.
     """
     path = model_path if name is None else resolve_model_path(name, load_format="dummy")
     check_tokenizer(Path(path))

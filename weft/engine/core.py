@@ -22,7 +22,6 @@ from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.event_sources import sources_of
-from weft.engine.expert_balance import Balance
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
@@ -37,7 +36,7 @@ from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, EngineStats, Welcome
-from weft.types.plan import StepPlan, TokenMasks
+from weft.types.plan import Rebalance, StepPlan, TokenMasks
 
 log = get_logger(__name__)
 
@@ -245,3 +244,27 @@ class EngineCore(EngineLoop[StepHandle]):
         if self._kv_events is not None:
             self._kv_events.close()
         self._stages.close()
+
+
+class Balance:
+    """Rebalance timer of one engine. The first replica with an expired interval decides for the
+    expert-parallel group.
+    """
+
+    def __init__(self, interval: int) -> None:
+        """``interval``: steps between two rebalances; 0 disables rebalancing."""
+        self._interval = interval
+        self._steps = 0
+        self.asked = 0
+        """Number of launched steps with a ``Rebalance``."""
+
+    def ask(self, builder: PlanBuilder) -> None:
+        """Set ``builder.rebalance`` if the interval has passed."""
+        builder.rebalance = 0 < self._interval <= self._steps
+
+    def launched(self, plan: StepPlan) -> None:
+        """Count the launched step. A step with a ``Rebalance`` restarts the interval."""
+        self._steps += 1
+        if any(isinstance(op, Rebalance) for op in plan.ops):
+            self._steps = 0
+            self.asked += 1

@@ -21,7 +21,10 @@ def resolved(name: str) -> str:
 
 
 def make_compiler(name: str, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
-    """Return the compiler of backend ``name`` (or ``auto``) for a tokenizer: see ``CompilerFactory``.
+    """Return the compiler of backend ``name`` (or ``auto``) for the tokenizer in the folder ``tokenizer``.
+
+    ``vocab_size``: width of the logits. ``end_ids``: tokens that may end an output. Raise ConfigError for an
+    unknown name, or for a backend that is not installed.
 
     The API server always checks grammars with ``llguidance``, because llguidance needs no torch. The engines
     may use another backend.

@@ -12,7 +12,7 @@ import torch
 
 from weft.config.spec import HyperSpec
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Linear
+from weft.layers.dense import Linear
 from weft.ops.sparse_ops import logistic, stream_weights, sum_streams
 
 Tensor = torch.Tensor

@@ -27,8 +27,7 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
 from weft.layers.pending_codes import Notes, Weight, has_pending_codes
 from weft.layers.shard import cut
-from weft.models.base import Model
-from weft.models.decoder import Decoder
+from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
 from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect

@@ -33,7 +33,7 @@ class TowerAlone(nn.Module):
 
     @property
     def varying(self) -> tuple[str, ...]:
-        """Ops with batch-dependent rows, as in ``weft.models.base.Model``."""
+        """Ops with batch-dependent rows, as in ``weft.models.decoder.Model``."""
         return tuple(
             sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant})
         )

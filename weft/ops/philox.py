@@ -28,12 +28,6 @@ GUMBEL_SPAN = 26.01
 """Upper bound of the range of g. A token further below the largest x cannot win."""
 
 
-def signed_seed(seed: int) -> int:
-    """Return the int64 with the bits of ``seed`` modulo 2^64. Tensors contain seeds in int64 form."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

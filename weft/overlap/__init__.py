@@ -1,1 +1,1 @@
-"""Drive the step generators of models: one alone, or two interleaved."""
+"""Run the step generators of two micro-batches in turn, and decide which steps are split."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
 
 Tensor = torch.Tensor
+R = TypeVar("R")
 
 
 class Pending(ABC):
@@ -96,3 +98,17 @@ def awaited(comm: Comm, pending: Pending) -> Generator[Pending, None, Tensor]:
     if comm.size > 1:
         yield pending
     return pending.result()
+
+
+def drive(steps: Generator[Pending, None, R]) -> R:
+    """Run a model's step generator to the end, on one rank or without overlap. Return the return value.
+
+    The generator launches a collective, yields its ``Pending`` and calls ``result`` when resumed. So the
+    driver decides what runs in between, on one thread. Exceptions pass through.
+    """
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        result: R = end.value
+        return result

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from weft.attention.base import Backends, LayerCache
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SpeculationSection
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.runner.batch.batch import BatchBuilder
 from weft.runner.graphs.graphs import MOST_EXACT, MOST_KEPT, WORTH_CAPTURING, GraphOptions, context_buckets
 from weft.runner.slot_state import SlotState

@@ -56,7 +56,10 @@ class TransferThread(Protocol):
 
     def stop(self, key: TransferKey) -> None: ...
 
-    def stop_all(self) -> None: ...
+    def stop_all(self) -> None:
+        """Stop all transfers and wait until the rank touches no memory of the transfers. Raises EngineDead
+        after a time-out.
+        """
 
 
 class Reports(Protocol):

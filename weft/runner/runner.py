@@ -24,9 +24,9 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SpeculationSection
-from weft.models.base import Model
-from weft.overlap.drive import drive
+from weft.models.decoder import Model
 from weft.overlap.times import StepTimes, Stretch
+from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.micro_batches import MicroBatchedSteps

@@ -12,11 +12,11 @@ import torch
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
 from weft.common.recent import Recent
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.ops import sampling as ops
 from weft.ops.cpu import CannotCapture
 from weft.ops.cpu import sampling as direct
-from weft.overlap.drive import drive
+from weft.parallel.comm import drive
 from weft.speculation.base import Sampled
 from weft.types.plan import EMPTY_SEGMENT, Segment, column
 

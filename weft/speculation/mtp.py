@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps

@@ -16,7 +16,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.echoes import REASONING, reasoning_of, without_reasoning
-from weft.text.images import VIDEO_KINDS, ImagePart, VideoPart, image_part, video_part
+from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, image_part, video_part
 from weft.text.tokenizer import check_text
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
@@ -351,28 +351,28 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
     if isinstance(part, ImagePart):  # made by the reader of another API: JSON cannot contain such an object
         if shows is not None:
             return part
-        raise _unsupported(part.kind, part.where, part.where)
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if shows is not None and kind in ("image_url", "image") and isinstance(part, Mapping):
-        return image_part(part, str(kind), where)
-    if shows is not None and kind in VIDEO_KINDS and isinstance(part, Mapping):
+        raise _unsupported(part.part_type, part.where, part.where)
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    if shows is not None and part_type in ("image_url", "image") and isinstance(part, Mapping):
+        return image_part(part, str(part_type), where)
+    if shows is not None and part_type in VIDEO_PARTS and isinstance(part, Mapping):
         return _video(part, where, shows)
-    if not isinstance(part, Mapping) or kind in ("text", "refusal"):
-        text = part.get(kind) if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or part_type in ("text", "refusal"):
+        text = part.get(part_type) if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             raise InvalidRequest(
                 f'{where} must be a part of the form {{"type": "text", "text": ...}}', param=content
             )
         check_text(text, content)
         return TextPart(text)
-    shown = kind if isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind) else "that type"
+    shown = part_type if isinstance(part_type, str) and re.fullmatch(r"\w{1,40}", part_type) else "that type"
     raise _unsupported(shown, where, content)
 
 
-def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
-    """Return the error for a part of the type ``kind``."""
+def _unsupported(part_type: str, where: str, param: str) -> InvalidRequest:
+    """Return the error for a part of the type ``part_type``."""
     return InvalidRequest(
-        f"{where}: parts of type {kind} are not supported here; this model, or a message of this role, "
+        f"{where}: parts of type {part_type} are not supported here; this model, or a message of this role, "
         "accepts only text",
         param=param,
         code="unsupported_parameter",

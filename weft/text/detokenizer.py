@@ -29,11 +29,14 @@ class PieceSource(Protocol):
 
     form: DecoderForm
 
-    def piece(self, token: int) -> TextPiece | None: ...
+    def piece(self, token: int) -> TextPiece | None:
+        """Return the token's contribution to text; None for an unknown id."""
 
-    def is_special(self, token: int) -> bool: ...
+    def is_special(self, token: int) -> bool:
+        """Return True for a special token."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``."""
 
 
 class Detokenizer:

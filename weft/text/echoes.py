@@ -29,8 +29,8 @@ def without_reasoning(content: list[Any]) -> tuple[list[Any], str]:
 
 
 def _is_reasoning(part: Any) -> bool:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    return isinstance(kind, str) and kind in _PARTS | _HIDDEN
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(part_type, str) and part_type in _PARTS | _HIDDEN
 
 
 def _text(part: Mapping[str, Any]) -> str:
@@ -38,8 +38,8 @@ def _text(part: Mapping[str, Any]) -> str:
 
     Mistral nests a list of parts inside.
     """
-    kind = part.get("type")
-    if isinstance(kind, str) and kind in _HIDDEN:
+    part_type = part.get("type")
+    if isinstance(part_type, str) and part_type in _HIDDEN:
         return ""
     for name in _TEXTS:
         value = part.get(name)

@@ -29,7 +29,7 @@ class ImagePart(msgspec.Struct, frozen=True):
     """The part of the request, for errors."""
     detail: Detail = "auto"
     """"low": the model receives a small version of the image."""
-    kind: str = "image_url"
+    part_type: str = "image_url"
     """The API's name for such parts."""
 
     is_video = False
@@ -54,25 +54,29 @@ def detail_of(value: Any, where: str) -> Detail:
     raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
 
 
-def image_part(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
+def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart:
     """Return a checked image part, from OpenAI's ``image_url``, or from ``image`` with a Pillow object from
     this process.
 
     The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
     """
-    unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
+    unknown = {name for name, value in part.items() if value is not None} - {
+        "type",
+        part_type,
+        "cache_control",
+    }
     if unknown:
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
         raise InvalidRequest(f"{where}.{shown} is not supported in a part with an image", param=where)
-    given = part.get(kind)
-    if kind == "image":
+    given = part.get(part_type)
+    if part_type == "image":
         if given is None or isinstance(given, str | bytes | Mapping | list | int | float):
             raise InvalidRequest(
                 f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}',
                 param=where,
             )
-        return ImagePart(given, where, kind=kind)
+        return ImagePart(given, where, part_type=part_type)
     # Some clients send the URL alone instead of an object.
     fields = given if isinstance(given, Mapping) else {"url": given}
     url = fields.get("url")
@@ -82,10 +86,10 @@ def image_part(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
             "optionally with detail",
             param=where,
         )
-    return ImagePart(url, where, detail_of(fields.get("detail"), where), kind)
+    return ImagePart(url, where, detail_of(fields.get("detail"), where), part_type)
 
 
-VIDEO_KINDS = ("video", "video_url")
+VIDEO_PARTS = ("video", "video_url")
 LEAST_FPS, MOST_FPS = 1e-3, 1e3
 MOST_SECONDS = 1e6
 _JPEGS = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
@@ -104,7 +108,7 @@ class VideoPart(msgspec.Struct, frozen=True):
     """Frames per second. None: the model's default, or the rate given by ``times``."""
     times: tuple[float, ...] | None = None
     """Time of each frame in seconds, in order."""
-    kind: str = "video"
+    part_type: str = "video"
     """The API's name for such parts."""
 
     detail = "auto"
@@ -116,7 +120,7 @@ class VideoPart(msgspec.Struct, frozen=True):
 
     def place(self, number: int) -> str:
         """Return the place of a frame in the request, for errors."""
-        return f"{self.where}.{self.kind}[{number}]"
+        return f"{self.where}.{self.part_type}[{number}]"
 
 
 def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
@@ -134,15 +138,15 @@ def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
 
 def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
     """Return a checked video part. Raises InvalidRequest, also for fewer than ``least`` frames."""
-    kind = str(part.get("type"))
+    part_type = str(part.get("type"))
     unknown = {name for name, value in part.items() if value is not None}
-    if unknown := unknown - {"type", kind, "fps", "timestamps"}:
+    if unknown := unknown - {"type", part_type, "fps", "timestamps"}:
         # Echo the field's name only if short and plain: the name comes from the client.
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
         raise InvalidRequest(f"{where}.{shown} is not supported in a part with a video", param=where)
-    given = part.get(kind)
-    if kind == "video_url":
+    given = part.get(part_type)
+    if part_type == "video_url":
         url = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
         if not isinstance(url, str):
             raise InvalidRequest(
@@ -158,7 +162,7 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
             param=where,
         )
     fps, times = _timing(part, len(frames), where)
-    return VideoPart(frames, where, fps, times, kind)
+    return VideoPart(frames, where, fps, times, part_type)
 
 
 def _frames(given: Any, where: str) -> tuple[Any, ...]:

@@ -178,7 +178,9 @@ class Marks:
         return value
 
     def everywhere(self, value: Any, mark: str) -> Any:
-        """Return ``value`` with all strings marked by ``around``, at any depth."""
+        """Return a copy of ``value`` with all strings marked by ``around``, at any depth, keys of dicts too.
+        A tuple becomes a list.
+        """
         if isinstance(value, str):
             return self.around(value, mark)
         if isinstance(value, list | tuple):

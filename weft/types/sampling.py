@@ -32,6 +32,12 @@ REPETITION_PENALTY_RANGE = (0.01, 100.0)
 """Allowed range. Logits are divided by the penalty, so a value near 0 would overflow."""
 
 
+def signed_seed(seed: int) -> int:
+    """Return the int64 with the bits of ``seed`` modulo 2^64. Tensors contain seeds in int64 form."""
+    seed &= SEED_MASK
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sampling settings of one request.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.text.parsing.families import TOOLS, joined
 from weft.text.parsing.channels import MAX_UNKNOWN
-from weft.text.parsing.declaration import Kind, OutputFormat, Parameters
+from weft.text.parsing.declaration import OutputFormat, Parameters, TextUse
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import OutputSpec
 from weft.text.parsing.parsing_engine import OutputEngine
@@ -28,12 +28,12 @@ class Recorder(Tape):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spans: list[tuple[Kind, int, int]] = []
+        self.spans: list[tuple[TextUse, int, int]] = []
 
-    def mark(self, kind: Kind, end: int) -> None:
+    def mark(self, use: TextUse, end: int) -> None:
         if end > self.done:
-            self.spans.append((kind, self.done, end))
-        super().mark(kind, end)
+            self.spans.append((use, self.done, end))
+        super().mark(use, end)
 
 
 def read(

@@ -14,7 +14,7 @@ from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWe
 from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
-from weft.layers.linear import Linear, RowLinear
+from weft.layers.dense import Linear, RowLinear
 from weft.layers.shard import joined
 
 Tensor = torch.Tensor

@@ -12,8 +12,7 @@ import torch
 from weft.attention.base import AttentionBackend, Backends, CoreInput, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Linear, RowLinear
-from weft.layers.norm import RMSNorm
+from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.shard import joined
 
 Tensor = torch.Tensor

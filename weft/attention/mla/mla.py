@@ -21,8 +21,7 @@ from weft.attention.gqa.gqa import AttentionInput
 from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatrices
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.linear import Linear, RowLinear
-from weft.layers.norm import RMSNorm
+from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.shard import Shard, joined, whole
 
 Tensor = torch.Tensor

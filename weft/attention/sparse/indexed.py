@@ -17,7 +17,7 @@ from weft.attention.mla.mla import LatentAttention
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Linear
+from weft.layers.dense import Linear
 from weft.ops.latent_ops import rotate_pairs
 
 Tensor = torch.Tensor

@@ -29,7 +29,7 @@ IMPORTED = (
     "weft.engine.rank",
     "weft.engine.start",
     "weft.engine.ranks.supervised_ranks",
-    "weft.layers.mlp",
+    "weft.layers.dense",
     "weft.tracing.writer",
 )
 """Modules to import.

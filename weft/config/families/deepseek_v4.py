@@ -30,7 +30,10 @@ _SCORINGS: dict[str, Literal["sqrtsoftplus", "sigmoid", "softmax"]] = {
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. Modules that predict further tokens are skipped. Raise ConfigError."""
+    """Return the spec. Modules that predict further tokens are skipped.
+
+    ``override``: see ``common.layer_count``. Raise ConfigError.
+    """
     layers = layer_count(facts, override)
     for name, only in (
         ("num_key_value_heads", 1),

@@ -94,8 +94,7 @@ class Outbox:
         return taken.write
 
     def ended(self, peer: str, key: TransferKey, number: int) -> None:
-        """Free the slot of a sent write after the answer, or of an unsent write: the receiver does
-        not read the slot any more."""
+        """Free the slot of a sent write after the answer: the receiver does not read the slot any more."""
         for slot, taken in list(self._taken.items()):
             write = taken.write
             if taken.sent and (write.peer, write.key, write.number) == (peer, key, number):

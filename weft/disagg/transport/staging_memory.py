@@ -66,16 +66,16 @@ class Memory(Protocol):
         progress."""
 
     def ended(self, peer: str, key: TransferKey, number: int) -> None:
-        """See ``Outbox.ended``."""
+        """Free the slot of write ``number`` to ``peer``: the peer does not read the slot any more."""
 
     def lost(self, peer: str) -> None:
-        """See ``Outbox.lost``."""
+        """Free the slots of all writes sent to ``peer``: the connection has ended."""
 
     def cancel(self, key: TransferKey) -> None:
-        """See ``Outbox.cancel``."""
+        """Drop the transfer's writes that are not sent yet. Copies under way finish."""
 
     def quiet(self, key: TransferKey) -> bool:
-        """See ``Outbox.quiet``."""
+        """Return True if no copy of the transfer's caches waits or is under way."""
 
     def mark(self) -> Any:
         """See ``Copies.mark``. Call from the computing thread."""

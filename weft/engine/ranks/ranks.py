@@ -98,7 +98,7 @@ class RankProcesses:
         return False
 
     def keeps(self, rank: int) -> bool:
-        """Return True if the process of ``rank`` is on the local host."""
+        """Return True if this object has started the process of ``rank`` and has not killed the process."""
         return rank in self._running
 
     def ended(self) -> list[tuple[int, int]]:

@@ -267,11 +267,11 @@ _TYPES = {
 
 def error_response(error: ErrorInfo) -> ErrorResponse:
     """Return ``error`` in the shape for clients. ``type`` follows from the HTTP status."""
-    kind = _TYPES.get(error.http_status)
-    if kind is None:
-        kind = "invalid_request_error" if error.http_status < 500 else "server_error"
+    error_type = _TYPES.get(error.http_status)
+    if error_type is None:
+        error_type = "invalid_request_error" if error.http_status < 500 else "server_error"
     return ErrorResponse(
-        error=ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
+        error=ErrorBody(message=error.message, type=error_type, param=error.param, code=error.code)
     )
 
 

@@ -35,10 +35,10 @@ def translated(error: ErrorInfo) -> ErrorInfo:
 def error_body(error: ErrorInfo) -> MessagesError:
     """Return the body for ``error``, which must be translated already. ``type`` follows from the HTTP
     status."""
-    kind = _TYPES.get(error.http_status)
-    if kind is None:
-        kind = "invalid_request_error" if error.http_status < 500 else "api_error"
-    detail = MessagesErrorDetail(type=kind, message=error.message)
+    error_type = _TYPES.get(error.http_status)
+    if error_type is None:
+        error_type = "invalid_request_error" if error.http_status < 500 else "api_error"
+    detail = MessagesErrorDetail(type=error_type, message=error.message)
     if error.param is not None:
         detail.param = error.param
     return MessagesError(error=detail)

@@ -18,8 +18,8 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """Id in the answer's header ``x-request-id``."""
     client: int | None
     """Number of the API key; None for a server without keys."""
-    kind: str
-    """Kind of the request's body, such as ``chat``."""
+    body_type: str
+    """Type of the request's body: a key of ``BODY_READERS``, such as ``chat``."""
     id: str = ""
     """Id in the answer's body."""
     prompt_tokens: int = 0
@@ -35,7 +35,7 @@ def log_end(facts: RequestFacts, model: str, first: float | None, took: float, e
         facts.id or "-",
         facts.request_id or "-",
         "-" if facts.client is None else facts.client,
-        facts.kind,
+        facts.body_type,
         model,
         facts.prompt_tokens,
         facts.output_tokens,

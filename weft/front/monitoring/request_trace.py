@@ -11,13 +11,13 @@ from weft.tracing.writer import SpanWriter
 class RequestTrace:
     """Root span of one request, from arrival to answer. Ends once; later calls of ``end`` are ignored."""
 
-    def __init__(self, writer: SpanWriter, kind: str, header: str | None) -> None:
+    def __init__(self, writer: SpanWriter, body_type: str, header: str | None) -> None:
         """Begin the span now. ``header``: the client's ``traceparent``, if any. An invalid value is
         ignored, and the span begins a new trace."""
         caller = None if header is None else parse_traceparent(header[: MAX_TRACEPARENT + 1])
         context = SpanContext.root() if caller is None else caller.child()
         parent = "" if caller is None else caller.span
-        self._span = Span("request", context, parent, time.monotonic(), {"weft.kind": kind})
+        self._span = Span("request", context, parent, time.monotonic(), {"weft.kind": body_type})
         self._writer = writer
         self._open = True
 

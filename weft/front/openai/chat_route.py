@@ -65,8 +65,8 @@ class ChatShape:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
     def chunks(self, delta: TextDelta) -> list[r.ChatChunk]:
-        """Return the chunks of one delta: one per run of events of the same kind; [] without anything to
-        show. The delta is parsed here, so each delta must come once, in order."""
+        """Return the chunks of one delta: one per run of events of the same class and call; [] without
+        anything to show. The delta is parsed here, so each delta must come once, in order."""
         output = self._output_of(delta.index)
         deltas = list(self._deltas(output.take(delta)))
         shown = delta.logprobs is not None or self._asked.return_token_ids
@@ -94,16 +94,16 @@ class ChatShape:
         return self._outputs[index]
 
     def _deltas(self, events: Iterable[OutputEvent]) -> Iterator[r.Delta]:
-        """Yield one delta per run of events of the same kind, in order. Reasoning that is not requested,
-        and ends of calls, are left out."""
-        for (kind, call), stretch in itertools.groupby(events, _kind_of):
+        """Yield one delta per run of events of the same class and call, in order. Reasoning that is not
+        requested, and ends of calls, are left out."""
+        for (event_class, call), stretch in itertools.groupby(events, _class_and_call):
             found = list(stretch)
             text = "".join(getattr(event, "text", "") for event in found)
-            if kind is Content:
+            if event_class is Content:
                 yield r.Delta(content=text)
-            elif kind is Reasoning and self._asked.include_reasoning:
+            elif event_class is Reasoning and self._asked.include_reasoning:
                 yield r.Delta(reasoning_content=text, reasoning=text)
-            elif kind is CallArguments:
+            elif event_class is CallArguments:
                 function = r.FunctionDelta(arguments=text)
                 yield r.Delta(tool_calls=[r.ToolCallDelta(index=call, function=function)])
             elif isinstance(begin := found[0], CallBegin):
@@ -188,7 +188,7 @@ class ChatShape:
         return None if self._asked.usage_in_stream else UNSET
 
 
-def _kind_of(event: OutputEvent) -> tuple[type[OutputEvent], int]:
+def _class_and_call(event: OutputEvent) -> tuple[type[OutputEvent], int]:
     if isinstance(event, CallBegin | CallArguments | CallEnd):
         return type(event), event.call
     return type(event), -1

@@ -99,10 +99,10 @@ def _refused(name: str, cls: type[Body]) -> InvalidRequest:
     return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")
 
 
-def convert(name: str, value: Any, kind: Any) -> Any:
-    """Return ``value`` converted to type ``kind``. Raises InvalidRequest that names ``name``."""
+def convert(name: str, value: Any, target: Any) -> Any:
+    """Return ``value`` converted to type ``target``. Raises InvalidRequest that names ``name``."""
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, target)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{name}: {_reason(error)}", param=name) from None
     except RecursionError:

@@ -61,9 +61,9 @@ def check_schema(schema: Any, where: str, at: str = "", levels: int = MAX_LEVELS
             check_schema(schema[name], where, f"{at}/{name}", levels - 1)
 
 
-def _check_type(kind: Any, where: str, at: str) -> None:
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not all(isinstance(one, str) and one in _TYPES for one in kinds):
+def _check_type(given: Any, where: str, at: str) -> None:
+    types = given if isinstance(given, list) else [given]
+    if given is not None and not all(isinstance(one, str) and one in _TYPES for one in types):
         raise _wrong(where, at, f"may have only these types: {', '.join(sorted(_TYPES))}")
 
 

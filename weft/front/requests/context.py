@@ -231,17 +231,17 @@ class Front:
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
-    def trace(self, kind: str, header: str | None) -> RequestTrace | None:
+    def trace(self, body_type: str, header: str | None) -> RequestTrace | None:
         """Return a trace span for a request arriving now. ``header``: the ``traceparent`` header. None
         without tracing."""
-        return None if self._spans is None else RequestTrace(self._spans, kind, header)
+        return None if self._spans is None else RequestTrace(self._spans, body_type, header)
 
-    def facts(self, kind: str, scope: Scope) -> RequestFacts | None:
+    def facts(self, body_type: str, scope: Scope) -> RequestFacts | None:
         """Return the facts for the log line of a request arriving now. None if requests are not logged."""
         if not self.section.log_requests:
             return None
         client = key_of(scope) if self.section.api_key else None
-        return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, kind=kind)
+        return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, body_type=body_type)
 
     async def metrics_page(self) -> bytes:
         """Return the metrics of the whole server, in Prometheus text format. The counts of an API server
@@ -310,7 +310,7 @@ class Front:
 
     async def read(
         self,
-        kind: str,
+        body_type: str,
         body: list[bytes],
         then: Callable[[Job], T],
         lease: MediaLease | None = None,
@@ -319,11 +319,11 @@ class Front:
         """Read a request's body, given in pieces, off the event loop. Return the result of ``then``, called
         with the job in a thread.
 
-        ``kind``: one of ``KINDS``. ``lease``: memory lease for the images; without a lease, images are not
-        decoded, and ``then`` gets the job with undecoded ``pictures``. ``client``: number of the request's
-        API key. May fetch image files and compile grammars, and waits for both. Raises the WeftError of an
-        invalid request or of ``then``, Unavailable before the end of ``start``, and Overloaded if too much
-        text work is waiting.
+        ``body_type``: a key of ``BODY_READERS``. ``lease``: memory lease for the images; without a lease,
+        ``then`` gets the job with undecoded ``pictures``. ``client``: number of the request's API key. May
+        fetch image files and compile grammars, and waits for both. Raises the WeftError of an invalid
+        request or of ``then``, Unavailable before the end of ``start``, and Overloaded if too much text work
+        is waiting.
         """
 
         def use(answer: ReadAnswer) -> T | Job:
@@ -332,21 +332,21 @@ class Front:
             # Without images to decode, `then` runs in the same thread.
             return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
-        found, files = await self._read(kind, body, use, lease, client)
+        found, files = await self._read(body_type, body, use, lease, client)
         if not isinstance(found, Job) or lease is None or not found.pictures:
             return cast(T, found)
         media = await self.media.decode(found.pictures, files, lease, client)
         lease.give(sum(map(len, files.values())))
         return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 
-    async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
-        """Read a body for an answer without the engine, and return the answer's JSON. ``kind``: one of
+    async def made(self, body_type: str, body: list[bytes], client: int) -> bytes:
+        """Read a body for an answer without the engine, and return the answer's JSON. ``body_type``: one of
         ``MADE``. Raises the errors of ``read``."""
-        return (await self._read(kind, body, lambda answer: answer.made, None, client))[0]
+        return (await self._read(body_type, body, lambda answer: answer.made, None, client))[0]
 
     async def _read(
         self,
-        kind: str,
+        body_type: str,
         body: list[bytes],
         use: Callable[[ReadAnswer], T],
         lease: MediaLease | None,
@@ -366,7 +366,7 @@ class Front:
             input, or the result of ``use``. Raises WeftError."""
             if data is None:
                 knowing = reader.knowing(headers, client, Told(verdicts, self._grammars))
-                answer = read_with(knowing, kind, b"".join(body))
+                answer = read_with(knowing, body_type, b"".join(body))
             else:
                 answer = _decoded(data)
             return answer.wanted or answer.unproved or use(answer)
@@ -375,7 +375,7 @@ class Front:
             # Each round resolves one missing input: the verdict on a grammar, or all image files.
             while len(verdicts) < MAX_READS:
                 known = Known(files=headers, verdicts=verdicts)
-                data = await self._read_large(kind, body, known, client)
+                data = await self._read_large(body_type, body, known, client)
                 found = await self.in_thread(take, data)
                 if isinstance(found, Unproved):
                     verdicts[digest_of(found.grammar)] = await self._verdict(found, client)
@@ -405,7 +405,7 @@ class Front:
         return None
 
     async def _read_large(
-        self, kind: str, body: list[bytes], known: Known, client: int
+        self, body_type: str, body: list[bytes], known: Known, client: int
     ) -> bytes | bytearray | None:
         """Return the encoded ReadAnswer of a worker process; None if the body is small enough for a thread.
         Schedules a heap trim after a large body. Raises Overloaded if ``TEXT_QUEUE`` work items wait
@@ -418,7 +418,7 @@ class Front:
         assert self._workers is not None
         # A large body leaves a large free heap behind.
         self._trim_later()
-        return await self._workers.call(*payload_of(kind, body, known), client=client, cost=size)
+        return await self._workers.call(*payload_of(body_type, body, known), client=client, cost=size)
 
     def _trim_later(self) -> None:
         """Schedule a heap trim in ``TRIM_AFTER`` seconds, unless one is scheduled; otherwise the allocator

@@ -2,23 +2,26 @@
 DESCRIPTOR``.
 
 The process takes payloads from an inherited socket and answers each, in order, until the other end is
-closed. The first payload is a ``Setup``. Every other payload is the kind of a request, a zero byte, known
+closed. The first payload is a ``Setup``. Every other payload is the type of a body, a zero byte, known
 facts about the images and grammars, a zero byte, and the body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
-from weft.front.requests.kinds import KINDS, MADE
+from weft.front.protocol.messages.read_messages import read_count, read_messages
+from weft.front.protocol.responses.read import read_response, read_tokens
 from weft.front.requests.proofs import NeedsProof, Told, Unproved
+from weft.front.requests.read_tokens import read_generate, render_chat, render_completions
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import Setup
+from weft.front.requests.tokenizing import detokenize, tokenize
 from weft.media.headers import ImageHeader
 from weft.media.pictures import NeedsFiles, Wanted
 
@@ -26,6 +29,28 @@ log = get_logger(__name__)
 
 NICENESS = 5
 """Nice value: engine steps go first if cores are scarce."""
+
+BODY_READERS: dict[str, Callable[[Reader, bytes], Job]] = {
+    "chat": Reader.chat,
+    "completions": Reader.completions,
+    "embeddings": Reader.embeddings,
+    "messages": read_messages,
+    "count": read_count,
+    "responses": read_response,
+    "response_tokens": read_tokens,
+    "generate": read_generate,
+}
+"""Type of a body, as passed to ``serving.handle`` -> reader. Threads of the API server and read workers use
+this table.
+"""
+
+MADE: dict[str, Callable[[Reader, bytes], bytes]] = {
+    "tokenize": tokenize,
+    "detokenize": detokenize,
+    "chat_render": render_chat,
+    "completions_render": render_completions,
+}
+"""Type of a body -> function that returns the JSON of an answer made without the engine."""
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,18 +81,18 @@ decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 _decode_known = msgspec.json.Decoder(Known).decode
 
 
-def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tuple[bytes, ...]:
+def payload_of(body_type: str, body: Iterable[bytes], known: Known = Known()) -> tuple[bytes, ...]:
     """Return the payload to read a body, in pieces."""
-    return (kind.encode() + b"\0" + msgspec.json.encode(known) + b"\0", *body)
+    return (body_type.encode() + b"\0" + msgspec.json.encode(known) + b"\0", *body)
 
 
-def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
-    """Read one request. Return the job, or the JSON for a kind in ``MADE``, or the missing files or the
+def read_with(reader: Reader, body_type: str, body: bytes) -> ReadAnswer:
+    """Read one request. Return the job, or the JSON for a type in ``MADE``, or the missing files or the
     grammar without a verdict. Raises WeftError."""
     try:
-        if kind in MADE:
-            return ReadAnswer(made=MADE[kind](reader, body))
-        return ReadAnswer(job=KINDS[kind](reader, body))
+        if body_type in MADE:
+            return ReadAnswer(made=MADE[body_type](reader, body))
+        return ReadAnswer(job=BODY_READERS[body_type](reader, body))
     except NeedsFiles as missing:
         return ReadAnswer(wanted=tuple(missing.wanted))
     except NeedsProof as missing:
@@ -77,10 +102,10 @@ def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Read the request of one payload and return the answer. Every error becomes an answer; an unexpected
     exception is logged and becomes an internal error."""
-    kind, data, body = payload.split(b"\0", 2)
+    body_type, data, body = payload.split(b"\0", 2)
     try:
         known = _decode_known(data)
-        return read_with(reader.knowing(known.files, grammars=Told(known.verdicts)), kind.decode(), body)
+        return read_with(reader.knowing(known.files, grammars=Told(known.verdicts)), body_type.decode(), body)
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:

@@ -66,17 +66,17 @@ class Items:
             e.ItemEvent(type="response.output_item.done", output_index=opened.at, item=opened.item),
         ]
 
-    def _enter(self, kind: type[_Open[Any]]) -> list[e.Event]:
+    def _enter(self, item_class: type[_Open[Any]]) -> list[e.Event]:
         """Open an item of this type, after the end of any other open item, and return the events. Without
         effect if an item of the type is open already."""
-        if isinstance(self._open, kind):
+        if isinstance(self._open, item_class):
             return []
-        return [*self.close(whole=True), *self._start(kind(len(self.done), self._facts))]
+        return [*self.close(whole=True), *self._start(item_class(len(self.done), self._facts))]
 
     def _begin_call(self, found: CallBegin) -> list[e.Event]:
         named = self._facts.names.get(found.name, Named(name=found.name))
-        kind: type[_Call | _CustomCall] = _CustomCall if named.custom else _Call
-        return self._start(kind(len(self.done), found.id, named))
+        item_class: type[_Call | _CustomCall] = _CustomCall if named.custom else _Call
+        return self._start(item_class(len(self.done), found.id, named))
 
     def _start(self, opened: _Open[Any]) -> list[e.Event]:
         """Make ``opened`` the open item, and return the events of its begin."""
@@ -181,8 +181,8 @@ class _OpenReasoning(_Reasoning):
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
         self.pieces.append(text)
-        kind = "response.reasoning_text.delta"
-        return [e.PieceEvent(type=kind, **self.place(), content_index=0, delta=text)]
+        event_type = "response.reasoning_text.delta"
+        return [e.PieceEvent(type=event_type, **self.place(), content_index=0, delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
         """Fill the item's text, and the opaque form if requested, and return the events."""
@@ -206,8 +206,8 @@ class _Summary(_Reasoning):
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
         self.pieces.append(text)
-        kind = "response.reasoning_summary_text.delta"
-        return [e.PieceEvent(type=kind, **self.place(), summary_index=0, delta=text)]
+        event_type = "response.reasoning_summary_text.delta"
+        return [e.PieceEvent(type=event_type, **self.place(), summary_index=0, delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
         """Fill the item's summary, and the opaque form if requested, and return the events."""
@@ -233,16 +233,16 @@ class _Call(_Open[e.FunctionCallOutput]):
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
         self.pieces.append(text)
-        kind = "response.function_call_arguments.delta"
-        return [e.PieceEvent(type=kind, **self.place(), delta=text)]
+        event_type = "response.function_call_arguments.delta"
+        return [e.PieceEvent(type=event_type, **self.place(), delta=text)]
 
     def end(self, whole: bool) -> list[e.Event]:
         """Fill the item's arguments and status, and return the event."""
         self.item.arguments = "".join(self.pieces)
         self.item.status = "completed" if whole else "incomplete"
-        kind = "response.function_call_arguments.done"
+        event_type = "response.function_call_arguments.done"
         arguments, name = self.item.arguments, self.item.name
-        return [e.DoneEvent(type=kind, **self.place(), arguments=arguments, name=name)]
+        return [e.DoneEvent(type=event_type, **self.place(), arguments=arguments, name=name)]
 
 
 class _CustomCall(_Open[e.CustomCallOutput]):
@@ -264,9 +264,9 @@ class _CustomCall(_Open[e.CustomCallOutput]):
         and the end event."""
         self.item.input = _input("".join(self.pieces))
         self.item.status = "completed" if whole else "incomplete"
-        kind, place, text = "response.custom_tool_call_input", self.place(), self.item.input
-        piece = [e.PieceEvent(type=kind + ".delta", **place, delta=text)] if text else []
-        return [*piece, e.DoneEvent(type=kind + ".done", **place, input=text)]
+        event_type, place, text = "response.custom_tool_call_input", self.place(), self.item.input
+        piece = [e.PieceEvent(type=event_type + ".delta", **place, delta=text)] if text else []
+        return [*piece, e.DoneEvent(type=event_type + ".done", **place, input=text)]
 
 
 def _input(arguments: str) -> str:

@@ -22,8 +22,7 @@ from weft.attention.sparse.compress import ByToken, Completed, Compressor
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.linear import Linear, RowLinear
-from weft.layers.norm import RMSNorm
+from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.pending_codes import take_codes
 from weft.layers.shard import Shard, joined, whole
 from weft.ops.sparse_ops import rotate_pairs_

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.attention.gqa.gqa import Attention
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
-from weft.layers.mlp import GatedMLP
+from weft.layers.dense import GatedMLP
 from weft.models.decoder import Block
 
 

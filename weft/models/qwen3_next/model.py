@@ -6,7 +6,7 @@ from weft.attention.delta.delta import DeltaNet
 from weft.attention.gqa.gqa import Attention
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
-from weft.layers.mlp import GatedMLP
+from weft.layers.dense import GatedMLP
 from weft.models.decoder import Block
 from weft.moe.block import RoutedMLP
 

@@ -13,7 +13,7 @@ from torch import nn
 from weft.config.media import MediaFacts
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build
-from weft.layers.linear import Linear
+from weft.layers.dense import Linear
 from weft.models.vision.layers import PatchBlock
 
 Tensor = torch.Tensor

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Linear
+from weft.layers.dense import Linear
 from weft.ops import torch_ops
 
 Tensor = torch.Tensor

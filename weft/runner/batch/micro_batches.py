@@ -16,7 +16,7 @@ import torch
 
 from weft.attention.base import Backends, LayerCache
 from weft.common.errors import EngineDead
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.overlap.interleave import interleave
 from weft.overlap.split import MicroBatches, split
 from weft.overlap.times import Stretch

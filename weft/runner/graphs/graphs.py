@@ -44,9 +44,9 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.common.recent import Recent
-from weft.models.base import Model
-from weft.overlap.drive import drive
+from weft.models.decoder import Model
 from weft.overlap.interleave import interleave
+from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.staging import StagingBuffer, even, most_each

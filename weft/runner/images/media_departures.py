@@ -15,7 +15,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
 from weft.config.sharding import balanced_share
-from weft.models.base import Model
+from weft.models.decoder import Model
 from weft.parallel.comm import Comm
 from weft.runner.exports import RankTransfers, TransferThread
 from weft.runner.images.image_store import MediaStore

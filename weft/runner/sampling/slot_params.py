@@ -13,10 +13,9 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.ops import sampling as ops
-from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
 from weft.types.plan import AllocSlot, TokenMasks
-from weft.types.sampling import TokenParams
+from weft.types.sampling import TokenParams, signed_seed
 
 Tensor = torch.Tensor
 

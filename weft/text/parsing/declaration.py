@@ -297,5 +297,5 @@ def check_format(declared: OutputFormat) -> None:
             )
 
 
-Kind: TypeAlias = Literal["content", "reasoning", "name", "id", "argument", "markup"]
+TextUse: TypeAlias = Literal["content", "reasoning", "name", "id", "argument", "markup"]
 """The use of a generated character."""

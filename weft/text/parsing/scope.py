@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.text.parsing.declaration import Kind, OutputFormat
+from weft.text.parsing.declaration import OutputFormat, TextUse
 from weft.text.parsing.parser import OutputSpec
 from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.tape import Tape
@@ -16,10 +16,10 @@ class _Noted(Tape):
         self.noted: list[tuple[bool, int]] = []
         """(True for content, end position) of each stretch since the last read."""
 
-    def mark(self, kind: Kind, end: int) -> None:
+    def mark(self, use: TextUse, end: int) -> None:
         if end > self.done:
-            self.noted.append((kind == "content", end))
-        super().mark(kind, end)
+            self.noted.append((use == "content", end))
+        super().mark(use, end)
 
 
 class ContentScope:

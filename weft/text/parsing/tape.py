@@ -16,7 +16,7 @@ import re
 from collections.abc import Generator, Iterable
 from typing import TypeAlias, TypeVar
 
-from weft.text.parsing.declaration import Kind
+from weft.text.parsing.declaration import TextUse
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 T = TypeVar("T")
@@ -67,7 +67,8 @@ class Tape:
         self._base = 0
         self._events: list[OutputEvent] = []
         self._pieces: list[str] = []
-        self._kind: tuple[str, int] = ("", 0)
+        self._gathered: tuple[str, int] = ("", 0)
+        """(event, number of calls) that ``_pieces`` belong to."""
 
     # -- text in
 
@@ -241,15 +242,15 @@ class Tape:
         text = self.slice(*name)
         own = "" if ident is None else self.slice(*ident)
         self._push(CallBegin(call=self.calls, name=text, id=own))
-        spans: list[tuple[Kind, int, int]] = [("name", *name)]
+        spans: list[tuple[TextUse, int, int]] = [("name", *name)]
         # The id contains the name (``functions.NAME:NUMBER``): split the id around the name.
         if ident is not None and ident[0] <= name[0] and name[1] <= ident[1]:
             spans = [("id", ident[0], name[0]), ("name", *name), ("id", name[1], ident[1])]
         elif ident is not None:
             spans.append(("id", *ident))
-        for kind, start, end in sorted(spans, key=lambda span: span[1]):
+        for use, start, end in sorted(spans, key=lambda span: span[1]):
             self.skip(start)
-            self.mark(kind, end)
+            self.mark(use, end)
         self.skip(self.at)
         self.calls += 1
         return self.calls - 1
@@ -266,12 +267,12 @@ class Tape:
         self._push(CallBegin(call=self.calls, name=self.slice(*name), id=own))
         self.calls += 1
         self._give("arguments", text)
-        spans: list[tuple[Kind, tuple[int, int]]] = [("name", name), ("argument", early)]
+        spans: list[tuple[TextUse, tuple[int, int]]] = [("name", name), ("argument", early)]
         if ident is not None:
             spans.append(("id", ident))
-        for kind, (start, end) in sorted(spans, key=lambda span: span[1]):
+        for use, (start, end) in sorted(spans, key=lambda span: span[1]):
             self.skip(start)
-            self.mark(kind, end)
+            self.mark(use, end)
 
     def arguments(self, text: str, end: int | None = None) -> None:
         """Append ``text`` to the arguments of the last call. The source of ``text`` is everything up to
@@ -285,8 +286,8 @@ class Tape:
         """Mark the last call as complete."""
         self._push(CallEnd(call=self.calls - 1))
 
-    def mark(self, kind: Kind, end: int) -> None:
-        """Advance ``done`` to ``end``; ``kind`` is the use of the characters passed. Subclasses override this
+    def mark(self, use: TextUse, end: int) -> None:
+        """Advance ``done`` to ``end``; ``use`` is the use of the characters passed. Subclasses override this
         method to observe the uses.
         """
         if end > self.done:
@@ -306,11 +307,11 @@ class Tape:
         self._flush()
         self._events.append(event)
 
-    def _give(self, kind: str, piece: str) -> None:
-        # Join pieces of the same kind and call into one event.
-        if self._kind != (kind, self.calls):
+    def _give(self, event: str, piece: str) -> None:
+        # Join pieces of the same event and call into one event.
+        if self._gathered != (event, self.calls):
             self._flush()
-            self._kind = (kind, self.calls)
+            self._gathered = (event, self.calls)
         self._pieces.append(piece)
 
     def _flush(self) -> None:
@@ -319,8 +320,8 @@ class Tape:
         self._pieces.clear()
         if not text:
             return
-        kind, calls = self._kind
-        if kind == "arguments":
+        event, calls = self._gathered
+        if event == "arguments":
             self._events.append(CallArguments(call=calls - 1, text=text))
         else:
-            self._events.append(Reasoning(text) if kind == "reasoning" else Content(text))
+            self._events.append(Reasoning(text) if event == "reasoning" else Content(text))

@@ -34,7 +34,7 @@ class Piece(msgspec.Struct):
 
     text: str = ""
     score: float = 0.0
-    kind: int = _NORMAL
+    type: int = _NORMAL
 
 
 class SentencePieceModel(msgspec.Struct):
@@ -66,8 +66,8 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
     _check(model)
     # The library looks for pieces in text whose spaces are escaped, so a plain space is found nowhere.
     for piece in model.pieces:
-        if piece.kind == _USER and " " in piece.text:
-            piece.kind = _UNUSED
+        if piece.type == _USER and " " in piece.text:
+            piece.type = _UNUSED
     # tokenizer_config.json overrides the model file, as in transformers.
     wanted = config.get("add_prefix_space")
     prefix = model.prefix if wanted is None else bool(wanted)
@@ -76,7 +76,7 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
         "model": "llama",
         "tokens": [piece.text for piece in model.pieces],
         "scores": [piece.score for piece in model.pieces],
-        "token_type": [piece.kind for piece in model.pieces],
+        "token_type": [piece.type for piece in model.pieces],
         "add_space_prefix": prefix,
         "add_bos_token": bool(config.get("add_bos_token", True)),
         "add_eos_token": bool(config.get("add_eos_token", False)),
@@ -102,7 +102,7 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
         special={
             piece.text: number
             for number, piece in enumerate(model.pieces)
-            if piece.kind in (_UNKNOWN, _CONTROL)
+            if piece.type in (_UNKNOWN, _CONTROL)
         },
         segmentation=Segmentation(prefix=where),
     )
@@ -152,7 +152,7 @@ def _piece(value: Value) -> Piece:
         elif number == 2:
             (piece.score,) = struct.unpack("<f", _message(part))
         elif number == 3:
-            piece.kind = signed(part)
+            piece.type = signed(part)
     return piece
 
 
@@ -173,8 +173,8 @@ def _check(model: SentencePieceModel) -> None:
     unused pieces, other white space, or ties of scores.
     """
     if model.algorithm != 2:
-        kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
-        raise unusable(NAME, f"its algorithm is {kind}; only BPE is supported")
+        algorithm = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
+        raise unusable(NAME, f"its algorithm is {algorithm}; only BPE is supported")
     if model.charsmap or model.normalizer not in ("", "identity"):
         why = "is not supported; only identity without a character map is"
         raise unusable(NAME, f"its normalizer {model.normalizer!r} {why}")
@@ -182,7 +182,7 @@ def _check(model: SentencePieceModel) -> None:
         (model.trims_spaces, "it removes extra white space (remove_extra_whitespaces)"),
         (not model.escapes_spaces, "it does not escape white space (escape_whitespaces)"),
         (model.suffix_space, "it writes spaces after words (treat_whitespace_as_suffix)"),
-        (any(piece.kind == _UNUSED for piece in model.pieces), "it has unused pieces"),
+        (any(piece.type == _UNUSED for piece in model.pieces), "it has unused pieces"),
     ):
         if found:
             raise unusable(NAME, f"{why}, which is not supported")
@@ -196,7 +196,7 @@ def _check_order(model: SentencePieceModel) -> None:
     cannot express a tie. Runs of spaces are the exception: in Llama's model all have the same score.
     ``_runs_agree`` proves that their order does not matter.
     """
-    plain = [piece for piece in model.pieces if piece.kind == _NORMAL]
+    plain = [piece for piece in model.pieces if piece.type == _NORMAL]
     # Only pieces made by a merge compete.
     made = {left + right for left, right in merges_by_score(*_columns(plain))}
     scores = Counter(piece.score for piece in plain if piece.text in made)
@@ -208,7 +208,7 @@ def _check_order(model: SentencePieceModel) -> None:
 
 
 def _columns(pieces: list[Piece]) -> tuple[list[str], list[float], list[int]]:
-    return [p.text for p in pieces], [p.score for p in pieces], [p.kind for p in pieces]
+    return [p.text for p in pieces], [p.score for p in pieces], [p.type for p in pieces]
 
 
 def _runs_agree(lengths: list[int]) -> bool:
@@ -248,8 +248,8 @@ def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str,
     """
     named = {number: Piece(text, 0.0, _USER) for text, number in added.items()}
     for key, entry in (config.get("added_tokens_decoder") or {}).items():
-        kind = _CONTROL if entry.get("special") else _USER
-        named[int(key)] = Piece(entry["content"], 0.0, kind)
+        piece_type = _CONTROL if entry.get("special") else _USER
+        named[int(key)] = Piece(entry["content"], 0.0, piece_type)
     for number, piece in sorted(named.items()):
         if number < len(pieces):
             if pieces[number].text != piece.text:

@@ -98,11 +98,11 @@ _ASSISTANT: dict[str, type[Any]] = {
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedBlock,
 }
-_KINDS = {"system": _TEXTS, "user": _USER, "assistant": _ASSISTANT, "result": _RESULT}
+_BLOCK_TYPES = {"system": _TEXTS, "user": _USER, "assistant": _ASSISTANT, "result": _RESULT}
 
 
 def blocks(content: Any, place: Literal["system", "user", "assistant", "result"], where: str) -> list[Any]:
-    """Return the blocks of a content, which may be a plain text. ``place`` selects the allowed kinds.
+    """Return the blocks of a content, which may be a plain text. ``place`` selects the allowed types.
 
     Raises InvalidRequest, naming ``where``.
     """
@@ -110,29 +110,29 @@ def blocks(content: Any, place: Literal["system", "user", "assistant", "result"]
         return [TextBlock(type="text", text=content)]
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of content blocks", param=where)
-    kinds = _KINDS[place]
+    block_types = _BLOCK_TYPES[place]
     echoed = place == "assistant"
-    return [_block(block, kinds, echoed, f"{where}[{number}]") for number, block in enumerate(content)]
+    return [_block(block, block_types, echoed, f"{where}[{number}]") for number, block in enumerate(content)]
 
 
-def _block(block: Any, kinds: dict[str, type[Any]], echoed: bool, where: str) -> Any:
+def _block(block: Any, block_types: dict[str, type[Any]], echoed: bool, where: str) -> Any:
     """Return one block. ``echoed``: the block belongs to an answer sent back by the client, of this or
     another server. Unknown fields of such a block are no instructions, and are dropped. Raises
     InvalidRequest, naming ``where``."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
+    block_type = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(block_type, str):
         raise InvalidRequest(f"{where} must be an object with a type", param=where)
-    if kind not in kinds:
+    if block_type not in block_types:
         raise InvalidRequest(
-            f"{where}: blocks of type {printable(kind, 40)} are not supported here; supported types: "
-            + ", ".join(kinds),
+            f"{where}: blocks of type {printable(block_type, 40)} are not supported here; supported types: "
+            + ", ".join(block_types),
             param=where,
             code="unsupported_parameter",
         )
     if echoed:
-        known = {field.name for field in msgspec.structs.fields(kinds[kind])}
+        known = {field.name for field in msgspec.structs.fields(block_types[block_type])}
         block = {name: value for name, value in block.items() if name in known}
-    return convert(where, block, kinds[kind])
+    return convert(where, block, block_types[block_type])
 
 
 class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,11 +154,11 @@ class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def tool(value: Any, where: str) -> ToolBlock:
     """Return a tool. Raises InvalidRequest, naming ``where``, for a tool that the server cannot offer."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
+    tool_type = value.get("type") if isinstance(value, dict) else None
+    if isinstance(tool_type, str) and tool_type != "custom":
         raise InvalidRequest(
-            f"{where}: tools of type {printable(kind, 40)} are not supported, because this server runs no "
-            "tools; describe the tool with name and input_schema, and run the tool in the client",
+            f"{where}: tools of type {printable(tool_type, 40)} are not supported, because this server runs "
+            "no tools; describe the tool with name and input_schema, and run the tool in the client",
             param=where,
             code="unsupported_parameter",
         )

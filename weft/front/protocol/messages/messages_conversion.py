@@ -165,7 +165,7 @@ def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
 def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
     """Return the content part for a user's block. Raises InvalidRequest."""
     if isinstance(block, b.ImageBlock):
-        return ImagePart(block.source.url, where, kind="image")
+        return ImagePart(block.source.url, where, part_type="image")
     assert isinstance(block, b.TextBlock | b.DocumentBlock)
     if isinstance(block, b.DocumentBlock) and (block.citations or {}).get("enabled"):
         raise InvalidRequest(

@@ -259,15 +259,15 @@ def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of an item in stored form: with an id (new if missing), and content in parts."""
-    kind = item.get("type") or "message"
-    item = _kept(kind, item)
+    item_type = item.get("type") or "message"
+    item = _kept(item_type, item)
     content = item.get("content")
-    if kind == "message" and isinstance(content, str):
+    if item_type == "message" and isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         empty: dict[str, Any] = {"annotations": []} if part == "output_text" else {}
         item = {**item, "content": [{"type": part, "text": content, **empty}]}
-    made = {**item, "type": kind, "id": item.get("id") or new_id(kind)}
-    return made if kind == "reasoning" else {"status": "completed", **made}
+    made = {**item, "type": item_type, "id": item.get("id") or new_id(item_type)}
+    return made if item_type == "reasoning" else {"status": "completed", **made}
 
 
 MOST_ID = 256
@@ -285,12 +285,12 @@ _FIELDS = {
 _PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "detail"})
 
 
-def _kept(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+def _kept(item_type: str, item: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of an item without fields that no prompt shows.
 
     Otherwise a client could fill the store at no cost.
     """
-    fields = _FIELDS.get(kind, frozenset()) | {"id", "type", "status"}
+    fields = _FIELDS.get(item_type, frozenset()) | {"id", "type", "status"}
     kept = {name: value for name, value in item.items() if name in fields and _is_kept(name, value)}
     for name in ("content", "output", "summary"):
         if isinstance(parts := kept.get(name), list):
@@ -317,6 +317,6 @@ _PREFIXES = {
 }
 
 
-def new_id(kind: str) -> str:
-    """Return a new id for an item of type ``kind``."""
-    return _PREFIXES.get(kind, "item_") + secrets.token_hex(16)
+def new_id(item_type: str) -> str:
+    """Return a new id for an item of type ``item_type``."""
+    return _PREFIXES.get(item_type, "item_") + secrets.token_hex(16)

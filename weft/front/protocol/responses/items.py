@@ -58,7 +58,7 @@ class Adder:
     def __init__(self, turns: Turns) -> None:
         """``turns`` receives the items."""
         self._turns = turns
-        self._kinds: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
+        self._item_types: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
             "message": (MessageItem, self._message),
             "function_call": (CallItem, self._call),
             "function_call_output": (OutputItem, self._output),
@@ -72,19 +72,19 @@ class Adder:
 
         Raises InvalidRequest, naming ``where``, for an unsupported type or an invalid item.
         """
-        kind = item.get("type")
-        if kind is None and "role" in item:
-            kind = "message"
-        if not isinstance(kind, str):
+        item_type = item.get("type")
+        if item_type is None and "role" in item:
+            item_type = "message"
+        if not isinstance(item_type, str):
             raise InvalidRequest(f"{where} must have a type", param=where)
-        if kind not in self._kinds:
+        if item_type not in self._item_types:
             raise InvalidRequest(
-                f"{where}: items of type {printable(kind, 40)} are not supported by this server; supported "
-                "types: " + ", ".join(self._kinds),
+                f"{where}: items of type {printable(item_type, 40)} are not supported by this server; "
+                "supported types: " + ", ".join(self._item_types),
                 param=where,
                 code="unsupported_parameter",
             )
-        cls, add = self._kinds[kind]
+        cls, add = self._item_types[item_type]
         # Items of earlier answers come back with all fields of their server, nulls included.
         add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
 
@@ -170,11 +170,13 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
 
 def _part(part: dict[str, Any], where: str) -> str:
     """Return the text of a part. Raises InvalidRequest for a part without text."""
-    kind = part.get("type")
-    text = part.get("refusal") if kind == "refusal" else part.get("text") if kind in _TEXTS else None
+    part_type = part.get("type")
+    text = (
+        part.get("refusal") if part_type == "refusal" else part.get("text") if part_type in _TEXTS else None
+    )
     if isinstance(text, str):
         return text
-    shown = printable(kind, 40) if isinstance(kind, str) else "that type"
+    shown = printable(part_type, 40) if isinstance(part_type, str) else "that type"
     raise InvalidRequest(
         f"{where}: this server supports only text parts here, not {shown}",
         param=where,
@@ -182,11 +184,11 @@ def _part(part: dict[str, Any], where: str) -> str:
     )
 
 
-def _parts_of(parts: list[dict[str, Any]] | None, kind: str, where: str) -> str:
-    """Return the texts of parts of ``kind``, one per line. Raises InvalidRequest for other parts."""
+def _parts_of(parts: list[dict[str, Any]] | None, part_type: str, where: str) -> str:
+    """Return the texts of parts of ``part_type``, one per line. Raises InvalidRequest for other parts."""
     texts = []
     for part in parts or ():
-        if part.get("type") not in (kind, "text") or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where} may hold only parts of type {kind}, with text", param=where)
+        if part.get("type") not in (part_type, "text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where} may hold only parts of type {part_type}, with text", param=where)
         texts.append(part["text"])
     return "\n".join(texts)

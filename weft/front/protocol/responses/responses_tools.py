@@ -138,8 +138,8 @@ def _tools(value: dict[str, Any], where: str) -> Iterator[tuple[Tool, Named | No
 
 def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Tool, Named | None]:
     """Return the tool, and its own name if the model sees another name (else None). Raises InvalidRequest."""
-    kind = value.get("type")
-    if kind == "function":
+    tool_type = value.get("type")
+    if tool_type == "function":
         tool: FunctionTool = convert(where, value, FunctionTool)
         made = Tool(
             name=joined(namespace, tool.name),
@@ -148,11 +148,11 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
             strict=bool(tool.strict),
         )
         return made, None if namespace is None else Named(name=tool.name, namespace=namespace)
-    if kind == "custom":
+    if tool_type == "custom":
         custom: CustomTool = convert(where, value, CustomTool)
         name = joined(namespace, custom.name)
         return _custom(custom, name), Named(name=custom.name, namespace=namespace, custom=True)
-    shown = printable(kind, 40) if isinstance(kind, str) else "that type"
+    shown = printable(tool_type, 40) if isinstance(tool_type, str) else "that type"
     raise InvalidRequest(
         f"{where}: tools of type {shown} are not supported, because this server runs no tools; supported "
         "types: function, custom, and namespace with tools of these types",
@@ -171,8 +171,8 @@ def _custom(tool: CustomTool, name: str) -> Tool:
     about, form = tool.description or "", tool.format
     if not isinstance(form, GrammarInput):
         return Tool(name=name, description=about, parameters=_input())
-    kind = "grammar (Lark)" if form.syntax == "lark" else "regular expression"
-    about = f"{about}\n\nThe input must match this {kind}:\n{form.definition}".strip()
+    form_name = "grammar (Lark)" if form.syntax == "lark" else "regular expression"
+    about = f"{about}\n\nThe input must match this {form_name}:\n{form.definition}".strip()
     if len(form.definition) > MAX_GRAMMAR:
         raise InvalidRequest(
             f"tools: the grammar of {name} has more than {MAX_GRAMMAR} characters", param="tools"

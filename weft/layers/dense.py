@@ -1,4 +1,6 @@
-"""Linear layers and the embedding, in both ways of division over ranks."""
+"""Dense layers: linear layers and the embedding, in both ways of division over ranks; the RMS norm; the dense
+feed-forward block.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.layers.build import Build, Packs
+from weft.layers.build import Build, FeedForward, Layer, Packs
 from weft.layers.pending_codes import Weight, has_pending_codes, in_place, put_codes, take_codes
-from weft.layers.shard import Shard, whole
+from weft.layers.shard import Shard, joined, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
 
@@ -196,3 +198,70 @@ class NoHead(nn.Module):
         """Return zeros [L, vocab] in the model's dtype, for hidden states ``x`` [L, hidden]."""
         yield from ()
         return x.new_zeros(len(x), self._vocab_size)
+
+
+class RMSNorm(Layer):
+    """RMS norm over the last dim, of ``size``, in float32 (float64 in a float64 model). Keeps x's dtype.
+
+    ``wide``: the weight is stored in float32 (float64).
+    Source: Zhang and Sennrich 2019, arXiv 1910.07467.
+    """
+
+    def __init__(self, size: int, eps: float, build: Build, *, wide: bool = False) -> None:
+        super().__init__()
+        self.weight = build.weight(size, wide=wide)
+        self._eps = eps
+        self._norm = build.op("rms_norm").run
+        self._add_norm = build.op("add_rms_norm").run
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._norm(x, self.weight, self._eps)
+        return result
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, norm of the sum). The sum is the new residual stream and may overwrite x."""
+        result: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
+        return result
+
+
+class GateUp(Packs):
+    """``activation(gate(x)) * up(x)`` with outputs divided over ranks (column-parallel).
+
+    ``weight`` contains both matrices, gate first: [2 * intermediate, hidden]. ``bias`` has the same order.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: Shard, activation: str, build: Build, *, bias: bool
+    ) -> None:
+        super().__init__()
+        both = joined(intermediate, intermediate)
+        self.weight = build.matrix(both.count, hidden, shard=both)
+        self.bias = build.weight(both.count, shard=both) if bias else None
+        self._activation = activation
+        self._op = build.matrix_op("gated_linear")
+        self._notes = build.notes
+        self._packed: object = None
+
+    def pack(self) -> None:
+        self._packed = self._give("weight", self._op)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
+        return result
+
+
+class GatedMLP(FeedForward):
+    """``down(activation(gate(x)) * up(x))``, a partial result. Source: Shazeer 2020, arXiv 2002.05202."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        inner = build.part(intermediate)
+        self.gate_up = GateUp(hidden, inner, activation, build, bias=bias)
+        self.down = RowLinear(inner, hidden, build, bias=bias)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the partial result for x [T, hidden]. ``ids`` are not read."""
+        partial: Tensor = self.down(self.gate_up(x))
+        return partial
