@@ -32,7 +32,7 @@ class App:
     """
 
     def __init__(self, most: int = MOST_CONNECTIONS, connections: type = connection.Connection) -> None:
-        http: Any = functools.partial(connections, connections=Connections(most))
+        http: Any = functools.partial(connections, connections=Connections(lambda: most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
         self.config.timeout_keep_alive = 60  # longer than a slow reading of an answer
         self.server = uvicorn.Server(self.config)
@@ -359,7 +359,7 @@ def test_who_makes_room() -> None:
     """A new connection closes the connection with the longest wait for its client, never a served
     connection.
     """
-    every = Connections(most=3)
+    every = Connections(lambda: 3)
     a, b, c, d, e, f = ones = [_Quiet() for _ in range(6)]
     assert all(every.opened(one) for one in (a, b, c))
     every.works(a)

@@ -5,9 +5,11 @@ Each command is one request to an admin route of the server. ``weft.front.admin`
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import click
 
@@ -17,17 +19,67 @@ from weft.common.errors import ConfigError, EngineDead
 
 TIMEOUT_S = 30.0
 """Seconds to wait for an answer. Answers come before groups have loaded or drained."""
+CUT_S = 10.0
+"""Seconds for which ``--wait`` tolerates a server that does not answer."""
 POLL_S = 0.5
 """Seconds between two looks of ``--wait``."""
 
 
+class Server(NamedTuple):
+    """A running server, with an admin key."""
+
+    url: str
+    key: str | None
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """Return the answer to a request of the admin key.
+
+        Raise ConfigError without a key or after a refusal, and EngineDead without an answer.
+        """
+        import httpx
+
+        from weft.common.client_tls import verification
+
+        key = self.key or env.get("WEFT_ADMIN_KEY")
+        if not key:
+            raise ConfigError(
+                "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
+            )
+        page = f"{self.url.rstrip('/').removesuffix('/v1')}{path}"
+        headers = {"Authorization": f"Bearer {key}"}
+        verify = verification(page, client_cert())
+        try:
+            answer = httpx.request(
+                method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify
+            )
+            said = answer.json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise EngineDead(f"no Weft server answers at {self.url}: {type(error).__name__}") from None
+        if answer.status_code != 200:
+            raise ConfigError(
+                said.get("error", {}).get("message", f"the server answered with status {answer.status_code}")
+            )
+        return said
+
+    def engines(self) -> dict[str, Any]:
+        """Return the engines of the server by name. Raise as ``call``."""
+        return {one["name"]: one for one in self.call("GET", "/admin/groups")["engines"]}
+
+
 def _server(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that find the server."""
+    """Add the options that find the server. The command gets ``server``."""
+
+    @functools.wraps(command)
+    def run(url: str, admin_key: str | None, **given: Any) -> Any:
+        return command(server=Server(url, admin_key), **given)
+
     key = click.option(
         "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
     )
-    url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server.")
-    return url(key(client_cert_option(command)))
+    address = click.option(
+        "--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."
+    )
+    return address(key(client_cert_option(run)))
 
 
 _wait = click.option(
@@ -35,16 +87,17 @@ _wait = click.option(
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SECONDS",
-    help="Wait up to SECONDS until the change is complete. Default: return at once.",
+    help="Wait up to SECONDS until the change is complete; status 1 after a failure or a time-out. "
+    "Default: return at once.",
 )
 
 
 @click.command()
 @_server
-def status(url: str, admin_key: str | None) -> None:
+def status(server: Server) -> None:
     """Print the groups of a running server: role, state and load of each engine."""
-    engines = _call(url, admin_key, "GET", "/admin/groups")["engines"]
     columns = ("name", "group", "role", "state", "running", "waiting", "kv_usage")
+    engines = server.engines().values()
     rows = [tuple(_cell(engine.get(column)) for column in columns) for engine in engines]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
@@ -56,101 +109,150 @@ def status(url: str, admin_key: str | None) -> None:
 @click.argument("groups", type=click.IntRange(min=0))
 @_server
 @_wait
-def scale(base: str, groups: int, url: str, admin_key: str | None, wait: float) -> None:
+def scale(server: Server, base: str, groups: int, wait: float) -> None:
     """Start or end groups of a running server until GROUPS groups have the name NAME and a number.
 
-    For instance `weft scale decode 3` gives decode0, decode1 and decode2. New groups have the settings of the
-    first group. Groups that end first finish their requests. The last group of a role stays.
+    For instance `weft scale decode 3` gives decode0, decode1 and decode2. Groups that drain for an earlier
+    command stay before new groups start. New groups have the settings of the first group. Groups that end
+    first finish their requests. The last group of a role stays, unless other groups do its work.
     """
-    said = _call(url, admin_key, "POST", "/admin/scale", {"base": base, "groups": groups})
+    said = server.call("POST", "/admin/scale", {"base": base, "groups": groups})
     click.echo(said["status"])
-    until = time.monotonic() + wait
-    while wait and not (done := _changed(url, admin_key, said)) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    if wait and not done:
-        raise EngineDead(f"the groups have not changed within {wait:g} seconds; see `weft status`")
+    up = [*said["starting"], *said["returning"]]
+    _until(server, wait, lambda engines: [*_not_up(engines, up), *_not_gone(engines, said["leaving"])])
 
 
 @click.command()
 @click.argument("group", required=False)
 @click.option("--all", "whole", is_flag=True, help="Drain and end the whole server.")
 @_server
-def drain(group: str | None, whole: bool, url: str, admin_key: str | None) -> None:
+@_wait
+def drain(server: Server, group: str | None, whole: bool, wait: float) -> None:
     """Drain and end a GROUP of a running server, or the whole server with --all.
 
     The engines of the group get no new requests, finish their requests and end. GROUP may also be the name of
-    a single engine. The last group of a role stays.
+    a single engine. The last group of a role stays, unless other groups do its work.
     """
     if bool(group) == whole:
         raise click.UsageError("give the name of a group, or --all for the whole server")
-    click.echo(_call(url, admin_key, "POST", "/admin/drain", {"group": group} if group else None)["status"])
+    said = server.call("POST", "/admin/drain", {"group": group} if group else None)
+    click.echo(said["status"])
+    _until(
+        server,
+        wait,
+        lambda engines: ["the server drains"] if whole else _not_gone(engines, said["engines"]),
+        ends=whole,
+    )
 
 
 @click.command()
 @click.argument("group", required=False)
 @_server
-def restart(group: str | None, url: str, admin_key: str | None) -> None:
+@_wait
+def restart(server: Server, group: str | None, wait: float) -> None:
     """Replace the engines of a GROUP, or of all groups, in turn, without loss of a request.
 
     Each engine finishes its requests and is replaced before the next one drains. GROUP may also be the name
     of a single engine.
     """
-    click.echo(_call(url, admin_key, "POST", "/admin/restart", {"group": group or ""})["status"])
+    before = server.engines()
+    said = server.call("POST", "/admin/restart", {"group": group or ""})
+    click.echo(said["status"])
+    _until(server, wait, lambda engines: _not_replaced(engines, before, said["engines"]))
 
 
 @click.command()
 @click.argument("group")
 @_server
-def revive(group: str, url: str, admin_key: str | None) -> None:
+@_wait
+def revive(server: Server, group: str, wait: float) -> None:
     """Start a retired GROUP of a running server again, with a new budget of restarts.
 
     A group is retired after more engine deaths than --engine-restarts allows; the log and /metrics have the
     name. GROUP may also be the name of a single engine. The server needs an admin key.
     """
-    click.echo(_call(url, admin_key, "POST", "/admin/revive", {"group": group})["status"])
+    said = server.call("POST", "/admin/revive", {"group": group})
+    click.echo(said["status"])
+    _until(server, wait, lambda engines: _not_up(engines, said["engines"]))
 
 
-def _changed(url: str, key: str | None, change: Any) -> bool:
-    """Return True if all engines that start are up, and all engines that leave are gone.
+# -- waiting
 
-    Raise EngineDead if an engine that starts is retired.
+Pending = Callable[[dict[str, Any]], list[str]]
+"""Return one text per engine that has not changed yet. Raise EngineDead if the change has failed."""
+
+
+def _until(server: Server, seconds: float, pending: Pending, ends: bool = False) -> None:
+    """Poll until nothing is pending. Show progress on a terminal. Do nothing for 0 seconds.
+
+    ``ends``: the server ends, so a missing answer completes the change. Raise EngineDead after a failed
+    change or after ``seconds``.
     """
-    engines = {one["name"]: one for one in _call(url, key, "GET", "/admin/groups")["engines"]}
-    starting = [engines.get(name) for name in change["starting"]]
-    for engine in starting:
-        if engine is not None and engine["state"] == "retired":
-            raise EngineDead(f"{engine['name']} did not start; the server's log has the reason")
-    up = all(one is not None and one["state"] == "running" and one["alive"] for one in starting)
-    return up and not engines.keys() & set(change["leaving"])
+    began = answered = time.monotonic()
+    shown = ""
+    while seconds:
+        try:
+            engines = server.engines()
+        except EngineDead:
+            if ends:
+                return
+            if time.monotonic() - answered > CUT_S:
+                raise
+        else:
+            answered = time.monotonic()
+            now = ", ".join(pending(engines))
+            if not now:
+                return
+            if now != shown and sys.stderr.isatty():
+                click.echo(f"{answered - began:5.1f} s  {now}", err=True)
+            shown = now
+        if time.monotonic() - began >= seconds:
+            raise EngineDead(f"the change is not complete after {seconds:g} seconds: {shown}")
+        time.sleep(POLL_S)
 
 
-def _call(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    """Return the server's answer to a request of the admin key.
+def _not_up(engines: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the engines of ``names`` that are not up yet. Raise EngineDead if one cannot come up."""
+    left = []
+    for name in names:
+        engine = engines.get(name)
+        if engine is None:
+            raise EngineDead(f"{name} has left the server")
+        if engine["state"] in ("retired", "ended"):
+            raise EngineDead(f"{name} did not start; the server's log has the reason")
+        if engine["state"] != "running" or not engine["alive"]:
+            left.append(f"{name} {engine['state']}")
+    return left
 
-    Raise ConfigError without a key or after a refusal, and EngineDead without an answer.
+
+def _not_gone(engines: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the engines of ``names`` that have not left yet. Raise EngineDead if one stays."""
+    left = [name for name in names if name in engines]
+    for name in left:
+        if engines[name]["state"] != "leaving":
+            raise EngineDead(f"{name} stays: another command took the engine back")
+    return [f"{name} leaving" for name in left]
+
+
+def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the engines of ``names`` that are not replaced yet. ``before``: the engines before the restart.
+
+    Raise EngineDead after the end of a restart: a replacement did not come up, or the engine left.
     """
-    import httpx
-
-    from weft.common.client_tls import verification
-
-    key = admin_key or env.get("WEFT_ADMIN_KEY")
-    if not key:
-        raise ConfigError(
-            "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
-        )
-    page = f"{url.rstrip('/').removesuffix('/v1')}{path}"
-    headers = {"Authorization": f"Bearer {key}"}
-    verify = verification(page, client_cert())
-    try:
-        answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify)
-        said = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise EngineDead(f"no Weft server answers at {url}: {type(error).__name__}") from None
-    if answer.status_code != 200:
-        raise ConfigError(
-            said.get("error", {}).get("message", f"the server answered with status {answer.status_code}")
-        )
-    return said
+    left = []
+    for name in names:
+        engine, old = engines.get(name), before.get(name)
+        if engine is None:
+            raise EngineDead(f"{name} has left the server")
+        again = old is not None and engine["starts"] > old["starts"] + 1
+        if again or engine["state"] in ("waiting", "retired", "ended"):
+            raise EngineDead(
+                f"{name} did not start again, and the restart is cancelled; the server's log has the reason"
+            )
+        new = engine["incarnation"] not in ("", old["incarnation"] if old is not None else "")
+        if not new or engine["state"] != "running" or not engine["alive"]:
+            left.append(f"{name} {engine['state'] if new or engine['state'] != 'running' else 'waits'}")
+    return left
 
 
 def _cell(value: Any) -> str:

@@ -16,10 +16,10 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
 from weft.front import page
-from weft.front.admin import add_groups
+from weft.front.admin import add_admin
+from weft.front.health import health_answer, ready_answer
 from weft.front.http import answers, docs_page, openapi
 from weft.front.http.access import Hosts
-from weft.front.lifecycle import Phase
 from weft.front.messages.messages_routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
@@ -29,11 +29,8 @@ from weft.front.openai.completions import add_completions
 from weft.front.openai.embeddings_route import add_embeddings
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
-from weft.front.small_routes import add_admin, add_tokenizing
+from weft.front.small_routes import add_tokenizing
 from weft.front.tokens.tokens_routes import add_tokens
-
-READY_WINDOW = 30.0
-"""Maximum seconds since the engine's last progress for a ready server."""
 
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
@@ -47,7 +44,6 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_tokenizing(app, front)
     add_tokens(app, front)
     add_admin(app, front)
-    add_groups(app, front)
     add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)
@@ -78,15 +74,15 @@ def _add_state(app: FastAPI, front: Front) -> None:
         503 with "starting" while the model loads, and with "dead" at the end. 200 with "alive"; with
         "degraded" while some replica is dead and others serve; with "recovering" while none serves and the
         dead replicas restart, because a restart from outside would only take longer. Draining changes
-        nothing.
+        nothing. ``missing`` counts the wanted engine processes that are not up, by role.
         """
-        return _health(front)
+        return health_answer(front)
 
     @app.post("/ping", openapi_extra=openapi.probes())
     @app.get("/ping", openapi_extra=openapi.probes())
     async def ping() -> Response:
         """Alias of /health, the name used by SageMaker's probes."""
-        return _health(front)
+        return health_answer(front)
 
     @app.get("/live")
     async def live() -> Response:
@@ -97,13 +93,10 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def ready() -> Response:
         """Readiness: 200 after a first generated token, while the engine makes progress.
 
-        200 with "ready". 503 with "stalled" without progress, else with the phase of the server.
+        200 with "ready". 503 with "stalled" without progress, else with the phase of the server. ``missing``
+        counts the wanted engine processes without progress, by role.
         """
-        window = min(READY_WINDOW, front.section.engine_timeout)
-        good = front.lifecycle.phase is Phase.READY and front.links.progressing(window)
-        phase = front.lifecycle.phase
-        state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
-        return _json({"status": state}, 200 if good else 503)
+        return ready_answer(front)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -138,19 +131,6 @@ def _second(request: Request) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", given):
         raise InvalidRequest("since must be a second of an earlier answer", param="since")
     return int(given)
-
-
-def _health(front: Front) -> Response:
-    """Return the answer of ``/health``, see the route."""
-    if front.lifecycle.phase is Phase.DEAD or front.links.failure is not None:
-        return _json({"status": "dead"}, 503)
-    if front.lifecycle.phase is Phase.STARTING:
-        return _json({"status": "starting"}, 503)
-    if front.links.whole:
-        return _json({"status": "alive"})
-    # Engine processes that share experts work together or not at all.
-    others_serve = front.links.alive and not front.config.parallel.enable_expert_parallel
-    return _json({"status": "degraded" if others_serve else "recovering"})
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -38,8 +38,8 @@ MOST_AHEAD = 64 << 20
 class Connections:
     """Open connections of one server. Used from the server's event loop."""
 
-    def __init__(self, most: int = MOST_CONNECTIONS) -> None:
-        self._most = most
+    def __init__(self, most: Callable[[], int] = lambda: MOST_CONNECTIONS) -> None:
+        self._most = most  # returns the present limit, which changes with the number of engines
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
         """Connections waiting for their client, longest wait first."""
@@ -50,7 +50,7 @@ class Connections:
         """Register a new connection as waiting for its client. Above the limit, close the connection with
         the longest wait. Return False, without registration, if no other connection can be closed: then the
         caller must close the new connection."""
-        if len(self._open) >= self._most:
+        while len(self._open) >= self._most():
             if not self._waiting:
                 return False
             longest = next(iter(self._waiting))

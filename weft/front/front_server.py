@@ -237,7 +237,8 @@ class FrontServer:
             section.allowed_hosts,
             keys=bool(section.api_key),
         )
-        connections = Connections(most_connections(allow_files(), front.lifecycle.capacity))
+        files = allow_files()
+        connections = Connections(lambda: most_connections(files, front.lifecycle.capacity))
         tls = self._tls
         return uvicorn.Config(
             build_app(front, hosts),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
 from weft.common.errors import Overloaded, Unavailable
+from weft.control.fleet.instances import Instance, InstanceState
 
 
 class Phase(Enum):
@@ -29,6 +30,14 @@ _NEXT = {
     Phase.DRAINING: {Phase.DEAD},
     Phase.DEAD: set(),
 }
+
+
+def places(instances: Iterable[Instance]) -> int:
+    """Return the number of instances that take requests now or after a restart.
+
+    A leaving instance, a retired instance, and an instance that loads for the first time do not count.
+    """
+    return sum(not (one.leaving or one.fresh or one.state is InstanceState.RETIRED) for one in instances)
 
 
 class Lifecycle:

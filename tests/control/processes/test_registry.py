@@ -6,9 +6,12 @@ import asyncio
 import stat
 from pathlib import Path
 
+import pytest
+
 from tests.support.slowness import deadline
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import DeadlineExceeded, EngineDead, Unavailable, WeftError
 from weft.control.links.link import Address
+from weft.control.links.owner import Scaled
 from weft.control.processes import channel
 from weft.control.processes.process_registry import (
     NAME,
@@ -48,7 +51,9 @@ def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -
 def test_what_a_front_sees_of_engines(tmp_path: Path) -> None:
     lost: list[tuple[str, int]] = []
     owner = RegistryOwner(
-        RegistryReader(tmp_path), lambda name, incarnation, _: lost.append((name, incarnation))
+        RegistryReader(tmp_path),
+        lambda name, incarnation, _: lost.append((name, incarnation)),
+        channel.SupervisorLink(channel.channel()[1], serving=False),
     )
     write(tmp_path, ProcessRegistry((engine(1, endpoint=None),)))
     address = owner.present()["0"]
@@ -108,3 +113,44 @@ def test_a_front_that_is_gone_is_seen() -> None:
     assert channel.hear(ours) is None
     channel.tell(ours, "drain")
     ours.close()
+
+
+def test_a_command_waits_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server returns the supervisor's changes, its refusal, or the lack of an answer."""
+    ours, theirs = channel.channel()
+
+    async def asked(count: int) -> list[int]:
+        numbers: list[int] = []
+        while len(numbers) < count:
+            heard = channel.hear(ours) or ()
+            numbers += [message.request for message in heard if isinstance(message, channel.Command)]
+            await asyncio.sleep(0.01)
+        return numbers
+
+    async def front() -> None:
+        link = channel.SupervisorLink(theirs, serving=False)
+        link.attach(lambda: None, lambda: None)
+        first, second = (asyncio.ensure_future(link.scale("decode", count)) for count in (3, 4))
+        async with asyncio.timeout(deadline(30)):
+            numbers = await asked(2)
+            # Verdicts may come in any order.
+            refusal = Unavailable("no free GPU").info()
+            channel.answer(ours, channel.Verdict(numbers[1], error=refusal))
+            channel.answer(ours, channel.Verdict(99))
+            channel.answer(ours, channel.Verdict(numbers[0], Scaled(("decode2",), returning=("decode1",))))
+            assert await first == Scaled(("decode2",), (), ("decode1",))
+            with pytest.raises(WeftError, match="no free GPU") as caught:
+                await second
+            assert caught.value.info() == refusal
+            monkeypatch.setattr(channel, "VERDICT_S", 0.05)
+            with pytest.raises(DeadlineExceeded, match="weft status"):
+                await link.restart("decode0")
+            monkeypatch.setattr(channel, "VERDICT_S", 60.0)
+            last = asyncio.ensure_future(link.remove("decode0"))
+            await asyncio.sleep(0)
+            ours.close()
+            with pytest.raises(WeftError, match="shutting down"):
+                await last
+
+    asyncio.run(front())
+    theirs.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 from weft.control.processes.rolling import SETTLE_S, Quit, RollingRestart
-from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale
+from weft.control.processes.scaling import Change, plan_removal, plan_restart, plan_scale
 from weft.control.processes.table import Forget, Kill, Member, ProcessTable, Start
 
 GONE = EngineDead("the process ended")
@@ -213,3 +215,117 @@ def test_a_leaving_group_does_not_serve_when_another_is_retired() -> None:
     RollingRestart(table, 30.0).remove(["decode1"], 1.0)
     actions = table.lose("decode0", 1, GONE, 2.0)
     assert Kill("head", "prefill0", 1) in actions  # nothing is left that decodes
+
+
+# -- groups that come back
+
+
+def scaled(table: ProcessTable, rolling: RollingRestart, base: str, groups: int) -> Change:
+    """Return the plan for a number of groups, with all that the owner knows."""
+    state = (table.members, table.leaving, table.retired, table.serves)
+    return plan_scale(base, groups, *state, first=table.first, returnable=rolling.returnable)
+
+
+def test_a_group_that_drains_stays_before_a_new_group_starts() -> None:
+    table, rolling = made()
+    table.join({"decode2": Member("", "decode2", "decode", "decode")}, 0.0)
+    rolling.remove(["decode1"], 1.0)
+    rolling.remove(["decode2"], 2.0)
+    assert rolling.returnable == ["decode2", "decode1"]
+    change = scaled(table, rolling, "decode", 2)
+    assert (change.returning, change.new) == (["decode2"], {})
+    rolling.take_back(change.returning)
+    assert table.entries["decode2"].condition == "running"
+    assert scaled(table, rolling, "decode", 2) == Change({}, [], "decode0", [])
+    change = scaled(table, rolling, "decode", 4)
+    assert (change.returning, change.starting) == (["decode1"], ("decode3",))
+    rolling.take_back(change.returning)
+    rolling.tick(2.1)
+    assert (rolling.watched, table.leaving) == ({}, NONE)
+    # A later removal has its whole drain time.
+    rolling.remove(["decode2"], 40.0)
+    assert rolling.tick(41.0) == []
+
+
+def test_a_group_with_the_order_to_quit_does_not_stay() -> None:
+    table, rolling = made()
+    rolling.remove(["decode1"], 1.0)
+    rolling.tick(1.0)
+    rolling.seen("decode1", 1, True)
+    assert rolling.tick(9.0) == [Quit("decode1", 1)]
+    assert rolling.returnable == []
+    change = scaled(table, rolling, "decode", 2)
+    assert (change.returning, change.starting) == ([], ("decode2",))
+
+
+def test_one_of_two_groups_that_drain_together_stays() -> None:
+    table, rolling = made()
+    table.join({"decode2": Member("", "decode2", "decode", "decode")}, 0.0)
+    rolling.remove(["decode1", "decode2"], 1.0)
+    rolling.take_back(scaled(table, rolling, "decode", 2).returning)
+    assert table.leaving == {"decode2"}
+    rolling.tick(1.0)
+    rolling.seen("decode2", 1, True)
+    assert rolling.tick(9.0) == [Quit("decode2", 1)]
+
+
+def test_a_restart_under_way_goes_on_when_the_group_stays() -> None:
+    table, rolling = made()
+    rolling.begin(["decode1"])
+    for name in table.entries:
+        rolling.seen(name, 1, True)
+    rolling.tick(1.0)
+    rolling.remove(["decode1"], 2.0)
+    rolling.take_back(["decode1"])
+    assert table.entries["decode1"].condition == "draining"
+    rolling.seen("decode1", 1, True)
+    assert rolling.tick(5.0) == [Quit("decode1", 1)]
+    assert table.lose("decode1", 1, GONE, 5.1) == [Kill("head", "decode1", 1), Start("head", "decode1", 2)]
+
+
+def test_a_name_without_groups_stays_known() -> None:
+    members = {**MEMBERS, "big": Member("", "big", "decode", "big")}
+    table = ProcessTable("head", members, 5, serves)
+    table.start(0.0)
+    rolling = RollingRestart(table, 30.0)
+    rolling.remove(scaled(table, rolling, "big", 0).leaving, 1.0)
+    table.lose("big", 1, GONE, 2.0)
+    rolling.tick(2.1)
+    change = scaled(table, rolling, "big", 1)
+    assert change == Change({"big0": {"big0": Member("", "big0", "decode", "big")}}, [], "big", [])
+    with pytest.raises(NotFound, match="prefill, decode, big"):
+        scaled(table, rolling, "small", 1)
+
+
+# -- the last group of a role
+
+
+TOWER, BLIND = Member(role="unified", tower=True), Member(role="unified")
+ENCODE = Member("", "encode0", "encode", "encode", tower=True)
+
+
+@pytest.mark.parametrize(
+    ("computing", "leaves"), [([TOWER], True), ([BLIND], False), ([TOWER, BLIND], False)]
+)
+def test_encode_groups_may_leave_if_all_other_groups_have_a_tower(
+    computing: list[Member], leaves: bool
+) -> None:
+    members = {"encode0": ENCODE, **{str(n): one for n, one in enumerate(computing)}}
+    if leaves:
+        assert plan_scale("encode", 0, members, NONE, NONE, serves).leaving == ["encode0"]
+    else:
+        with pytest.raises(InvalidRequest, match="without an encode group"):
+            plan_scale("encode", 0, members, NONE, NONE, serves)
+
+
+def test_a_role_may_leave_if_other_groups_do_its_work() -> None:
+    members = {**MEMBERS, "all0": Member("", "all0", "unified", "all")}
+    assert plan_removal("prefill0", members, NONE, NONE, serves) == ["prefill0"]
+    assert plan_scale("decode", 0, members, NONE, NONE, serves).leaving == ["decode0", "decode1"]
+    assert plan_removal("all0", members, NONE, NONE, serves) == ["all0"]
+    local = functools.partial(serves, fallback="local")  # decode groups compute prompts, too
+    assert plan_removal("prefill0", MEMBERS, NONE, NONE, local) == ["prefill0"]
+    # Decode groups without a tower cannot replace prefill groups with images.
+    seeing = {**MEMBERS, "prefill0": MEMBERS["prefill0"]._replace(tower=True)}
+    with pytest.raises(InvalidRequest, match="without a prefill group"):
+        plan_removal("prefill0", seeing, NONE, NONE, local)

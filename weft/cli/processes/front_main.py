@@ -8,7 +8,6 @@ any other failure.
 
 from __future__ import annotations
 
-import functools
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from weft.common.errors import WeftError
 from weft.common.title import set_title
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
-from weft.config.topology import serves
 from weft.control.processes.channel import SupervisorLink
 from weft.control.processes.process_registry import RegistryOwner, RegistryReader
 from weft.engine.ranks.processes import ProcessCommand, start_process
@@ -64,16 +62,7 @@ def run(arguments: list[str]) -> int:
     log.configure(setup.section.log_settings, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
     reader = RegistryReader(Path(setup.folder))
-    owner = RegistryOwner(
-        reader,
-        link.report,
-        link.revive,
-        link.keeps,
-        link.scale,
-        link.remove,
-        link.restart,
-        serves=functools.partial(serves, fallback=setup.config.transfer.prefill_fallback),
-    )
+    owner = RegistryOwner(reader, link.report, link, link.keeps)
     from weft.front.front_server import serve
     from weft.front.siblings import Siblings
 

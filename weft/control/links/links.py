@@ -329,28 +329,28 @@ class Links:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
 
-    def scale(self, base: str, groups: int) -> Scaled:
+    async def scale(self, base: str, groups: int) -> Scaled:
         """Start or end groups of one base name. Return the changes. See ``Owner.scale``."""
         self._check_complete()
-        return self._owner.scale(base, groups)
+        return await self._owner.scale(base, groups)
 
     def describe(self) -> list[EngineInfo]:
         """Return all members of the server, as the owner of the processes knows them."""
         return self._owner.describe()
 
-    def restart(self, name: str) -> list[str]:
+    async def restart(self, name: str) -> list[str]:
         """Replace processes in turn. Return the names. See ``Owner.restart``."""
         self._check_complete()
-        return self._owner.restart(name)
+        return await self._owner.restart(name)
 
-    def remove(self, name: str) -> list[str]:
+    async def remove(self, name: str) -> list[str]:
         """Drain and end a group or an engine process. Return the names. See ``Owner.remove``."""
         self._check_complete()
-        return self._owner.remove(name)
+        return await self._owner.remove(name)
 
-    def revive(self, group: str) -> list[str]:
+    async def revive(self, group: str) -> list[str]:
         """Start the retired engine processes of a group again. Return the names. See ``Owner.revive``."""
-        return self._owner.revive(group)
+        return await self._owner.revive(group)
 
     def _check_complete(self) -> None:
         """Raise Unavailable until all engine processes have answered for the first time."""

@@ -10,12 +10,14 @@ from weft.control.links.link import Address
 
 
 class Scaled(NamedTuple):
-    """Answer to a change of the number of groups."""
+    """Answer to an operator's command."""
 
     starting: tuple[str, ...] = ()
-    """Names of the instances that start."""
+    """Names of the instances that start, or start again."""
     leaving: tuple[str, ...] = ()
     """Names of the instances that drain and end."""
+    returning: tuple[str, ...] = ()
+    """Names of the instances that drained for an earlier removal, and stay."""
 
 
 class EngineInfo(NamedTuple):
@@ -28,10 +30,16 @@ class EngineInfo(NamedTuple):
     role: str
     state: Literal["running", "draining", "leaving", "waiting", "retired", "ended"]
     """``waiting``: a restart is due later. ``leaving``: drains, and is then removed."""
+    starts: int = 0
+    """Number of processes that were started under the name so far."""
 
 
 class Owner(Protocol):
-    """The owner of the instances' processes. See ``weft.control.processes``. No method blocks."""
+    """The owner of the instances' processes. See ``weft.control.processes``.
+
+    No method blocks. The four commands of operators are coroutines, because the owner may be another process.
+    A command returns after the owner has acted.
+    """
 
     shared: bool
     """True if the instances live on when the API server ends, because others use or start them."""
@@ -54,27 +62,28 @@ class Owner(Protocol):
     def describe(self) -> list[EngineInfo]:
         """Return all members of the server, in start order."""
 
-    def scale(self, base: str, groups: int) -> Scaled:
+    async def scale(self, base: str, groups: int) -> Scaled:
         """Start or end groups until ``groups`` groups have the name ``base`` and a number.
 
         Return the changes.
 
-        Groups to end drain first. Raises NotFound, InvalidRequest or Unavailable.
+        Groups to end drain first. Groups that drain already return before a new group starts. Raises
+        NotFound, InvalidRequest or Unavailable.
         """
 
-    def remove(self, name: str) -> list[str]:
+    async def remove(self, name: str) -> list[str]:
         """Drain and end ``name``, a group or one engine process. Return the names of the instances.
 
         Raises NotFound, InvalidRequest or Unavailable.
         """
 
-    def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "") -> list[str]:
         """Replace the processes of group or engine ``name`` in turn, without loss of a request; "" for all.
 
         Return the names of the instances. Raises NotFound or Unavailable.
         """
 
-    def revive(self, name: str) -> list[str]:
+    async def revive(self, name: str) -> list[str]:
         """Start retired processes again, with a new restart budget. ``name``: a group, or one engine process.
         Return the names of the instances. Raises NotFound, InvalidRequest or Unavailable.
         """

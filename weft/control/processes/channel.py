@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +12,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, WeftError
+from weft.common.errors import DeadlineExceeded, ErrorInfo, ReportedError, Unavailable, WeftError
+from weft.control.links.owner import Scaled
 from weft.control.processes.supervisor import Order
 
 ALIVE_S = 1.0
 """Seconds between two ``FrontAlive`` messages."""
 MOST_BYTES = 64 << 10
 """Maximum size of a message."""
+VERDICT_S = 20.0
+"""Maximum seconds between a command of an operator and the supervisor's verdict."""
 
 
 class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -41,10 +45,11 @@ class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """API server to supervisor: an operator revives the retired engines of a group by HTTP.
 
-    ``name`` is a group or a single engine.
+    ``name`` is a group or a single engine. ``request``: number of the command, for the verdict.
     """
 
     name: str
+    request: int
 
 
 class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -52,6 +57,7 @@ class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     base: str
     groups: int
+    request: int
 
 
 class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -61,12 +67,14 @@ class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """
 
     name: str
+    request: int
 
 
 class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """API server to supervisor: an operator replaces the engines of a group in turn by HTTP; "" for all."""
 
     name: str
+    request: int
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -83,18 +91,19 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     order: Order
 
 
-FromFront: TypeAlias = (
-    FrontReady
-    | FrontAlive
-    | DrainAsked
-    | GroupRevived
-    | GroupRestarted
-    | GroupsScaled
-    | GroupRemoved
-    | EngineLost
-)
+class Verdict(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Supervisor to API server: the answer to a command of an operator."""
+
+    request: int
+    changes: Scaled = Scaled()
+    error: ErrorInfo | None = None
+    """Reason of a refusal; None after the changes have begun."""
+
+
+Command: TypeAlias = GroupRevived | GroupRestarted | GroupsScaled | GroupRemoved
+FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | Command | EngineLost
 _from_front = msgspec.msgpack.Decoder(FromFront)
-_to_front = msgspec.msgpack.Decoder(Stop)
+_to_front = msgspec.msgpack.Decoder(Stop | Verdict)
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
@@ -110,8 +119,13 @@ def channel() -> tuple[socket.socket, socket.socket]:
 
 def tell(link: socket.socket, order: Order) -> None:
     """Send an order to an API server. Never block or raise: a hung or dead API server is killed later."""
+    answer(link, Stop(order))
+
+
+def answer(link: socket.socket, message: Stop | Verdict) -> None:
+    """Send a message to an API server. Never block or raise, see ``tell``."""
     with contextlib.suppress(OSError):
-        link.send(msgspec.msgpack.encode(Stop(order)))
+        link.send(msgspec.msgpack.encode(message))
 
 
 def hear(link: socket.socket) -> list[FromFront] | None:
@@ -136,7 +150,8 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 class SupervisorLink:
     """The API server's end of the socket pair.
 
-    Implement ``weft.front.front_server.FrontSupervisor``. Use from one event loop.
+    Implement ``weft.front.front_server.FrontSupervisor``, and
+    ``weft.control.processes.process_registry.Commands``. Use from one event loop.
     """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
@@ -146,6 +161,9 @@ class SupervisorLink:
         self._link = link
         self._unsent: deque[bytes] = deque()
         self._kept = 0
+        self._numbers = itertools.count()
+        self._verdicts: dict[int, asyncio.Future[Verdict]] = {}
+        """Number of a command -> its verdict, for the commands without a verdict."""
 
     def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
         """Register the callbacks for a drain and for a stop, and begin to send ``FrontAlive``.
@@ -163,8 +181,12 @@ class SupervisorLink:
                 frame = b""
             if not frame:  # the supervisor has ended
                 loop.remove_reader(self._link)
-                stop()
-            elif _to_front.decode(frame).order == "drain":
+                self._fail_commands()
+                return stop()
+            message = _to_front.decode(frame)
+            if isinstance(message, Verdict):
+                self._decided(message)
+            elif message.order == "drain":
                 drain()
             else:
                 stop()
@@ -190,21 +212,58 @@ class SupervisorLink:
         """Request a drain of the whole server."""
         self._say(DrainAsked())
 
-    def revive(self, name: str) -> None:
-        """Request a restart of the retired engines of group ``name``, or of engine ``name``."""
-        self._say(GroupRevived(name))
+    async def revive(self, name: str) -> Scaled:
+        """Start the retired engines of group ``name``, or engine ``name``. Return the changes. Raise as
+        ``_command``."""
+        return await self._command(lambda number: GroupRevived(name, number))
 
-    def scale(self, base: str, groups: int) -> None:
-        """Request a number of groups for one base name."""
-        self._say(GroupsScaled(base, groups))
+    async def scale(self, base: str, groups: int) -> Scaled:
+        """Change the number of groups of one base name. Return the changes. Raise as ``_command``."""
+        return await self._command(lambda number: GroupsScaled(base, groups, number))
 
-    def remove(self, name: str) -> None:
-        """Request the removal of group ``name``, or of engine ``name``."""
-        self._say(GroupRemoved(name))
+    async def remove(self, name: str) -> Scaled:
+        """Remove group ``name``, or engine ``name``. Return the changes. Raise as ``_command``."""
+        return await self._command(lambda number: GroupRemoved(name, number))
 
-    def restart(self, name: str) -> None:
-        """Request a rolling restart of group ``name``, of engine ``name``, or of all engines ("")."""
-        self._say(GroupRestarted(name))
+    async def restart(self, name: str) -> Scaled:
+        """Restart group ``name``, engine ``name``, or all engines (""), in turn. Return the changes. Raise as
+        ``_command``."""
+        return await self._command(lambda number: GroupRestarted(name, number))
+
+    async def _command(self, make: Callable[[int], Command]) -> Scaled:
+        """Send the command that ``make`` returns for a new number. Return the changes.
+
+        Raise the supervisor's refusal, Unavailable if the supervisor ends, or DeadlineExceeded after
+        ``VERDICT_S`` seconds.
+        """
+        number = next(self._numbers)
+        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._verdicts[number] = verdict
+        self._say(make(number))
+        try:
+            async with asyncio.timeout(VERDICT_S):
+                found = await verdict
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the supervisor did not answer in time; `weft status` shows whether the groups change"
+            ) from None
+        finally:
+            del self._verdicts[number]
+        if found.error is not None:
+            raise ReportedError(found.error)
+        return found.changes
+
+    def _decided(self, verdict: Verdict) -> None:
+        """Give a verdict to its command. A verdict after the deadline is dropped."""
+        waiting = self._verdicts.get(verdict.request)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(verdict)
+
+    def _fail_commands(self) -> None:
+        """Refuse all commands without a verdict, because the supervisor has ended."""
+        refusal = Unavailable("the server is shutting down").info()
+        for number in self._verdicts:
+            self._decided(Verdict(number, error=refusal))
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """Report the loss of an engine process."""

@@ -3,8 +3,8 @@
 
 supervisor ──starts, watches► engines ◄──zmq── front 0, front 1, ..
     │ registry (a file) ─────read by────────────►│
-    │ channel: drain, stop ─────────────────────►│
-    │◄──────────── ready, alive, this engine is lost
+    │ channel: drain, stop, verdict ────────────►│
+    │◄── ready, alive, this engine is lost, command
 
 A front is an API server.
 """
@@ -23,11 +23,11 @@ import msgspec
 
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import ReportedError, WeftError
+from weft.common.errors import ReportedError
 from weft.common.log import get_logger
 from weft.control.links.link import Address
 from weft.control.links.shutdown import shut_down
-from weft.control.processes import channel, process_registry
+from weft.control.processes import channel, commands, process_registry
 from weft.control.processes import supervisor as s
 from weft.control.processes.engine_owner import Probes, Starter
 from weft.control.processes.rolling import Quit, Switch
@@ -82,6 +82,8 @@ class ClusterServer:
         """True while a requested rolling restart, or a requested switch, is not handled yet."""
         self._on_switch = on_switch
         self._probes = Probes()
+        self._verdicts: list[tuple[str, int, channel.Verdict]] = []
+        """Name and incarnation of an API server, and a verdict to send once the registry shows the changes."""
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
@@ -150,6 +152,7 @@ class ClusterServer:
             self._on(s.EngineSeen(name, incarnation, idle))
         self._on(s.SupervisorTick())
         self._publish()
+        self._answer()
 
     def _hear(self, name: str, incarnation: int, link: object) -> None:
         """Turn the messages of an API server into events.
@@ -173,30 +176,19 @@ class ClusterServer:
                 self._on(s.FrontIsAlive(name, incarnation, message.kept))
             elif isinstance(message, channel.DrainAsked):
                 self._signals.append(signal.SIGTERM)
-            elif isinstance(message, channel.GroupRevived):
-                self._on(s.ReviveAsked(message.name))
-            elif isinstance(message, channel.GroupsScaled | channel.GroupRemoved):
-                self._change(message)
-            elif isinstance(message, channel.GroupRestarted):
-                self._on(s.RestartAsked(message.name))
+            elif isinstance(message, channel.Command):
+                verdict = commands.carry_out(message, self._supervisor, self._engines, self._on)
+                self._verdicts.append((name, incarnation, verdict))
             else:
                 self._on(s.FrontLostEngine(message.name, message.incarnation, ReportedError(message.error)))
 
-    def _change(self, asked: channel.GroupsScaled | channel.GroupRemoved) -> None:
-        """Change the groups of the server. A refusal is logged: the API server has checked the request."""
-        try:
-            if isinstance(asked, channel.GroupRemoved):
-                self._on(s.RemoveAsked(asked.name))
-                return
-            change = self._supervisor.plan(asked.base, asked.groups)
-            if change.new:
-                self._engines.add(list(change.new), change.like)
-        except WeftError as error:
-            log.error("the groups stay as they are: %s", error.message)
-        except OSError as error:  # for example a full disk
-            log.error("the groups stay as they are: %s", error.strerror)
-        else:
-            self._on(s.ScaleAsked(change))
+    def _answer(self) -> None:
+        """Send all verdicts. An API server that has ended since gets none."""
+        for name, incarnation, verdict in self._verdicts:
+            present, _, link = self._fronts.get(name, (None, None, None))
+            if link is not None and present == incarnation:
+                channel.answer(link, verdict)
+        self._verdicts.clear()
 
     def _on(self, event: s.Event) -> None:
         """Pass an event to the supervisor and carry out the resulting actions."""

@@ -24,7 +24,10 @@ class Starter(Protocol):
     ``weft.engine.server.engine_processes.EngineProcesses``."""
 
     def add(self, groups: Sequence[str], like: str) -> None:
-        """Prepare new groups with the settings of group ``like``. Raise Unavailable without a place."""
+        """Prepare new groups with the settings of group ``like``, which may have left the server.
+
+        Raise Unavailable without a place.
+        """
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
@@ -81,7 +84,7 @@ class EngineOwner:
         """
         self._asked = True
 
-    def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "") -> list[str]:
         """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
@@ -92,8 +95,10 @@ class EngineOwner:
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         return [
-            EngineInfo(name, entry.member.group, entry.member.base, entry.member.role, entry.condition)
-            for name, entry in self._table.entries.items()
+            EngineInfo(
+                name, one.member.group, one.member.base, one.member.role, one.condition, one.incarnation
+            )
+            for name, one in self._table.entries.items()
         ]
 
     def switch(self) -> None:
@@ -134,20 +139,27 @@ class EngineOwner:
         """Replace an engine process after a loss report from the API server."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
-    def scale(self, base: str, groups: int) -> Scaled:
+    async def scale(self, base: str, groups: int) -> Scaled:
         """Change the number of groups: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
-        change = plan_scale(base, groups, table.members, table.leaving, table.retired, table.serves)
+        change = plan_scale(
+            base,
+            groups,
+            *(table.members, table.leaving, table.retired, table.serves),
+            first=table.first,
+            returnable=self._rolling.returnable,
+        )
         now = self._clock.now()
         if change.new:
             self._starter.add(list(change.new), change.like)
+        self._rolling.take_back(change.returning)
         for members in change.new.values():
             self._carry_out(table.join(members, now))
         self._carry_out(self._rolling.remove(change.leaving, now))
-        return Scaled(change.starting, tuple(change.leaving))
+        return Scaled(change.starting, tuple(change.leaving), tuple(change.returning))
 
-    def remove(self, name: str) -> list[str]:
+    async def remove(self, name: str) -> list[str]:
         """Drain and end a group: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
@@ -160,7 +172,7 @@ class EngineOwner:
         if self._draining or self._table.over:
             raise Unavailable("the server is shutting down")
 
-    def revive(self, name: str) -> list[str]:
+    async def revive(self, name: str) -> list[str]:
         """Start retired engines again: see ``weft.control.links.owner.Owner``.
 
         Raise Unavailable while the server shuts down.

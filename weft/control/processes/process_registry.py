@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
-from weft.control.processes.table import Condition, Member, Role
+from weft.control.processes.table import Condition, Role
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -103,6 +103,21 @@ class _Elsewhere:
         return None
 
 
+class Commands(Protocol):
+    """Commands of operators to the supervisor. Each returns the changes, or raises the supervisor's refusal.
+
+    The arguments are those of ``weft.control.links.owner.Owner``.
+    """
+
+    async def scale(self, base: str, groups: int) -> Scaled: ...
+
+    async def remove(self, name: str) -> Scaled: ...
+
+    async def restart(self, name: str) -> Scaled: ...
+
+    async def revive(self, name: str) -> Scaled: ...
+
+
 class RegistryOwner:
     """Engine owner for an API server that shares the engines. Implement
     ``weft.control.links.owner.Owner``.
@@ -115,24 +130,14 @@ class RegistryOwner:
         self,
         reader: RegistryReader,
         report: Callable[[str, int, WeftError], None],
-        revive: Callable[[str], None] = lambda name: None,
+        commands: Commands,
         keeps: Callable[[int], None] = lambda kept: None,
-        scale: Callable[[str, int], None] = lambda base, groups: None,
-        remove: Callable[[str], None] = lambda name: None,
-        restart: Callable[[str], None] = lambda name: None,
-        serves: Callable[[set[str]], bool] = bool,
     ) -> None:
-        """``report`` notifies the supervisor of a lost engine.
-
-        ``revive`` requests a restart of a retired group. ``keeps`` reports the number of begun sequences
-        at no engine. ``scale`` requests a number of groups for one base name, ``remove`` the end of a group,
-        ``restart`` a rolling restart of a group.
-        ``serves``: see ``ProcessTable``.
+        """``report`` notifies the supervisor of a lost engine. ``keeps`` reports the number of begun
+        sequences at no engine.
         """
         self._reader = reader
-        self._keeps = keeps
-        self._report, self._revive = report, revive
-        self._scale, self._remove, self._restart, self._serves = scale, remove, restart, serves
+        self._keeps, self._report, self._commands = keeps, report, commands
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
@@ -146,41 +151,29 @@ class RegistryOwner:
         """Report a lost engine to the supervisor."""
         self._report(name, incarnation, error)
 
-    def revive(self, name: str) -> list[str]:
-        """Request a restart of retired engines and return their names: see
-        ``weft.control.links.owner.Owner``. Raise NotFound or InvalidRequest as ``to_revive``.
-        """
-        engines = self._reader.read().of("head")
-        found = to_revive(name, _members(engines), [one.name for one in engines if one.state == "retired"])
-        self._revive(name)
-        return found
-
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
-        return [EngineInfo(one.name, one.group, one.base, one.group_role, one.state) for one in engines]
+        return [
+            EngineInfo(one.name, one.group, one.base, one.group_role, one.state, one.incarnation)
+            for one in engines
+        ]
 
-    def restart(self, name: str = "") -> list[str]:
-        """Request a rolling restart: see ``weft.control.links.owner.Owner``."""
-        engines = self._reader.read().of("head")
-        leaving, retired = _absent(engines)
-        found = plan_restart(name, _members(engines), leaving | retired)
-        self._restart(name)
-        return found
+    async def revive(self, name: str) -> list[str]:
+        """Start retired engines: see ``weft.control.links.owner.Owner``."""
+        return list((await self._commands.revive(name)).starting)
 
-    def scale(self, base: str, groups: int) -> Scaled:
-        """Request a number of groups: see ``weft.control.links.owner.Owner``."""
-        engines = self._reader.read().of("head")
-        change = plan_scale(base, groups, _members(engines), *_absent(engines), self._serves)
-        self._scale(base, groups)
-        return Scaled(change.starting, tuple(change.leaving))
+    async def restart(self, name: str = "") -> list[str]:
+        """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
+        return list((await self._commands.restart(name)).starting)
 
-    def remove(self, name: str) -> list[str]:
-        """Request the end of a group: see ``weft.control.links.owner.Owner``."""
-        engines = self._reader.read().of("head")
-        found = plan_removal(name, _members(engines), *_absent(engines), self._serves)
-        self._remove(name)
-        return found
+    async def scale(self, base: str, groups: int) -> Scaled:
+        """Change the number of groups: see ``weft.control.links.owner.Owner``."""
+        return await self._commands.scale(base, groups)
+
+    async def remove(self, name: str) -> list[str]:
+        """Drain and end a group: see ``weft.control.links.owner.Owner``."""
+        return list((await self._commands.remove(name)).leaving)
 
     def drain(self) -> None:
         """Do nothing: the order to drain came from the supervisor."""
@@ -211,14 +204,3 @@ class RegistryOwner:
             if (record.name, record.incarnation) == (name, incarnation):
                 return record.endpoint
         return None
-
-
-def _members(engines: list[ProcessRecord]) -> dict[str, Member]:
-    """Return the engines of the registry as members, by name."""
-    return {one.name: Member(one.expert_group, one.group, one.group_role, one.base) for one in engines}
-
-
-def _absent(engines: list[ProcessRecord]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the leaving engines, and of the retired engines."""
-    leaving = frozenset(one.name for one in engines if one.state == "leaving")
-    return leaving, frozenset(one.name for one in engines if one.state in ("retired", "ended"))

@@ -144,6 +144,29 @@ class RollingRestart:
             self._left = deque([unit, *others])
         return actions if self._unit else [*actions, *self._next(now)]
 
+    @property
+    def returnable(self) -> list[str]:
+        """Names that leave and may stay after all, newest removal first. No such process has the order to
+        quit."""
+        # A name may also be in the unit of a restart, which began before the removal.
+        units = [*self._left, *([] if self._told else [self._unit])]
+        names = dict.fromkeys(name for unit in units for name in unit)
+        return [name for name in names if name in self._table.leaving]
+
+    def take_back(self, names: Iterable[str]) -> None:
+        """Cancel the removal of ``names``, which are ``returnable``: the processes take work again."""
+        back = list(names)
+        self._table.stay(back)
+        for name in back:
+            # A later unit is the removal; the present unit may be a restart of the same process.
+            unit = next((later for later in self._left if name in later), self._unit)
+            del unit[name]
+        self._left = deque(unit for unit in self._left if unit)
+        for name, incarnation in self._unit.items():
+            self._table.drain(name, incarnation)  # a restart under way goes on
+        if back:
+            log.info("%s stays in the server", " and ".join(back))
+
     def begin_switch(self) -> None:
         """Request a switch, once all processes answer and are idle. No effect while a switch waits.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.common.errors import InvalidRequest, NotFound
@@ -26,6 +26,8 @@ class Change(NamedTuple):
     """Names of the engine processes to drain and end."""
     like: str = ""
     """The first group of the base name. New groups have the settings of this group."""
+    returning: Sequence[str] = ()
+    """Names of the engine processes that stay after all: they drain for an earlier removal."""
 
     @property
     def starting(self) -> tuple[str, ...]:
@@ -40,39 +42,58 @@ def plan_scale(
     leaving: frozenset[str],
     retired: frozenset[str],
     serves: Callable[[set[str]], bool],
+    *,
+    first: Mapping[str, Member] | None = None,
+    returnable: Sequence[str] = (),
 ) -> Change:
     """Return the change that gives ``base`` a number of ``groups``.
 
     ``members``: engine processes by name. ``leaving``: names of ``members`` that leave already; leaving
-    groups do not count. ``retired``: names without a process. New groups get the smallest free numbers.
-    Retired groups leave first, then the newest.
+    groups do not count. ``retired``: names without a process. ``first``: members at the start of the server,
+    which define the base names. ``returnable``: names of ``leaving`` that may stay, newest removal first.
+
+    Missing groups come from ``returnable`` first. New groups get the smallest free numbers. Retired groups
+    leave first, then the newest.
 
     Raise NotFound for an unknown name. Raise InvalidRequest if the number is out of range, or if the
-    remaining roles could not serve requests.
+    remaining groups could not do all work of the server.
     """
-    bases = dict.fromkeys(member.base for member in members.values() if member.base)
-    if base not in bases:
+    of_base = _groups_of(base, members)
+    # The definition of a name outlives its last group.
+    shape = of_base or _groups_of(base, first or {})
+    if not shape:
+        bases = dict.fromkeys(one.base for one in {**(first or {}), **members}.values() if one.base)
         known = ", ".join(bases) or "none: start the server with `weft up FILE`, whose groups have names"
         raise NotFound(f"no groups are called {base!r} and a number; the names are {known}", param="base")
     if not 0 <= groups <= MOST_GROUPS:
         raise InvalidRequest(f"a name has 0 to {MOST_GROUPS} groups, not {groups}", param="groups")
-    of_base: dict[str, dict[str, Member]] = {}
-    for name, member in members.items():
-        if member.base == base:
-            of_base.setdefault(member.group, {})[name] = member
     present = [group for group, names in of_base.items() if not names.keys() <= leaving]
     present.sort(key=lambda group: of_base[group].keys() <= retired)  # stable: else in order of the start
     if groups < len(present):
         names = [name for group in present[groups:] for name in of_base[group]]
         _check_roles(names, members, leaving | retired, serves)
         return Change({}, names)
-    like = next(iter(of_base))
+    missing = groups - len(present)
+    back = dict.fromkeys(members[name].group for name in returnable if members[name].base == base)
+    # A group with a process that ends already cannot stay.
+    whole = [group for group in back if of_base[group].keys() <= set(returnable)][:missing]
+    returning = [name for group in whole for name in of_base[group]]
+    like = next(iter(shape))
     taken = {member.group for member in members.values()} | members.keys()
     free = (name for name in (f"{base}{n}" for n in itertools.count()) if name not in taken)
     new = {
-        group: _renamed(of_base[like], like, group) for group in itertools.islice(free, groups - len(present))
+        group: _renamed(shape[like], like, group) for group in itertools.islice(free, missing - len(whole))
     }
-    return Change(new, [], like)
+    return Change(new, [], like, returning)
+
+
+def _groups_of(base: str, members: Mapping[str, Member]) -> dict[str, dict[str, Member]]:
+    """Return group -> engine processes by name, of all groups with a base name."""
+    groups: dict[str, dict[str, Member]] = {}
+    for name, member in members.items():
+        if base and member.base == base:
+            groups.setdefault(member.group, {})[name] = member
+    return groups
 
 
 def plan_removal(
@@ -154,19 +175,34 @@ def _check_roles(
     absent: frozenset[str],
     serves: Callable[[set[str]], bool],
 ) -> None:
-    """Raise InvalidRequest if the server could not serve requests without ``names``.
+    """Raise InvalidRequest if the server could not do all work without ``names``.
 
-    ``absent``: members that take no requests, because they leave or are retired.
+    ``absent``: members that take no requests, because they leave or are retired. The last group of a role may
+    leave if other groups do its work.
     """
-    left = {member.role for one, member in members.items() if one not in absent and one not in names}
-    lost = {members[name].role for name in names if name not in absent} - left
-    if lost or (not serves(left) and not absent.issuperset(names)):
-        roles = " and ".join(sorted(lost)) or "serving"
-        raise InvalidRequest(
-            f"the server would be left without a {roles} group; add another group first, or drain the "
-            "whole server (/admin/drain)",
-            param="group",
-        )
+    if absent.issuperset(names):
+        return
+    present = {one: member for one, member in members.items() if one not in absent}
+    left = [member for one, member in present.items() if one not in names]
+    roles = {member.role for member in left}
+    lost = {present[name].role for name in names if name in present} - roles
+    images = any(member.tower for member in present.values())
+    if serves(roles) and (not lost or not images or _sees(left)):
+        return
+    lacks = " and ".join(sorted(lost)) or "serving"
+    raise InvalidRequest(
+        f"the server would be left without {'an' if lacks.startswith('e') else 'a'} {lacks} group; add "
+        "another group first, or drain the whole server (/admin/drain)",
+        param="group",
+    )
+
+
+def _sees(left: list[Member]) -> bool:
+    """Return True if all groups of ``left`` that compute prompts can have images encoded."""
+    computing = [member for member in left if member.role in ("prefill", "unified")]
+    helped = bool(computing) and any(member.role == "encode" for member in left)
+    # Without prefill and unified groups, decode groups compute prompts (--prefill-fallback local).
+    return helped or all(one.tower for one in computing or left if one.role != "encode")
 
 
 def _renamed(processes: Mapping[str, Member], old: str, new: str) -> dict[str, Member]:

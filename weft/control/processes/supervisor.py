@@ -23,7 +23,7 @@ from weft.common.errors import EngineDead, InvalidRequest, NotFound, Unavailable
 from weft.common.log import get_logger
 from weft.control.processes import table as t
 from weft.control.processes.rolling import Quit, RollingRestart, Switch
-from weft.control.processes.scaling import Change, plan_removal, plan_restart, plan_scale
+from weft.control.processes.scaling import Change, plan_removal, plan_restart
 
 log = get_logger(__name__)
 
@@ -318,18 +318,9 @@ class Supervisor:
             return []
         return [*self.engines.revive(event.name, self._now)]
 
-    def plan(self, base: str, groups: int) -> Change:
-        """Return the change that gives ``base`` a number of groups. Change nothing.
-
-        Raise NotFound, InvalidRequest, or Unavailable outside the serving phase.
-        """
-        if self.phase is not ServerPhase.SERVING:
-            raise Unavailable("the server does not serve now")
-        engines = self.engines
-        return plan_scale(base, groups, engines.members, engines.leaving, engines.retired, engines.serves)
-
     def _scale(self, event: ScaleAsked) -> list[Action]:
-        """Start the new groups, and drain the leaving groups."""
+        """Start the new groups, and drain the leaving groups. Returning groups take work again."""
+        self.rolling.take_back(event.change.returning)
         members = {name: one for group in event.change.new.values() for name, one in group.items()}
         actions: list[Action] = [*self.engines.join(members, self._now)]
         return [*actions, *self.rolling.remove(event.change.leaving, self._now)]

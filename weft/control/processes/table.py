@@ -88,6 +88,8 @@ class Member(NamedTuple):
     """Role of the group of an engine process."""
     base: str = ""
     """Name of the group without its number; "" for a group without a name. See ``scaling``."""
+    tower: bool = False
+    """True if the process encodes images."""
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
@@ -170,6 +172,8 @@ class ProcessTable:
         self._past: dict[str, int] = {}
         """Name that has left -> its last incarnation. A later process of the name gets a higher number."""
         self.serves = serves
+        self.first = self.members
+        """Members at the start of the server. A later group has the settings of an earlier one."""
 
     @property
     def entries(self) -> Mapping[str, ProcessEntry]:
@@ -240,6 +244,11 @@ class ProcessTable:
             else:
                 actions.append(self._remove(name))
         return actions
+
+    def stay(self, names: Iterable[str]) -> None:
+        """Undo ``leave``: the processes of ``names`` take work again."""
+        for name in names:
+            self._entries[name].leaving = self._entries[name].draining = False
 
     def _remove(self, name: str) -> Forget:
         """Remove a name and return the action that drops what is kept for the name."""

@@ -59,6 +59,7 @@ class EngineProcesses:
             group=config.group,
             role=config.transfer.role,
             base=config.base,
+            tower=config.kv.media is not None and config.kv.media.tower,
         )
         self.config = config
         """Settings of the group."""
@@ -158,6 +159,8 @@ class EngineGroups:
         self._of: dict[str, EngineProcesses] = {}
         self._groups: list[EngineProcesses] = []
         self._setup = folder, log_level, start
+        self._known: dict[str, EngineConfig] = {}
+        """Name of every group so far -> its settings. A name outlives its last group."""
         self._ends: list[int] = []
         """Exit statuses of the engine processes of groups that have ended."""
         self.members: dict[str, Member] = {}
@@ -172,17 +175,18 @@ class EngineGroups:
     def _open(self, config: EngineConfig) -> None:
         """Add a group. Raises ConfigError: see ``EngineProcesses``."""
         group = EngineProcesses(config, *self._setup)
+        self._known[config.group] = config
         self._groups.append(group)
         self._of.update(dict.fromkeys(group.members, group))
         self.members.update(group.members)
 
     def add(self, groups: Sequence[str], like: str) -> None:
-        """Prepare ``groups`` with the settings of the group ``like``. Start nothing.
+        """Prepare ``groups`` with the settings of the group ``like``, which may have left. Start nothing.
 
         Raises Unavailable, without a change, if the group runs over several hosts, or if GPUs or cores are
         too few for all ``groups``.
         """
-        config = next(one.config for one in self._groups if one.config.group == like)
+        config = self._known[like]
         ranks = config.parallel.layout.ranks
         if config.parallel.nnodes > 1:
             raise Unavailable(f"group {like} runs over several hosts, so no group can be added")

@@ -137,7 +137,8 @@ def session_of(headers: Mapping[str, str], label: str = "") -> str:
 
 
 PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
-"""Paths for probes, which have no key and know the server by address. The answers contain only a state."""
+"""Paths for probes, which have no key and know the server by address. The answers contain only a state and
+numbers of missing engine processes."""
 OPEN_PATHS = PROBES | {"/"}
 """Paths without a key. The page at "/" holds no data of the server, and asks the user for a key."""
 METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
@@ -153,8 +154,8 @@ ADMIN_PATHS = frozenset(
         "/admin/scale",
     }
 )
-"""Paths that change the server or requests of other clients. Only with the admin key, and never from a
-browser."""
+"""Paths that change the server or requests of other clients. Only with the admin key, and never from a page
+of another origin."""
 KEY = "weft.key"
 """Key of the request's scope for the number of the API key."""
 
@@ -263,12 +264,12 @@ class AccessControl:
             self._limits.on(Spent(key_of(scope), tokens), self._now())
 
     def _admit_admin(self, given: tuple[bytes | None, bytes | None], headers: dict[bytes, bytes]) -> None:
-        """Raise Forbidden for a server without an admin key or for a browser, and Unauthorized for a wrong
-        key."""
+        """Raise Forbidden for a server without an admin key or for a page of another origin, and Unauthorized
+        for a wrong key."""
         if not self._admin_keys:
             raise Forbidden("this route needs an admin key; start the server with --admin-key")
-        if b"origin" in headers:
-            raise Forbidden("this route refuses requests from browsers (requests with an Origin header)")
+        if not _same_origin(headers):
+            raise Forbidden("this route refuses requests of pages from other origins (the header Origin)")
         if self._admin_keys.find(*given) is None:
             raise Unauthorized("the admin key is missing or wrong; send it as Authorization: Bearer KEY")
 
@@ -281,6 +282,15 @@ class AccessControl:
         if isinstance(verdict, RateRefused):
             raise RateLimited(verdict.what, verdict.wait, headers)
         return headers
+
+
+def _same_origin(headers: Headers) -> bool:
+    """Return True for a request of this server's own page, or of a client that is no browser.
+
+    Only browsers send Origin. The scheme is ignored, because a proxy may end TLS.
+    """
+    origin = headers.get(b"origin")
+    return origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
 
 
 class RateLimited(Overloaded):

@@ -38,7 +38,7 @@ from weft.front.http.access import REQUEST_ID, AccessControl, key_of
 from weft.front.http.answers import ModelCard
 from weft.front.http.body import Bodies
 from weft.front.http.rate_limit import RateLimits
-from weft.front.lifecycle import Lifecycle, RetryAfter
+from weft.front.lifecycle import Lifecycle, RetryAfter, places
 from weft.front.monitoring import load_history
 from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.front.monitoring.metrics import Metrics
@@ -128,8 +128,7 @@ class Front:
         )
         self.metrics = Metrics(self.names[0], self.links, self._spans)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        # A leaving engine takes no requests, so its places do not count.
-        self.lifecycle = Lifecycle(lambda: each * len(self.links.fleet.table.wanted))
+        self.lifecycle = Lifecycle(lambda: each * places(self.links.instances))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0

@@ -1,0 +1,59 @@
+"""Answers of the probes: the state of the server, and the engine processes that are missing, by role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.responses import Response
+
+from weft.common.clock import SystemClock
+from weft.control.fleet.instances import Instance
+from weft.front.http.answers import to_json
+from weft.front.http.streaming import JSON
+from weft.front.lifecycle import Phase
+from weft.front.requests.context import Front
+
+READY_WINDOW = 30.0
+"""Maximum seconds since the engine's last progress for a ready server."""
+
+
+def health_answer(front: Front) -> Response:
+    """Return the answer of ``/health``, see the route."""
+    status, code = _health(front)
+    return _answer(front, status, code, lambda one: one.alive)
+
+
+def _health(front: Front) -> tuple[str, int]:
+    """Return the state for ``/health`` and the HTTP status."""
+    if front.lifecycle.phase is Phase.DEAD or front.links.failure is not None:
+        return "dead", 503
+    if front.lifecycle.phase is Phase.STARTING:
+        return "starting", 503
+    if front.links.whole:
+        return "alive", 200
+    # Engine processes that share experts work together or not at all.
+    others_serve = front.links.alive and not front.config.parallel.enable_expert_parallel
+    return "degraded" if others_serve else "recovering", 200
+
+
+def ready_answer(front: Front) -> Response:
+    """Return the answer of ``/ready``, see the route."""
+    window, now = min(READY_WINDOW, front.section.engine_timeout), SystemClock().now()
+    phase = front.lifecycle.phase
+    good = phase is Phase.READY and front.links.progressing(window)
+    status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
+    return _answer(front, status, 200 if good else 503, lambda one: one.progressing(window, now))
+
+
+def _answer(front: Front, status: str, code: int, good: Callable[[Instance], bool]) -> Response:
+    """Return the answer of a probe. ``good``: True for an instance that is not missing.
+
+    A member that loads for the first time, and a member that leaves, are not missing.
+    """
+    roles = {member.name: member.role for member in front.links.describe()}
+    wanted = (one for one in front.links.fleet.table.wanted if not one.fresh)
+    # An instance reports its role only after the first start of its process.
+    lacking = Counter(roles.get(one.name, one.role or "unified") for one in wanted if not good(one))
+    body = {"status": status, **({"missing": dict(sorted(lacking.items()))} if lacking else {})}
+    return Response(to_json(body), code, media_type=JSON)
