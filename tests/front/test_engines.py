@@ -78,8 +78,9 @@ def test_streams_go_on_at_another_engine(start_fake: Any, script: Any, sse: Any,
         assert sorted(by_engine(server, "engine_up").values()) == [1.0, 1.0]
     else:
         health = server.http.get("/health")
-        assert (health.status_code, health.json()) == (200, {"status": "degraded"})
-        assert server.http.get("/ready").json() == {"status": "ready"}
+        missing = {"unified": 1}
+        assert (health.status_code, health.json()) == (200, {"status": "degraded", "missing": missing})
+        assert server.http.get("/ready").json() == {"status": "ready", "missing": missing}
         assert sorted(by_engine(server, "engine_up").values()) == [0.0, 1.0]
     assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
 
@@ -150,9 +151,10 @@ def test_health_while_an_engine_is_started_again(
     loaded.unlink()  # the next engine loads until the file exists again
     os.kill(children(server)[0], signal.SIGKILL)
     server.wait(lambda: sum(by_engine(server, "engine_up").values()) == engines - 1, 20)
-    for route, told in (("/health", state), ("/ping", state), ("/live", "alive")):
+    found = {"status": state, "missing": {"unified": 1}}
+    for route, told in (("/health", found), ("/ping", found), ("/live", {"status": "alive"})):
         answer = server.http.get(route)
-        assert (answer.status_code, answer.json()) == (200, {"status": told})
+        assert (answer.status_code, answer.json()) == (200, told)
     loaded.touch()
     server.wait(lambda: server.http.get("/health").json() == {"status": "alive"}, 20)
     assert text_of(server.complete("abc", max_tokens=5)) == "abcab"

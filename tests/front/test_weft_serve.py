@@ -290,7 +290,10 @@ def test_streams_outlive_the_engine(start_weft: Any, sse: Any, death: signal.Sig
         os.kill(first, death)
         server.wait(lambda: server.metric("engine_up") == 0, 20)
         health = server.http.get("/health")
-        assert (health.status_code, health.json()) == (200, {"status": "recovering"})
+        assert (health.status_code, health.json()) == (
+            200,
+            {"status": "recovering", "missing": {"unified": 1}},
+        )
         assert server.http.get("/ready").status_code == 503
         late = pool.submit(server.chat, QUESTION, max_tokens=30, temperature=0)
         rest, reason = text_of(lines, sse)

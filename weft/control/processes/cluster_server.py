@@ -83,7 +83,7 @@ class ClusterServer:
         self._on_switch = on_switch
         self._probes = Probes()
         self._verdicts: list[tuple[str, int, channel.Verdict]] = []
-        """Name and incarnation of an API server, and a verdict to send once the registry shows the changes."""
+        """Name and incarnation of an API server, and a verdict to send after the next registry."""
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
