@@ -22,6 +22,7 @@ from tests.support import pictures
 from tests.support.text_folders import IMAGE_TEMPLATE, IMAGE_TOKENS, write_tokenizer
 from weft.cli.serve.server import Operations, run_fronts
 from weft.common import log
+from weft.common.errors import Unavailable
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections.all import (
     CacheSection,
@@ -96,16 +97,41 @@ class FakeEngines:
     """Starts fake heads, as ``weft.engine.server.engine_processes.EngineProcesses`` starts heads."""
 
     def __init__(
-        self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()
+        self,
+        folder: str,
+        count: int,
+        loaded: list[str],
+        together: bool,
+        roles: Sequence[str] = (),
+        most: int = 0,
     ) -> None:
-        """``roles`` are the roles of the engines in order; engines without a role are unified."""
+        """``roles`` are the roles of the engines in order; engines without a role are unified. ``most``: the
+        groups have names (unified0, ..), and the server has room for this number of engines."""
         names = [str(number) for number in range(count)]
+        self._most = most
+        if most:
+            of = [roles[number] if number < len(roles) else "unified" for number in range(count)]
+            names = [f"{role}{of[:number].count(role)}" for number, role in enumerate(of)]
         self._roles = dict(zip(names, roles, strict=False))
         expert_group = "all" if together else ""
-        self.members = {name: Member(expert_group, role=self._roles.get(name, "unified")) for name in names}
+        self.members = {name: self._member(name, expert_group) for name in names}
         self._folder, self._loaded = folder, loaded
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
+
+    def _member(self, name: str, expert_group: str) -> Member:
+        role = self._roles.get(name, "unified")
+        return Member(expert_group, name, role, role) if self._most else Member(expert_group, role=role)
+
+    def add(self, groups: Sequence[str], like: str) -> None:
+        if len(self.members) + len(groups) > self._most:
+            raise Unavailable(f"{len(groups)} more groups need {len(groups)} free GPUs")
+        for name in groups:
+            self._roles[name] = self._roles.get(like, "unified")
+            self.members[name] = self._member(name, "")
+
+    def forget(self, name: str) -> None:
+        del self.members[name]
 
     def start(self, name: str, incarnation: int) -> Address:
         endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
@@ -118,7 +144,8 @@ class FakeEngines:
         return Address(endpoint, process, None, incarnation, expert_group=self.members[name].expert_group)
 
     def kill(self, name: str, incarnation: int) -> None:
-        self._running.pop(name).kill()
+        if (process := self._running.pop(name, None)) is not None:
+            process.kill()
 
     def close(self) -> None:
         for engine in self._started:
@@ -151,7 +178,7 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         loaded = fields.pop("loaded", [])
         roles = fields.pop("roles", [])
         count, restarts = fields.pop("engines", len(roles) or 1), fields.pop("restarts", 0)
-        engines = FakeEngines(private, count, loaded, together, roles)
+        engines = FakeEngines(private, count, loaded, together, roles, fields.pop("most_engines", 0))
         front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:

@@ -86,7 +86,9 @@ def returns(answer: type, *refusals: int) -> dict[str, Any]:
 def probes() -> dict[str, Any]:
     """Return the answers of a route that reports the server's state."""
     kinds = {"200": "Yes", "503": "No"}
-    schema = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+    missing = {"type": "object", "additionalProperties": {"type": "integer"}}
+    fields = {"status": {"type": "string"}, "missing": missing}
+    schema = {"type": "object", "properties": fields, "required": ["status"]}
     content = {"application/json": {"schema": schema}}
     return {"responses": {s: {"description": text, "content": content} for s, text in kinds.items()}}
 
