@@ -379,6 +379,17 @@ def test_who_makes_room() -> None:
     assert not f.given_way
 
 
+def test_the_limit_follows_the_engines() -> None:
+    """After a scale-down, a new connection closes waiting ones until the lower limit holds."""
+    most = 4
+    every = Connections(lambda: most)
+    ones = [_Quiet() for _ in range(5)]
+    assert all(every.opened(one) for one in ones[:4])
+    most = 2
+    assert every.opened(ones[4])
+    assert [one.given_way for one in ones] == [True, True, True, False, False]
+
+
 def test_the_bound_on_what_is_sent_ahead() -> None:
     every = Connections()
     first, second = _Quiet(), _Quiet()

@@ -323,9 +323,11 @@ def test_a_role_may_leave_if_other_groups_do_its_work() -> None:
     assert plan_removal("prefill0", members, NONE, NONE, serves) == ["prefill0"]
     assert plan_scale("decode", 0, members, NONE, NONE, serves).leaving == ["decode0", "decode1"]
     assert plan_removal("all0", members, NONE, NONE, serves) == ["all0"]
-    local = functools.partial(serves, fallback="local")  # decode groups compute prompts, too
-    assert plan_removal("prefill0", MEMBERS, NONE, NONE, local) == ["prefill0"]
-    # Decode groups without a tower cannot replace prefill groups with images.
-    seeing = {**MEMBERS, "prefill0": MEMBERS["prefill0"]._replace(tower=True)}
+    # The fallback of decode groups is for failures, not for a planned removal.
+    local = functools.partial(serves, fallback="local")
     with pytest.raises(InvalidRequest, match="without a prefill group"):
-        plan_removal("prefill0", seeing, NONE, NONE, local)
+        plan_removal("prefill0", MEMBERS, NONE, NONE, local)
+    # A unified group without a tower cannot replace a prefill group with images.
+    seeing = {**members, "prefill0": MEMBERS["prefill0"]._replace(tower=True)}
+    with pytest.raises(InvalidRequest, match="without a prefill group"):
+        plan_removal("prefill0", seeing, NONE, NONE, serves)

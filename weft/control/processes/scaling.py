@@ -178,7 +178,8 @@ def _check_roles(
     """Raise InvalidRequest if the server could not do all work without ``names``.
 
     ``absent``: members that take no requests, because they leave or are retired. The last group of a role may
-    leave if other groups do its work.
+    leave if other groups do its work. ``--prefill-fallback`` does not count, because the fallback is for
+    failures.
     """
     if absent.issuperset(names):
         return
@@ -187,7 +188,8 @@ def _check_roles(
     roles = {member.role for member in left}
     lost = {present[name].role for name in names if name in present} - roles
     images = any(member.tower for member in present.values())
-    if serves(roles) and (not lost or not images or _sees(left)):
+    complete = "unified" in roles or roles >= {"prefill", "decode"}
+    if serves(roles) and (not lost or (complete and (not images or _sees(left)))):
         return
     lacks = " and ".join(sorted(lost)) or "serving"
     raise InvalidRequest(
@@ -200,9 +202,7 @@ def _check_roles(
 def _sees(left: list[Member]) -> bool:
     """Return True if all groups of ``left`` that compute prompts can have images encoded."""
     computing = [member for member in left if member.role in ("prefill", "unified")]
-    helped = bool(computing) and any(member.role == "encode" for member in left)
-    # Without prefill and unified groups, decode groups compute prompts (--prefill-fallback local).
-    return helped or all(one.tower for one in computing or left if one.role != "encode")
+    return any(member.role == "encode" for member in left) or all(one.tower for one in computing)
 
 
 def _renamed(processes: Mapping[str, Member], old: str, new: str) -> dict[str, Member]:
