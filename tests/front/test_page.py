@@ -407,6 +407,84 @@ def test_every_size_and_scheme(server: Any, browser: Browser) -> None:
     assert browser.complaints() == []
 
 
+def fleet(browser: Browser) -> Any:
+    """Return the groups on the page: name, role, state and the visible buttons."""
+    return browser.evaluate(
+        "[...document.querySelectorAll('#groups tr')].map((row) => [row.cells[0].textContent, "
+        "row.cells[1].textContent, row.cells[2].textContent, "
+        "[...row.querySelectorAll('button:not([hidden])')].map((one) => one.textContent).join()])"
+    )
+
+
+@needs_browser
+def test_an_operator_sees_and_changes_the_groups(start_fake: Any, browser: Browser) -> None:
+    """The page asks for the admin key, shows the groups, and drains one after a second click."""
+    server = start_fake(engines=2, most_engines=2, admin_key=["secret"], fronts=2)
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    browser.evaluate("$('fleet').open = true")
+    browser.wait("!$('admin-form').hidden")
+    for key, shown in (
+        ("wrong", "$('fleet-note').textContent === 'The admin key is wrong.'"),
+        ("secret", ""),
+    ):
+        browser.evaluate("$('admin-key').focus()")
+        browser.write(key)
+        browser.press("Enter", 13, "\r")
+        browser.wait(shown or "document.querySelectorAll('#groups tr').length === 2")
+    both = [
+        ["unified0", "unified", "running", "Drain,Restart"],
+        ["unified1", "unified", "running", "Drain,Restart"],
+    ]
+    assert fleet(browser) == both
+    for width in (390, 1120, 1400):
+        resize(browser, width)
+        for scheme in ("light", "dark"):
+            features = [{"name": "prefers-color-scheme", "value": scheme}]
+            browser.send("Emulation.setEmulatedMedia", features=features)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.evaluate(SCROLLERS) == [], (width, scheme)
+            assert browser.evaluate(CONTRAST) == [], (width, scheme)
+    button = "document.querySelector('#groups tr:last-child button')"
+    click(browser, button)
+    browser.wait(f"{button}.textContent === 'Really drain?'")
+    assert browser.evaluate(f"{button}.getAttribute('aria-label')") == "Really drain? unified1"
+    click(browser, button)
+    browser.wait("document.querySelectorAll('#groups tr').length === 1")
+    assert browser.evaluate("$('fleet-note').textContent") == "draining unified1"
+    click(browser, button)
+    browser.wait(f"{button}.textContent === 'Really drain?'")
+    click(browser, button)
+    browser.wait("$('fleet-note').textContent.includes('without a unified group')")
+    assert not [one for one in browser.complaints() if "Content Security" in one]
+
+
+@needs_browser
+def test_a_retired_group_is_revived_on_the_page(start_fake: Any, script: Any, browser: Browser) -> None:
+    server = start_fake(engines=2, most_engines=2, admin_key=["secret"])
+    server.complete("abc", seed=script.DIE_ONCE, max_tokens=50)
+    browser.open(server.url + "/")
+    browser.evaluate("adminKey = 'secret', $('fleet').open = true")
+    browser.wait(
+        "[...document.querySelectorAll('#groups tr')].some((row) => row.innerText.includes('retired'))"
+    )
+    button = (
+        "[...document.querySelectorAll('#groups button:not([hidden])')].find((b) => b.innerText === 'Revive')"
+    )
+    click(browser, button)
+    browser.wait(
+        "[...document.querySelectorAll('#groups tr')].every((row) => row.cells[2].textContent === 'running')"
+    )
+
+
+@needs_browser
+def test_without_an_admin_key_the_page_says_how_to_get_one(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.evaluate("$('fleet').open = true")
+    browser.wait("$('fleet-note').textContent.includes('--admin-key')")
+    assert browser.evaluate("$('admin-form').hidden && $('fleet-table').hidden")
+
+
 @needs_browser
 def test_a_reply_shows_its_speed_and_can_be_copied(server: Any, browser: Browser) -> None:
     browser.open(server.url + "/")

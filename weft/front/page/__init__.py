@@ -17,10 +17,11 @@ def _page() -> tuple[bytes, str]:
     style = files.joinpath("page.css").read_text(encoding="utf-8")
     script = files.joinpath("page.js").read_text(encoding="utf-8")
     html = files.joinpath("index.html").read_text(encoding="utf-8")
-    html = html.replace("/*page.css*/", style).replace("/*page.js*/", script)
+    fleet = files.joinpath("fleet.js").read_text(encoding="utf-8")
+    html = html.replace("/*page.css*/", style).replace("/*page.js*/", script).replace("/*fleet.js*/", fleet)
     policy = (
         f"default-src 'none'; connect-src 'self'; img-src data:; style-src {_hash(style)}; "
-        f"script-src {_hash(script)}; "
+        f"script-src {_hash(script)} {_hash(fleet)}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html.encode(), policy
