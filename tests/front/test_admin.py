@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from tests.front.fake_server import engine_config
 from tests.support.slowness import deadline
+from weft.control.processes.table import Member
+from weft.engine.server.engine_processes import EngineGroups
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -143,3 +148,15 @@ def test_pages_of_other_origins_are_refused(start_fake: Any, origin: str) -> Non
     assert server.http.get("/admin/groups", headers={**ADMIN, "origin": own}).status_code == 200
     answer = server.http.get("/admin/groups", headers={**ADMIN, "origin": origin})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+
+
+def test_the_settings_of_a_group_outlive_the_group(tmp_path: Path) -> None:
+    """A name that was scaled to zero starts again with the settings of its last group."""
+    config = msgspec.structs.replace(engine_config(tmp_path, {"max_num_seqs": 7}), group="big", base="big")
+    groups = EngineGroups([config], tmp_path, "info")
+    groups.forget("big")
+    assert groups.members == {}
+    groups.add(["big0"], "big")
+    assert groups.members == {"big0": Member(group="big0", base="big")}
+    assert [one.config.scheduler.max_num_seqs for one in groups._groups] == [7]
+    assert groups.close(0.0) == []
