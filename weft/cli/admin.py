@@ -118,8 +118,8 @@ def scale(server: Server, base: str, groups: int, wait: float) -> None:
     """
     said = server.call("POST", "/admin/scale", {"base": base, "groups": groups})
     click.echo(said["status"])
-    up = [*said["starting"], *said["returning"]]
-    _until(server, wait, lambda engines: [*_not_up(engines, up), *_not_gone(engines, said["leaving"])])
+    up, gone, drained = [*said["starting"], *said["returning"]], said["leaving"], set[str]()
+    _until(server, wait, lambda engines: [*_not_up(engines, up), *_not_gone(engines, gone, drained)])
 
 
 @click.command()
@@ -137,10 +137,11 @@ def drain(server: Server, group: str | None, whole: bool, wait: float) -> None:
         raise click.UsageError("give the name of a group, or --all for the whole server")
     said = server.call("POST", "/admin/drain", {"group": group} if group else None)
     click.echo(said["status"])
+    drained: set[str] = set()
     _until(
         server,
         wait,
-        lambda engines: ["the server drains"] if whole else _not_gone(engines, said["engines"]),
+        lambda engines: ["the server drains"] if whole else _not_gone(engines, said["engines"], drained),
         ends=whole,
     )
 
@@ -217,7 +218,8 @@ def _not_up(engines: dict[str, Any], names: Iterable[str]) -> list[str]:
     for name in names:
         engine = engines.get(name)
         if engine is None:
-            raise EngineDead(f"{name} has left the server")
+            left.append(f"{name} absent")
+            continue
         if engine["state"] in ("retired", "ended"):
             raise EngineDead(f"{name} did not start; the server's log has the reason")
         if engine["state"] != "running" or not engine["alive"]:
@@ -225,13 +227,19 @@ def _not_up(engines: dict[str, Any], names: Iterable[str]) -> list[str]:
     return left
 
 
-def _not_gone(engines: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the engines of ``names`` that have not left yet. Raise EngineDead if one stays."""
+def _not_gone(engines: dict[str, Any], names: Iterable[str], drained: set[str]) -> list[str]:
+    """Return the engines of ``names`` that have not left yet. Raise EngineDead if one stays.
+
+    ``drained``: engines that left at an earlier look; updated. Outside a server's own processes an engine
+    learns of a drain late.
+    """
     left = [name for name in names if name in engines]
     for name in left:
-        if engines[name]["state"] != "leaving":
+        if engines[name]["state"] == "leaving":
+            drained.add(name)
+        elif name in drained:
             raise EngineDead(f"{name} stays: another command took the engine back")
-    return [f"{name} leaving" for name in left]
+    return [f"{name} {engines[name]['state']}" for name in left]
 
 
 def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -245,7 +253,7 @@ def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterab
         if engine is None:
             raise EngineDead(f"{name} has left the server")
         again = old is not None and engine["starts"] > old["starts"] + 1
-        if again or engine["state"] in ("waiting", "retired", "ended"):
+        if again or engine["state"] in ("retired", "ended"):
             raise EngineDead(
                 f"{name} did not start again, and the restart is cancelled; the server's log has the reason"
             )

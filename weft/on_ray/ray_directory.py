@@ -125,7 +125,7 @@ class RayOwner(DirectoryOwner):
                 known.setdefault(name, EngineInfo(name, plan.group, plan.base, plan.role, state))  # type: ignore[arg-type]
         return list(known.values())
 
-    def scale(self, base: str, groups: int) -> Scaled:
+    async def scale(self, base: str, groups: int) -> Scaled:
         """See ``Owner``. Ray finds a place for new groups; without a place they wait."""
         members = self._members()
         change = plan_scale(base, groups, members, self._leaving(), self._retired(), self._serves)
@@ -145,7 +145,7 @@ class RayOwner(DirectoryOwner):
             self._order("remove", group)
         return Scaled(change.starting, tuple(change.leaving))
 
-    def remove(self, name: str) -> list[str]:
+    async def remove(self, name: str) -> list[str]:
         """See ``Owner``."""
         members = self._members()
         names = plan_removal(name, members, self._leaving(), self._retired(), self._serves)
@@ -153,14 +153,14 @@ class RayOwner(DirectoryOwner):
             self._order("remove", group)
         return names
 
-    def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "") -> list[str]:
         """See ``Owner``."""
         members = self._members()
         names = plan_restart(name, members, self._leaving() | self._retired())
         self._order("restart", list(dict.fromkeys(members[one].group for one in names)))
         return names
 
-    def revive(self, name: str) -> list[str]:
+    async def revive(self, name: str) -> list[str]:
         """See ``Owner``."""
         members = self._members()
         names = to_revive(name, members, self._retired())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -122,18 +123,18 @@ def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
     for one in (record("prefill0", role="prefill"), record(role="decode"), record("decode1", role="decode")):
         seen.directory.publish(one)
     seen.present()
-    assert seen.owner.remove("decode1") == ["decode1"]
+    assert asyncio.run(seen.owner.remove("decode1")) == ["decode1"]
     assert seen.directory.asked_to_drain(record("decode1"))
     with pytest.raises(InvalidRequest, match="without a prefill group"):
-        seen.owner.remove("prefill0")
+        asyncio.run(seen.owner.remove("prefill0"))
     with pytest.raises(NotFound):
-        seen.owner.remove("decode7")
+        asyncio.run(seen.owner.remove("decode7"))
     seen.directory.away = True
     with pytest.raises(Unavailable, match="cannot be written"):
-        seen.owner.remove("decode0")
+        asyncio.run(seen.owner.remove("decode0"))
 
 
 def test_an_api_server_starts_no_engine(seen: Seen) -> None:
     for order in (lambda: seen.owner.scale("decode", 3), seen.owner.restart, lambda: seen.owner.revive("x")):
         with pytest.raises(Unavailable, match="weft engine"):
-            order()
+            asyncio.run(order())  # type: ignore[no-untyped-call]

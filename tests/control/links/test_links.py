@@ -52,7 +52,7 @@ class Owner:
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError]:
         return self.so
 
-    def revive(self, name: str) -> list[str]:
+    async def revive(self, name: str) -> list[str]:
         raise AssertionError("nobody asks for it")
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:

@@ -89,7 +89,7 @@ class DirectoryOwner:
             for one in self._records.values()
         ]
 
-    def remove(self, name: str) -> list[str]:
+    async def remove(self, name: str) -> list[str]:
         """See ``Owner``. The engines drain and end by themselves. Raise Unavailable if the directory cannot
         be reached."""
         members = {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
@@ -102,15 +102,15 @@ class DirectoryOwner:
             raise Unavailable(f"the directory cannot be written ({error.strerror}); try again") from error
         return names
 
-    def scale(self, base: str, groups: int) -> Scaled:
+    async def scale(self, base: str, groups: int) -> Scaled:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
 
-    def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "") -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
 
-    def revive(self, name: str) -> list[str]:
+    async def revive(self, name: str) -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
 

@@ -187,7 +187,7 @@ def _check_roles(
     left = [member for one, member in present.items() if one not in names]
     roles = {member.role for member in left}
     lost = {present[name].role for name in names if name in present} - roles
-    images = any(member.tower for member in present.values())
+    images = any(member.tower or member.role == "encode" for member in present.values())
     complete = "unified" in roles or roles >= {"prefill", "decode"}
     if serves(roles) and (not lost or (complete and (not images or _sees(left)))):
         return
