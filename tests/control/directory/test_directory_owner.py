@@ -137,4 +137,4 @@ def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
 def test_an_api_server_starts_no_engine(seen: Seen) -> None:
     for order in (lambda: seen.owner.scale("decode", 3), seen.owner.restart, lambda: seen.owner.revive("x")):
         with pytest.raises(Unavailable, match="weft engine"):
-            asyncio.run(order())  # type: ignore[no-untyped-call]
+            asyncio.run(order())
