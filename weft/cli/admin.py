@@ -49,9 +49,7 @@ class Server(NamedTuple):
         headers = {"Authorization": f"Bearer {key}"}
         verify = verification(page, client_cert())
         try:
-            answer = httpx.request(
-                method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify
-            )
+            answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify)
             said = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise EngineDead(f"no Weft server answers at {self.url}: {type(error).__name__}") from None
