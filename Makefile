@@ -81,6 +81,10 @@ test-clients: setup ops  ## the tests with clients of requirements/clients.txt, 
 	$(TEST_ENV) $(BIN)/python -m pytest -n 1 -m "clients or agents" tests/clients $(ARGS)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 0 tests/text/parsing/test_harmony.py
 
+test-nixl: setup ops  ## transfers through NIXL of requirements/nixl.txt, over cma and TCP
+	$(PIP) install --quiet --no-deps -r requirements/nixl.txt
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not grid" -k "nixl or reads" tests/disagg/transport tests/engine/test_nixl_groups.py $(ARGS)
+
 soak: setup ops  ## 2,000 requests to two groups that prefill and two that decode, which are killed meanwhile
 	$(TEST_ENV) $(BIN)/python -m bench.soak --requests 2000 $(ARGS)
 

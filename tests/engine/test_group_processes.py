@@ -94,7 +94,7 @@ def settings(root: Path, case: dict[str, Any]) -> dict[str, Any]:
         "seed": 1,
         "max_num_batched_tokens": 64,
     }
-    return made | ({} if case["kv"] == "auto" else {"kv_cache_dtype": case["kv"]})
+    return made | ({} if case["kv"] == "auto" else {"kv_cache_dtype": case["kv"]}) | case.get("more", {})
 
 
 def groups(root: Path, case: dict[str, Any]) -> list[EngineConfig]:

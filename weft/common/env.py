@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
+_INFINIBAND = Path("/sys/class/infiniband")
 
 #: name -> meaning. A test fails when Weft reads an unlisted variable.
 VARIABLES = {
@@ -83,6 +84,14 @@ def prepare_nccl(one_host: bool) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     if one_host:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def prepare_ucx() -> None:
+    """Keep UCX from loading its InfiniBand modules on a host without such a network, unless the user has set
+    the modules. With the system's verbs libraries but without a device, the process crashes at its end.
+    """
+    if not (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())):
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:

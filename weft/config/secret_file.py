@@ -14,6 +14,7 @@ from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ParallelSection, TransferSection
+from weft.config.transfers import TCP, proves_secret
 
 log = get_logger(__name__)
 
@@ -27,13 +28,17 @@ def check_secrets(groups: Iterable[EngineConfig]) -> None:
     """Read the secret of each group that needs a secret, before anything starts. Raise ConfigError."""
     for group in groups:
         if needs_secret(group.parallel, group.transfer):
-            check_secret(read_secret(group.parallel.group_secret))
+            name = group.transfer.transfer
+            named = name if proves_secret(name) else TCP
+            check_secret(read_secret(group.parallel.group_secret, named))
 
 
 def needs_secret(parallel: ParallelSection, transfer: TransferSection) -> bool:
-    """Return True for a group that other hosts reach, or that exchanges caches with other groups over TCP."""
+    """Return True for a group that other hosts reach, or that exchanges caches over a transport with the
+    secret."""
     moves = transfer.role != "unified" or transfer.take_embeddings
-    return parallel.nnodes > 1 or parallel.advertise is not None or (moves and transfer.transfer == "tcp")
+    proves = moves and proves_secret(transfer.transfer)
+    return parallel.nnodes > 1 or parallel.advertise is not None or proves
 
 
 def check_secret(secret: bytes) -> None:
@@ -42,14 +47,14 @@ def check_secret(secret: bytes) -> None:
         raise ConfigError(f"{_FLAG}: the file must hold at least {LEAST_BYTES} bytes: {_MAKE}", param=_FLAG)
 
 
-def read_secret(file: str | None) -> bytes:
-    """Return the secret in ``file``, of any length.
+def read_secret(file: str | None, transport: str = TCP) -> bytes:
+    """Return the secret in ``file``, of any length. ``transport`` needs the secret: its name is for errors.
 
     Raise ConfigError for a missing file, or a file with access for other users.
     """
     if file is None:
         raise ConfigError(
-            f"--transfer tcp requires {_FLAG} FILE, a secret that all groups share and that protects "
+            f"--transfer {transport} requires {_FLAG} FILE, a secret that all groups share and that protects "
             f"the KV caches; {_MAKE}",
             param=_FLAG,
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from weft.common.errors import ErrorInfo, Unavailable
-from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import digest_spans, ranks_seed, span_seeds
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
@@ -120,7 +120,7 @@ class SimTransport:
         self.regions: list[np.ndarray] = []
         """Regions of memory, uint8, numbered as in ``group_layout``."""
         self._wires, self._wake, self._check = wires, wake, check
-        self._came: list[Incoming | Written] = []
+        self._came: list[Incoming | Written | Copied] = []
         self._peers: dict[str, tuple[str, int]] = {}
         self._cancelled: set[TransferKey] = set()
         self._under_way: dict[tuple[TransferKey, str, int], str] = {}
@@ -189,7 +189,7 @@ class SimTransport:
             if to == address:
                 self.arrived(Written(key, peer, number, lost))
 
-    def poll(self, seconds: float) -> list[Incoming | Written]:
+    def poll(self, seconds: float) -> list[Incoming | Written | Copied]:
         came, self._came = self._came, []
         return came
 

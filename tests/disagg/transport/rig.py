@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.disagg.protocol.memory import KINDS, Group, reference
+from tests.disagg.transport.stand_in_engine import StandInEngine
 from tests.support.slowness import deadline
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.spans import first_position
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
 from weft.disagg.transport.base import Transport
 from weft.disagg.transport.copies import Copies, HostCopies
+from weft.disagg.transport.nixl_transport import NixlTransport
+from weft.disagg.transport.read_engine import module_name
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
 from weft.disagg.transport.staging_memory import Sizes, Staged
@@ -62,8 +66,22 @@ TRANSPORTS = {
     "staged tcp": ("tcp", True, True),
     "staged shm to shm": ("shm", True, False),
     "shm to staged shm": ("shm", False, True),
+    "nixl": ("nixl", False, False),
+    "nixl over tcp": ("nixl over tcp", False, False),
+    "staged nixl": ("nixl", True, True),
+    "stand-in": ("stand-in", False, False),
+    "staged stand-in": ("stand-in", True, True),
 }
 """Name -> transport, and whether the caches of the sender and of the receiver are staged."""
+WITHOUT_NIXL = module_name() is None
+
+
+def kinds(*names: str) -> list[Any]:
+    """Return keys of ``TRANSPORTS`` as parameters of a test. Without NIXL its transports are skipped."""
+    skip = pytest.mark.skipif(WITHOUT_NIXL, reason="needs NIXL: pip install weft[nixl]")
+    return [pytest.param(name, marks=[skip] if "nixl" in name else []) for name in names]
+
+
 SMALL = Sizes(slot=512, slots=3, inbox=1024)
 """Sizes for staged caches, smaller than a prompt."""
 
@@ -92,6 +110,13 @@ def stage(transport: Any, regions: list[torch.Tensor], copies: Copies, sizes: Si
 def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Any:
     if kind == "shm":
         return ShmTransport(str(folder), rank, incarnation)
+    if kind == "stand-in":
+        return NixlTransport("127.0.0.1", rank, incarnation, SECRET, engine=StandInEngine)
+    if kind.startswith("nixl"):
+        with pytest.MonkeyPatch.context() as patch:
+            if kind.endswith("tcp"):
+                patch.setenv("UCX_TLS", "tcp")  # UCX reads the variable once per engine
+            return NixlTransport("127.0.0.1", rank, incarnation, SECRET)
     return TcpTransport("127.0.0.1", rank, incarnation, SECRET)
 
 

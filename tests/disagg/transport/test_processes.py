@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.disagg.transport.rig import Pair
+from tests.disagg.transport.rig import Pair, kinds
 from tests.support.slowness import deadline
 from weft.common.env import child_environment
 from weft.types import transfer as r
@@ -29,7 +29,8 @@ class Sender:
     def __init__(self, kind: str, folder: Path) -> None:
         command = [sys.executable, "-m", "tests.disagg.transport.sending_process", kind, str(folder)]
         pipe = subprocess.PIPE
-        environment = child_environment(PYTHONPATH=str(ROOT))
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # NIXL may be on the path alone
+        environment = child_environment(PYTHONPATH=os.pathsep.join(filter(None, paths)))
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, env=environment)
 
     def say(self, line: str) -> None:
@@ -59,7 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("t")
 
 
-@pytest.fixture(params=["shm", "tcp", "staged shm", "staged tcp"])
+KINDS = kinds("shm", "tcp", "staged shm", "staged tcp", "nixl", "nixl over tcp", "staged nixl")
+
+
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

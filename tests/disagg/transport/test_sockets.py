@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.disagg.transport.rig import SECRET, TRANSPORTS, Pair
+from tests.disagg.transport.rig import SECRET, TRANSPORTS, Pair, kinds
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead
 from weft.disagg.protocol import arrivals as a
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.pushes import Write
 from weft.disagg.transport import wire as f
+from weft.disagg.transport.nixl_transport import NixlTransport
 from weft.disagg.transport.shared_memory import SharedMemory, map_read_only
 from weft.disagg.transport.shm import ShmTransport
 from weft.disagg.transport.sockets import SocketTransport
@@ -32,7 +33,8 @@ from weft.types import transfer as r
 from weft.types.transfer import Outcome, TransferKey
 
 KEY = TransferKey(7, 0, 1)
-KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
+NIXL = kinds("nixl", "nixl over tcp", "staged nixl", "stand-in", "staged stand-in")
+KINDS = [*kinds("shm", "tcp", "staged shm", "staged tcp"), *NIXL]
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def same(pair: Pair, expected: list[list[np.ndarray]]) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", TRANSPORTS)
+@pytest.mark.parametrize("kind", kinds(*TRANSPORTS))
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
 def test_a_sequence_arrives(pair: Callable[..., Pair], kind: str, ranks: tuple[int, int]) -> None:
     one = pair(kind, ranks=ranks, kinds=("full", "window", "latent, fp8", "compressed", "state"))
@@ -121,8 +123,9 @@ def test_memory_that_changes_between_digest_and_copy_is_noticed(
 ) -> None:
     """A block of the sender is reused too early."""
     caught = 0
-    shm = kind.endswith("shm")
-    original = SocketTransport.take if shm else SocketTransport._send_write
+    reads = kind not in ("tcp", "staged tcp")  # the receiver reads the sender's memory
+    taker = SocketTransport if kind.endswith("shm") else NixlTransport
+    original = taker.take if reads else SocketTransport._send_write
     rng = np.random.default_rng(0)
     for _ in range(10):
         one = pair(kind)
@@ -136,13 +139,13 @@ def test_memory_that_changes_between_digest_and_copy_is_noticed(
             elements = one.sender.elements(0, 0)
             elements[:, block] ^= rng.integers(1, 256, dtype=np.uint8)
 
-        if shm:
+        if reads:
 
             def take(self: SocketTransport, incoming: a.Incoming, spoil: Callable[[], None] = spoil) -> Any:
                 spoil()
                 return original(self, incoming)  # type: ignore[call-arg, arg-type]
 
-            monkeypatch.setattr(SocketTransport, "take", take)
+            monkeypatch.setattr(taker, "take", take)
         else:
 
             def send(self: SocketTransport, *rest: Any, spoil: Callable[[], None] = spoil) -> None:
@@ -481,12 +484,13 @@ def test_endpoints_that_are_swapped_are_noticed(
         assert all(each.error and each.error.code == "transfer_corrupt" for each in said)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", kinds("shm", "tcp", "nixl", "stand-in"))
 def test_a_block_that_is_reassigned_while_its_write_waits_is_noticed(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest covers the layer as computed, not the bytes sent later."""
-    monkeypatch.setattr(ShmTransport if kind == "shm" else TcpTransport, "window_bytes", 512)
+    classes = {"shm": ShmTransport, "tcp": TcpTransport}
+    monkeypatch.setattr(classes.get(kind, NixlTransport), "window_bytes", 512)
     one = pair(kind, kinds=("full",))
     out = one.senders[0].transfer
     one.begin(KEY)
@@ -513,17 +517,22 @@ def test_a_start_that_is_gone_is_not_taken_for_the_next(pair: Callable[..., Pair
 
 
 @pytest.mark.requirement("F28")
+@pytest.mark.parametrize("kind", kinds("shm", "nixl", "stand-in"))
 @pytest.mark.parametrize(
     ("region", "span"),
     [(0, (0, 1 << 40, 8)), (0, (0, -8, 8)), (0, (0, 0, 1 << 62)), (0, (1 << 40, 0, 8)), (99, (0, 0, 8)),
      (0, (0, 0, 0)), (0, (-1, 0, 8)), (0, ((1 << 63) - 1, (1 << 63) - 1, (1 << 63) - 1))],
 )  # fmt: skip
 def test_forged_spans_are_refused_before_a_byte_is_touched(
-    pair: Callable[..., Pair], region: int, span: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    pair: Callable[..., Pair],
+    kind: str,
+    region: int,
+    span: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = pair("shm")
+    one = pair(kind)
     receiver = one.receivers[0].transport
-    assert isinstance(receiver, ShmTransport)
+    assert isinstance(receiver, SocketTransport)
     before = [part.copy() for part in one.receiver.regions[0]]
     forged = f.SpansFrame(0, region, np.array([span], "<i8").tobytes())
     original = f.pack
@@ -543,11 +552,12 @@ def test_forged_spans_are_refused_before_a_byte_is_touched(
 
 
 @pytest.mark.requirement("F28")
+@pytest.mark.parametrize("kind", kinds("shm", "nixl", "stand-in"))
 def test_spans_of_somebody_elses_blocks_fail_the_transfer(
-    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The span lies inside a region, but outside the blocks of this transfer."""
-    one = pair("shm", kinds=("full",))
+    one = pair(kind, kinds=("full",))
     before = [part.copy() for part in one.receiver.regions[0]]
     original = f.pack
 

@@ -360,11 +360,11 @@ class TransferSection(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=1024, description="Number of decode groups (`weft serve`). Requires --prefill.")
     ] = 0
     transfer: Annotated[
-        Literal["auto", "shm", "tcp"],
+        str,
         Meta(
-            description="Transport for KV caches and embeddings between groups. shm: shared memory on "
-            "one host. tcp: also works between hosts. auto: shm if all groups are on one host, else "
-            "tcp."
+            description="Transport for KV caches and embeddings between groups: auto, shm, tcp, nixl, or "
+            "an entry point of weft.transports. shm: shared memory on one host. tcp: also between hosts. "
+            "nixl: RDMA, requires weft[nixl]. auto: shm if all groups are on one host, else tcp."
         ),
     ] = "auto"
     transfer_mode: Annotated[

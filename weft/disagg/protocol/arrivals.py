@@ -1,6 +1,7 @@
 """Receiving side of one rank: accept, park or drop writes, and find the end of a transfer. Pure.
 
-write of an expected transfer      checked against the expected spans, copied, digested
+write of an expected transfer      checked against the expected spans, copied, digested; several copies of a
+                                   transfer may be under way
 write of an unknown transfer       parked, up to a bound, until ``ExpectedArrival`` arrives or time is over
 write of a stopped transfer        dropped: no byte is written any more
 """
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
-from weft.disagg.protocol.coverage import Coverage
+from weft.disagg.protocol.coverage import BadSpans, Coverage
 from weft.disagg.protocol.tombstones import Parking, Tombstones
 from weft.types.transfer import Outcome, TransferKey
 
@@ -54,6 +55,10 @@ class Copied(_ArrivalWord, frozen=True):
     write: Incoming
     error: ErrorInfo | None
 
+    @property
+    def key(self) -> TransferKey:
+        return self.write.key
+
 
 class ArrivalStopped(_ArrivalWord, frozen=True):
     """The engine process reports the end of a transfer."""
@@ -72,7 +77,8 @@ Event = Incoming | ExpectedArrival | Copied | ArrivalStopped | ArrivalTick
 
 
 class Copy(_ArrivalWord, frozen=True):
-    """Copy the bytes and check the digests. Answered with ``Copied`` before any other event."""
+    """Copy the bytes and check the digests. Answered with one ``Copied``, at once or later. After
+    ``ArrivalStopped`` no byte may be copied any more."""
 
     write: Incoming
 
@@ -103,6 +109,8 @@ class _Arrival:
     def __init__(self, coverage: Coverage) -> None:
         self.coverage = coverage
         self.taken = set[tuple[str, int]]()
+        self.copying = dict[tuple[str, int], list[Incoming]]()
+        """Write without ``Copied`` so far -> repetitions of the write, which wait for the same answer."""
         self.over = False
         """True if the outcome, done or failed, was reported."""
 
@@ -181,8 +189,12 @@ class Arrivals:
     def _take(self, transfer: _Arrival, write: Incoming) -> list[Action]:
         """Return the copy of a write. Answer a repeated write without a copy, drop a late write, and fail the
         transfer for spans outside the transfer."""
-        # A repeated write: the first copy counts, and the sender needs only an answer.
-        if (write.source, write.number) in transfer.taken:
+        mark = write.source, write.number
+        # A repeated write: the first copy counts, and the sender needs only the answer of the first copy.
+        if mark in transfer.copying:
+            transfer.copying[mark].append(write)
+            return []
+        if mark in transfer.taken:
             return [Answer(write, None)]
         if transfer.over:
             return [self._drop(write, "the transfer is complete or has failed")]
@@ -192,14 +204,22 @@ class Arrivals:
         except WeftError as error:
             return self._failed(transfer, write, error.info())
         first = not transfer.taken
-        transfer.taken.add((write.source, write.number))
+        transfer.taken.add(mark)
+        transfer.copying[mark] = []
         actions: list[Action] = [ArrivalReport(write.key, Outcome.pending)] if first else []
         return [*actions, Copy(write)]
 
     def _copied(self, write: Incoming, error: ErrorInfo | None) -> list[Action]:
-        """Count the bytes of an ended copy and answer the write. Report the transfer done once all bytes are
-        there. An error, or bytes received twice, fails the transfer."""
+        """Count the bytes of an ended copy and answer the write and its repetitions. Report the transfer done
+        once all bytes are there. An error, or bytes received twice, fails the transfer."""
         transfer = self._transfers.get(write.key)
+        again = [] if transfer is None else transfer.copying.pop((write.source, write.number), [])
+        actions = self._counted(transfer, write, error)
+        (told,) = [action.error for action in actions if isinstance(action, Answer)]
+        return [*actions, *(Answer(one, told) for one in again)]
+
+    def _counted(self, transfer: _Arrival | None, write: Incoming, error: ErrorInfo | None) -> list[Action]:
+        """Return the answer of an ended copy, and the report of a transfer that ends with the copy."""
         # The transfer ended while the copy ran: answer, but report nothing more.
         if transfer is None or transfer.over:
             return [Answer(write, error)]
@@ -209,6 +229,9 @@ class Arrivals:
             transfer.coverage.add(region, spans)
         try:
             complete = transfer.coverage.complete()
+            # All bytes are there, so a copy under way would write some of them again, after the end.
+            if complete and transfer.copying:
+                raise BadSpans("bytes of a transfer are under way twice")
         except WeftError as twice:
             return self._failed(transfer, write, twice.info())
         if not complete:
@@ -221,9 +244,10 @@ class Arrivals:
         return [Answer(write, error), ArrivalReport(write.key, Outcome.failed, error)]
 
     def _stopped(self, key: TransferKey, now: float) -> list[Action]:
-        self._transfers.pop(key, None)
+        transfer = self._transfers.pop(key, None)
         self._ended.add(key, None, now)
-        return [self._drop(write, "the transfer has ended") for write in self._early.flush(key)]
+        again = [] if transfer is None else [one for each in transfer.copying.values() for one in each]
+        return [self._drop(write, "the transfer has ended") for write in (*again, *self._early.flush(key))]
 
     def _drop(self, write: Incoming, why: str) -> Answer:
         self.dropped += 1

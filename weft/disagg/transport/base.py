@@ -1,4 +1,4 @@
-"""Contract of transports, which move bytes between ranks of groups: loopback, shared memory and TCP.
+"""Contract of transports, which move bytes between ranks of groups: loopback, shared memory, TCP, NIXL.
 
 A transport only moves bytes. ``weft.disagg.protocol`` (``Pushes``, ``Arrivals``) decides which bytes of which
 transfer move, and accepts or refuses writes. ``RankTransfer`` runs both on one thread.
@@ -6,7 +6,8 @@ transfer move, and accepts or refuses writes. ``RankTransfer`` runs both on one 
     sender's rank                                    receiver's rank
     write(peer, write) ── spans and their digests ──► poll() -> Incoming
                                                      take(incoming): copies and checks the digests,
-                                                     then returns
+                                                     then returns; or returns PENDING, and
+                                                     poll() -> Copied follows
     poll() -> Written ◄──── success or error ──────── answer(incoming, error)
 
 If the receiver copies (``fence`` is "copy"), no peer can write to the receiver's memory. A one-sided engine
@@ -18,12 +19,12 @@ of a peer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.protocol.transfer_table import FenceBy
@@ -37,6 +38,14 @@ class TransferCorrupt(WeftError):
     """Bytes arrived with a wrong digest."""
 
     code, blame, retryable, http_status = "transfer_corrupt", "engine", True, 503
+
+
+class TakePending:
+    """Type of ``PENDING``."""
+
+
+PENDING: Final = TakePending()
+"""Result of ``Transport.take`` while the bytes of the write are still under way."""
 
 
 class Transport(Protocol):
@@ -76,22 +85,28 @@ class Transport(Protocol):
         """Send the spans of ``write``. ``poll`` later returns exactly one ``Written``, except after
         ``cancel`` or ``close``."""
 
-    def poll(self, seconds: float) -> list[Incoming | Written]:
-        """Return received writes and ended writes. Blocks up to ``seconds`` for the first event."""
+    def poll(self, seconds: float) -> list[Incoming | Written | Copied]:
+        """Return received writes, ended writes and ended copies. Blocks up to ``seconds`` for the first
+        event."""
 
-    def take(self, incoming: Incoming) -> ErrorInfo | None:
+    def take(self, incoming: Incoming) -> ErrorInfo | TakePending | None:
         """Copy the bytes of a received write to this rank's regions. Return None if all digests are
-        correct, else the error."""
+        correct, else the error.
+
+        Return PENDING if the bytes are not here yet. Then ``poll`` later returns exactly one ``Copied`` for
+        the write, except after ``close``. After ``cancel`` the regions are not written any more."""
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
         """Send the result of a write to the writer. ``incoming`` must not be used afterwards."""
 
     def cancel(self, key: TransferKey) -> None:
-        """Stop all reads of this rank's memory for a transfer. Reads under way may go on until ``quiet``."""
+        """Stop all reads of this rank's memory for a transfer, and all pending copies of the transfer. Reads
+        under way may go on until ``quiet``."""
 
     def quiet(self, key: TransferKey) -> bool:
-        """Return True if no read of this rank's memory is under way for a cancelled transfer. While a read
-        is under way, ``poll`` returns early enough for the next call of ``quiet``."""
+        """Return True if no read by this rank is under way for a cancelled transfer: neither a read of this
+        rank's memory, nor a read of a peer's memory. While a read is under way, ``poll`` returns early enough
+        for the next call of ``quiet``."""
 
     def wake(self) -> None:
         """Make ``poll`` return. Callable from any thread."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import ErrorInfo, Unavailable
-from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import digest_spans, ranks_seed, span_seeds
 from weft.disagg.protocol.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.disagg.protocol.spans import SpanPart
@@ -122,7 +122,7 @@ class LoopbackTransport:
     ) -> None:
         self._network, self.fence, self.rank = network, fence, rank
         self.endpoint = Endpoint(self.name, address, incarnation)
-        self.came: list[Incoming | Written] = []
+        self.came: list[Incoming | Written | Copied] = []
         self.cut = set[str]()
         """Peers cut off from the receiver's memory, as by a closed connection or a revoked key."""
         self._regions: list[torch.Tensor] = []
@@ -165,7 +165,7 @@ class LoopbackTransport:
         name = self.endpoint.address
         self._network.send(address, Incoming(write.key, name, write.number, targets, held, carried))
 
-    def poll(self, seconds: float) -> list[Incoming | Written]:
+    def poll(self, seconds: float) -> list[Incoming | Written | Copied]:
         self._network.arrived()
         came, self.came = self.came, []
         return came

@@ -1,4 +1,4 @@
-"""Common part of shared memory and TCP: connections between ranks, the handshake, writes and answers.
+"""Common part of shared memory, TCP and NIXL: connections between ranks, the handshake, writes and answers.
 
     writer                            receiver
       PeerHello(wanted incarnation) ───►  refused for another incarnation of the rank, or another version
@@ -30,12 +30,13 @@ import torch
 from weft.common.counted_log import CountedLog
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.disagg.protocol.arrivals import Incoming
+from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import ranks_seed
 from weft.disagg.protocol.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.protocol.transfer_table import FenceBy
 from weft.disagg.transport import wire as f
+from weft.disagg.transport.base import TakePending
 from weft.disagg.transport.buffers import Buffers
 from weft.disagg.transport.copying import digest_parts
 from weft.disagg.transport.newcomers import MOST_UNPROVEN, Newcomers
@@ -64,7 +65,7 @@ _AT_ONCE = 2 << 20
 
 
 class SocketTransport:
-    """Common base of ``shm`` and ``tcp``. ``base.Transport`` documents the public methods."""
+    """Common base of ``shm``, ``tcp`` and ``nixl``. ``base.Transport`` documents the methods."""
 
     name = ""
     fence: FenceBy = "copy"
@@ -98,7 +99,7 @@ class SocketTransport:
         self._strangers = CountedLog(log)
         self._again: float | None = None
         """Time of the next attempt to accept or connect, after a failed attempt; None without a failure."""
-        self._events: list[Incoming | Written] = []
+        self._events: list[Incoming | Written | Copied] = []
         self._buffers = Buffers()
         self._answered: dict[str, PeerLink] = {}
         """Links with unsent answers, by name."""
@@ -200,7 +201,7 @@ class SocketTransport:
             if link is None:
                 self._ended(write.peer, write.key, write.number, info_of(error))
 
-    def poll(self, seconds: float) -> list[Incoming | Written]:
+    def poll(self, seconds: float) -> list[Incoming | Written | Copied]:
         for link in self._answered.values():
             self._flush(link)
         self._answered.clear()
@@ -220,7 +221,7 @@ class SocketTransport:
         events, self._events = self._events, []
         return events
 
-    def take(self, incoming: Incoming) -> ErrorInfo | None:
+    def take(self, incoming: Incoming) -> ErrorInfo | TakePending | None:
         error = take_in(self._memory, incoming, self.rank, self.endpoint.address)
         self.corrupt += error is not None
         return error
@@ -418,9 +419,8 @@ class SocketTransport:
             self._ended(link.name, key, number, info_of(error))
 
     def _expire(self) -> None:
-        now = time.monotonic()
         for link in list(self._links.values()):
-            if link.until is not None and link.until <= now:
+            if link.until is not None and link.until <= time.monotonic():
                 self._lost(link, Unavailable("a peer did not identify itself in time"))
 
     def _patience(self) -> float:

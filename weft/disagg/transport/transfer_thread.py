@@ -25,7 +25,7 @@ from weft.disagg.protocol.coverage import Coverage
 from weft.disagg.protocol.group_layout import placed
 from weft.disagg.protocol.spans import Side, SpanPlan, arriving
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
-from weft.disagg.transport.base import Transport
+from weft.disagg.transport.base import TakePending, Transport
 from weft.types.transfer import Admitted, Blocks, Bound, GroupDims, Outcome, TransferKey, TransferMessageError
 
 log = get_logger(__name__)
@@ -237,7 +237,7 @@ class RankTransfer:
             self._stopped()
         self._arrive(a.ArrivalTick())
 
-    def _moved(self, event: a.Incoming | p.Written) -> None:
+    def _moved(self, event: a.Incoming | a.Copied | p.Written) -> None:
         if isinstance(event, p.Written):
             self._push(self.pushes.on(event))
         else:
@@ -304,7 +304,8 @@ class RankTransfer:
 
     def _stop(self, key: TransferKey) -> None:
         """Stop one transfer. Copies into the rank's memory run on the same thread, so none is under way here.
-        Copies out of the memory may be under way: ``_stopped`` waits for the end of such copies."""
+        Copies out of the memory, and reads of a peer's memory, may be under way: ``_stopped`` waits for the
+        end of both."""
         self._transport.cancel(key)
         self._push(self.pushes.on(p.PushStopped(key)))
         self._arrive(a.ArrivalStopped(key))
@@ -334,15 +335,18 @@ class RankTransfer:
         for action in self.arrivals.on(event, self._clock()):
             match action:
                 case a.Copy(write):
-                    # `Arrivals` requires `Copied` before any other event.
-                    self._arrive(a.Copied(write, self._take(write)))
+                    taken = self._take(write)
+                    # The `Copied` of a pending copy comes from `poll`.
+                    if not isinstance(taken, TakePending):
+                        self._arrive(a.Copied(write, taken))
                 case a.Answer(write, error):
                     self._transport.answer(write, error)
                 case a.ArrivalReport(key, outcome, error):
                     self._report(key, outcome, error)
 
-    def _take(self, write: a.Incoming) -> ErrorInfo | None:
-        """Copy the bytes of a write and return None or the error. Any exception is logged and returned."""
+    def _take(self, write: a.Incoming) -> ErrorInfo | TakePending | None:
+        """Copy the bytes of a write and return None, the error or PENDING. Any exception is logged and
+        returned."""
         try:
             return self._transport.take(write)
         except Exception as error:

@@ -28,6 +28,8 @@ from weft.types.transfer import U64, TransferKey
 VERSION = 1
 MOST_BODY = 1 << 20
 MOST_PAYLOAD = 4 << 20
+MOST_OFFER = 64 << 10
+"""Maximum bytes of ``MemoryOffer.data``."""
 HEADER = struct.Struct("<II16s")
 NO_KEY = b""
 _COUNT = struct.Struct("<QII")
@@ -83,6 +85,14 @@ class WriteFrame(_WireFrame, frozen=True):
     """uint64, one per span, in order."""
 
 
+class MemoryOffer(_WireFrame, frozen=True):
+    """Writer to receiver, once, after the proof and before the first write: how an engine of the receiver
+    reads the writer's memory. Only with a transport whose receivers read."""
+
+    data: Annotated[bytes, Meta(max_length=MOST_OFFER)]
+    """Opaque here: the transport decodes the bytes."""
+
+
 class AnswerFrame(_WireFrame, frozen=True):
     """Receiver to writer: result of a write."""
 
@@ -91,7 +101,7 @@ class AnswerFrame(_WireFrame, frozen=True):
     error: ErrorInfo | None
 
 
-Frame = PeerHello | KeyProof | WriteFrame | AnswerFrame
+Frame = PeerHello | KeyProof | MemoryOffer | WriteFrame | AnswerFrame
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)

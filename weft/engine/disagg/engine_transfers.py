@@ -474,8 +474,8 @@ class EngineTransfers:
         ``weft.engine.disagg.peers``. Otherwise log a warning: the blocks stay pinned.
         """
         record = self._records.get(key)
-        # Over TCP only own ranks read the memory. Over shared memory, the end of the peer's process is the
-        # proof.
+        # Over TCP only own ranks read the memory. Over others peers may read: the end of the peer's process
+        # is the proof.
         if record is None or record.transports <= {"tcp"}:
             self._on(ev.Revoked(key))
         elif peer in self._lost:

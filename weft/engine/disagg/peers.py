@@ -6,19 +6,20 @@ Deadlines fail a transfer with a silent peer, but do not release the memory. The
   "copy"). So the receiver waits for its own ranks and for no peer.
 * A *sender's* memory is read
     - over ``tcp`` by the sender's own ranks alone: once the ranks have stopped, no peer can reach the memory;
-    - over ``shm`` by the receiver's ranks, which map the memory read-only. A late read can harm only the
-      receiver, and only if the receiver decodes the sequence with the late bytes. The receiver's *engine
-      process* alone decides that a transfer was received, and keeps the decision in memory. So once the
-      engine process has ended, the transfer can never complete, and the sender may reuse the blocks. Ranks
-      of the engine may survive and still read, but a rank that joins the next engine process first stops
-      all transfers.
+    - over ``shm`` by the receiver's ranks, which map the memory read-only, and over ``nixl`` by the
+      receiver's ranks through the network. Transports of other packages count as such. A late read can harm
+      only the receiver, and only if the receiver decodes the sequence with the late bytes. The receiver's
+      *engine process* alone decides that a transfer was received, and keeps the decision in memory. So once
+      the engine process has ended, the transfer can never complete, and the sender may reuse the blocks.
+      Ranks of the engine may survive and still read, but a rank that joins the next engine process first
+      stops all transfers.
 * A stopped engine process (SIGSTOP) has not ended. Such an engine process may continue and complete the
   transfer before reading
   the fence. The sender's blocks wait until the process continues or is killed by its owner.
 
 The kernel proves the end of a process: the pidfd becomes readable. A process is named by pid and start time,
 which are valid within one boot and one pid namespace. The end of other processes, such as on another host,
-cannot be observed. Caches go to such hosts over ``tcp``, which needs no proof, and an API server that lost an
+cannot be observed. Over ``tcp`` no proof is needed. Over ``nixl`` the report of an API server that lost an
 engine process ends the engine's transfers at the other engines.
 """
 

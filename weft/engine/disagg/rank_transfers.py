@@ -21,15 +21,16 @@ from weft.config.cache_layout import TensorLayout
 from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.secret_file import check_secret, read_secret
+from weft.config.transfers import check_installed, proves_secret
 from weft.disagg.protocol.group_layout import embedding_dims, group_dims
+from weft.disagg.transport.base import Transport
 from weft.disagg.transport.copies import copies_of
+from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.reports import TransferReports
 from weft.disagg.transport.shared_memory import SharedMemory
-from weft.disagg.transport.shm import ShmTransport
-from weft.disagg.transport.sockets import SocketTransport
 from weft.disagg.transport.staging_memory import Sizes, Staged
-from weft.disagg.transport.tcp import TcpTransport
 from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.disagg.transport.transport_registry import TransportPlace, open_transport, transport_kind
 from weft.engine.ranks.ranks import ranks_of
 from weft.parallel.address import own_address
 from weft.runner.exports import RankTransfers
@@ -39,7 +40,7 @@ from weft.types.transfer import GroupDims
 LOOPBACK = "127.0.0.1"
 
 
-def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
+def transport_of(config: EngineConfig) -> str:
     """Return the transport of the group's caches: the setting, or by default ``shm`` on one host, else
     ``tcp``.
     """
@@ -50,15 +51,17 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
 
 
 def check_transfers(config: EngineConfig) -> None:
-    """Raise ConfigError for a group over tcp with an unusable secret.
+    """Raise ConfigError for an unusable secret, or a transport without its package.
 
     Groups without transfers are ignored. Called before weights are loaded.
     """
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
-    if transport_of(config) == "tcp":
-        check_secret(read_secret(config.parallel.group_secret))
+    transport = transport_of(config)
+    check_installed(transport)
+    if proves_secret(transport):
+        check_secret(read_secret(config.parallel.group_secret, transport))
 
 
 def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
@@ -139,7 +142,7 @@ def _opened(
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     with ExitStack() as resources:
         caches = _caches(config, layouts, resources, sends=sends)
-        transport = _transport(config, number, caches, resources)
+        transport = _transport(config, number, caches, resources, sends=sends)
         reports = TransferReports()
         resources.callback(reports.close)
         transfer = RankTransfer(number, dims, transport, reports.tell)
@@ -157,8 +160,10 @@ def _opened(
 class _Caches(NamedTuple):
     memory: list[list[torch.Tensor]]
     """Tensors of each KV cache group."""
+    regions: list[torch.Tensor]
+    """The tensors as flat bytes, uint8 [bytes], in the same order; empty for staged caches."""
     shared: list[SharedMemory]
-    """Shared memory of the tensors, in the same order, if peers may read the memory directly; else empty."""
+    """Shared memory of the tensors, in the same order, if peers map the memory; else empty."""
     staged: Staged | None
     """Staging ring in host memory, if peers may not read the memory directly; else None."""
 
@@ -176,6 +181,7 @@ def _caches(
     """
     memory, shared, flat = list[list[torch.Tensor]](), list[SharedMemory](), list[torch.Tensor]()
     staged, device = is_staged(config), torch.device(config.device)
+    transport = transport_kind(transport_of(config))
     for kind in layouts:
         tensors = []
         # The transport sees each staged tensor as flat bytes, [nbytes].
@@ -185,44 +191,54 @@ def _caches(
             if staged:
                 tensors.append(zeros(layout.shape, dtype, device))
                 flat.append(tensors[-1].view(-1).view(torch.uint8))
-            else:
+            elif transport.shared:
                 region = SharedMemory(layout.nbytes)
                 resources.callback(region.close)
                 shared.append(region)
+                flat.append(region.tensor)
                 tensors.append(region.tensor.view(dtype).view(layout.shape))
+            else:
+                flat.append(huge_memory(layout.nbytes))
+                tensors.append(flat[-1].view(dtype).view(layout.shape))
         memory.append(tensors)
     if not staged:
-        return _Caches(memory, shared, None)
-    sizes = Sizes(slot=ShmTransport.slot_bytes if transport_of(config) == "shm" else TcpTransport.slot_bytes)
+        return _Caches(memory, flat, shared, None)
+    sizes = Sizes(slot=transport.slot_bytes)
     copies = copies_of(device, max(sizes.slot, sizes.inbox))
-    return _Caches(memory, [], Staged(flat, copies, sizes, sends=sends, takes=not sends))
+    return _Caches(memory, [], [], Staged(flat, copies, sizes, sends=sends, takes=not sends))
 
 
-def _transport(config: EngineConfig, number: int, caches: _Caches, resources: ExitStack) -> SocketTransport:
+def _transport(
+    config: EngineConfig, number: int, caches: _Caches, resources: ExitStack, *, sends: bool
+) -> Transport:
     """Open the transport of ``transport_of`` over ``caches`` and return it.
 
     ``number``: of the rank within the group. ``resources`` removes a private socket folder. The caller closes
     the transport.
     """
-    incarnation = secrets.randbits(63)
-    if transport_of(config) == "tcp":
-        parallel = config.parallel
-        host = parallel.advertise or LOOPBACK
+    parallel, name = config.parallel, transport_of(config)
+
+    def host() -> str:
         if parallel.rdzv is not None:
-            host = own_address(*meeting_place(parallel))
-        tcp = TcpTransport(host, number, incarnation, read_secret(config.parallel.group_secret))
-        if caches.staged is None:
-            tcp.register([region.tensor for region in caches.shared])
-        else:
-            tcp.stage(caches.staged)
-        return tcp
-    folder = config.socket_folder
-    if not folder:
-        folder = str(private_folder())
-        resources.callback(shutil.rmtree, folder, ignore_errors=True)
-    shm = ShmTransport(folder, number, incarnation)
-    if caches.staged is None:
-        shm.share(caches.shared)
-    else:
-        shm.stage(caches.staged)
-    return shm
+            return own_address(*meeting_place(parallel))
+        return parallel.advertise or LOOPBACK
+
+    def folder() -> str:
+        if config.socket_folder:
+            return config.socket_folder
+        made = str(private_folder())
+        resources.callback(shutil.rmtree, made, ignore_errors=True)
+        return made
+
+    place = TransportPlace(
+        rank=number,
+        incarnation=secrets.randbits(63),
+        host=host,
+        secret=lambda: read_secret(parallel.group_secret, name),
+        folder=folder,
+        sends=sends,
+        regions=caches.regions,
+        shared=caches.shared,
+        staged=caches.staged,
+    )
+    return open_transport(name, place)

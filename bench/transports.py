@@ -1,0 +1,245 @@
+"""Measure the bandwidth of every transport between two processes of one host, with digests.
+
+    python -m bench.transports [--megabytes 64] [--rounds 9] [--json FILE]
+
+One transfer moves a cache of one KV cache group (16 layers, bfloat16) from a sending to a receiving process.
+Everything except the engines takes part: spans, digests, frames, copies, answers. Blocks of 64 positions make
+spans of 64 KiB; blocks of 8 positions make spans of 8 KiB. Blocks lie in random order. All transports take
+turns within a round, and the first round is not counted. Without NIXL its rows are left out.
+
+    shm               mapped memory
+    tcp               a stream over loopback
+    nixl              NIXL over UCX, as UCX chooses on one host: cross-memory attach (cma)
+    nixl over tcp     NIXL over UCX with UCX_TLS=tcp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bench.machine import describe
+from weft.config.cache_layout import pool_tensors
+from weft.config.spec import CacheSpec
+from weft.disagg.protocol.group_layout import blocks_of
+from weft.disagg.protocol.transfer_events import RankReport, RankStopped
+from weft.disagg.transport.nixl_transport import NixlTransport
+from weft.disagg.transport.private_memory import huge_memory
+from weft.disagg.transport.read_engine import module_name
+from weft.disagg.transport.shared_memory import SharedMemory
+from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.tcp import TcpTransport
+from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.disagg.transport.transport_registry import transport_kind
+from weft.ops import cpu
+from weft.types import transfer as r
+from weft.types.transfer import Outcome, TransferKey
+
+LAYERS, HEADS, WIDTH = 16, 4, 64
+CACHE = CacheSpec(kind="full", layers=tuple(range(LAYERS)), kv_heads=HEADS, head_dim=WIDTH)
+POSITION_BYTES = 2 * HEADS * WIDTH * 2
+"""Bytes of one position of one layer: keys and values in bfloat16."""
+SECRET = b"of the benchmark alone"
+KINDS = ("shm", "tcp", "nixl", "nixl over tcp")
+HOST = "127.0.0.1"
+
+
+class Case(NamedTuple):
+    """A transport and the number of positions per block."""
+
+    kind: str
+    block: int
+
+    @property
+    def span_kib(self) -> int:
+        return self.block * POSITION_BYTES >> 10
+
+
+class Side:
+    """One side of a case: memory, transport and thread."""
+
+    def __init__(self, case: Case, folder: str, incarnation: int, blocks: int, value: int) -> None:
+        """``blocks``: number of blocks of the cache. ``value``: initial value of each byte."""
+        self.case, self.blocks = case, blocks
+        (tensor,) = pool_tensors(CACHE, case.block, blocks, "bfloat16")
+        kind = r.CacheGroupDims(
+            kind="full",
+            layers=CACHE.layers,
+            block_size=case.block,
+            window=0,
+            ratio=1,
+            kv_heads=HEADS,
+            tensors=(r.TensorDims(tensor.name, tensor.dims, tensor.dtype),),
+        )
+        self.dims = r.GroupDims(ranks=1, kinds=(kind,))
+        nbytes = (1 + blocks) * case.block * POSITION_BYTES * LAYERS
+        own = transport_kind(case.kind.partition(" ")[0])
+        shared = SharedMemory(nbytes) if own.shared else None
+        self.memory = huge_memory(nbytes) if shared is None else shared.tensor
+        self.memory.fill_(value)  # every page is there
+        self.transport: Any = opened(case.kind, folder, incarnation)
+        if case.kind == "shm":
+            self.transport.share([shared])
+        else:
+            self.transport.register([self.memory])
+        self.told: queue.SimpleQueue[RankReport | RankStopped] = queue.SimpleQueue()
+        self.transfer = RankTransfer(0, self.dims, self.transport, self.told.put)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transfer."""
+        return self.blocks * self.case.block * POSITION_BYTES * LAYERS
+
+    def offer(self, key: TransferKey) -> r.Admitted:
+        return r.Admitted(key=key, num_prompt=self.blocks * self.case.block, dims=self.dims)
+
+    def wait(self) -> Outcome:
+        """Return the outcome of the transfer under way."""
+        while True:
+            said = self.told.get(timeout=120)
+            if isinstance(said, RankReport) and said.outcome is not Outcome.pending:
+                return said.outcome
+
+    def stop(self, key: TransferKey) -> None:
+        self.transfer.stop(key)
+        while not isinstance(self.told.get(timeout=120), RankStopped):
+            pass
+
+
+def opened(kind: str, folder: str, incarnation: int) -> Any:
+    """Return the transport ``kind``. UCX reads its variable at the start of an engine."""
+    if kind == "shm":
+        return ShmTransport(folder, 0, incarnation)
+    if kind == "tcp":
+        return TcpTransport(HOST, 0, incarnation, SECRET)
+    before = os.environ.pop("UCX_TLS", None)
+    if kind.endswith("tcp"):
+        os.environ["UCX_TLS"] = "tcp"
+    try:
+        return NixlTransport(HOST, 0, incarnation, SECRET)
+    finally:
+        os.environ.pop("UCX_TLS", None)
+        if before is not None:
+            os.environ["UCX_TLS"] = before
+
+
+def sides(cases: list[Case], folder: str, base: int, total: int, value: int) -> list[Side]:
+    torch.set_num_threads(1)
+    made = []
+    for number, case in enumerate(cases):
+        blocks = max(1, total // (case.block * POSITION_BYTES * LAYERS))
+        made.append(Side(case, folder, base + number, blocks, value))
+    return made
+
+
+def send(cases: list[Case], folder: str, total: int, pipe: Connection) -> None:
+    """Run the sending process: push a transfer for each received (number of the case, Bound)."""
+    made = sides(cases, folder, 100, total, 7)
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        number, data = asked
+        side, bound = made[number], r.decode(data)
+        assert isinstance(bound, r.Bound)
+        table = 1 + np.random.default_rng(0).permutation(side.blocks)
+        for layer in CACHE.layers:
+            side.transfer.computed(bound.key, (layer,), 0, side.blocks * side.case.block)
+        side.transfer.begin(side.offer(bound.key), bound, (blocks_of(table),))
+        pipe.send(side.wait().name)
+        side.stop(bound.key)
+    for side in made:
+        side.transfer.close()
+
+
+def one_transfer(side: Side, number: int, key: TransferKey, pipe: Connection) -> float:
+    """Run one transfer and return its GB/s, measured by the receiver."""
+    table = blocks_of(np.arange(1, side.blocks + 1))
+    ends = (side.transport.endpoint,)
+    bound = r.Bound(key=key, start=0, dims=side.dims, blocks=(table,), endpoints=ends)
+    side.transfer.expect(side.offer(key), bound)
+    began = time.perf_counter()
+    pipe.send((number, r.encode(bound)))
+    assert side.wait() is Outcome.done
+    seconds = time.perf_counter() - began
+    assert pipe.recv() == "done"
+    side.stop(key)
+    return side.nbytes / seconds / 1e9
+
+
+def measure(cases: list[Case], total: int, rounds: int) -> dict[Case, list[float]]:
+    """Return the GB/s of each round and case. Each round begins with another case."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    rates: dict[Case, list[float]] = {case: [] for case in cases}
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        process = context.Process(target=send, args=(cases, folder, total, there), daemon=True)
+        process.start()
+        made = sides(cases, folder, 200, total, 0)
+        assert here.recv() == "ready"
+        for number in range(rounds + 1):
+            for at in range(len(cases)):
+                which = (at + number) % len(cases)
+                key = TransferKey(number * len(cases) + which, 0, 1)
+                rate = one_transfer(made[which], which, key, here)
+                if number:
+                    rates[cases[which]].append(rate)
+        here.send(None)
+        process.join(20)
+        for side in made:
+            assert int((side.memory == 7).sum()) == side.nbytes
+            side.transfer.close()
+    return rates
+
+
+def table_of(rates: dict[Case, list[float]]) -> str:
+    """Return medians, ranges, and the median of the ratio to shm of the same round, as Markdown."""
+    lines = [
+        "| spans | transport | GB/s | least | most | of `shm`, round by round |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, each in rates.items():
+        base = rates[Case("shm", case.block)]
+        ratio = statistics.median(one / other for one, other in zip(each, base, strict=True))
+        lines.append(
+            f"| {case.span_kib} KiB | `{case.kind}` | {statistics.median(each):.2f} | {min(each):.2f} | "
+            f"{max(each):.2f} | {ratio:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="file for all samples")
+    args = parser.parse_args()
+    if not cpu.load():
+        print("without the C++ operations digests run in numpy: these are not the numbers to publish")
+    kinds = [kind for kind in KINDS if module_name() is not None or not kind.startswith("nixl")]
+    cases = [Case(kind, block) for block in (64, 8) for kind in kinds]
+    machine = describe()
+    rates = measure(cases, args.megabytes << 20, args.rounds)
+    print(f"{args.megabytes << 20} bytes per transfer, {args.rounds} rounds, {machine['cpu']['model']}\n")
+    print(table_of(rates))
+    if args.json is not None:
+        samples = [
+            {"transport": case.kind, "span_kib": case.span_kib, "gb_s": each} for case, each in rates.items()
+        ]
+        args.json.write_text(json.dumps({"machine": machine, "samples": samples}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
