@@ -137,6 +137,7 @@ class FleetPlanner:
         """``ranges``: role -> allowed numbers of groups. Only these roles are scaled."""
         self._capacity = capacity
         self._settings = settings
+        self.ranges = dict(ranges)
         self._roles = {role: _Role(one) for role, one in ranges.items()}
         self._forecast = Forecast()
         self._ttft: deque[Tail] = deque(maxlen=6)
@@ -321,8 +322,8 @@ class FleetPlanner:
             f"{groups.base} {groups.serving} -> {wanted} for {reason}: {load.rate:.2f} requests/s expected "
             f"(now {self._forecast.rate:.2f}, trend {60 * self._forecast.trend():+.2f} per minute) of "
             f"{load.prompt:.0f} + {load.output:.0f} tokens; {wanted} groups give "
-            f"{_latency(predicted, name)}; {_seen(seen)}; {groups.waiting} waiting, {groups.running} running, "
-            f"KV {groups.kv_use:.0%}, steps {self.slowness:.2f} x the cost model"
+            f"{_latency(predicted, name)}; {_seen(seen)}; {groups.waiting} waiting, "
+            f"{groups.running} running, KV {groups.kv_use:.0%}, steps {self.slowness:.2f} x the cost model"
             f"; {groups.coming} coming, {groups.leaving} leaving{lost}"
         )
         return [Scale(groups.base, number, why)]
