@@ -121,7 +121,9 @@ class _Role:
     """Time of the last change that added groups, until the groups serve."""
     in_progress: bool = False
     short_since: float | None = None
-    """Time since which fewer groups serve than should."""
+    """Time since which groups are on their way."""
+    stuck: int = 0
+    """Groups that have been on their way for too long."""
     extra: int = 0
     """Groups that are needed for reasons the capacity does not know."""
     extra_until: float = -math.inf
@@ -222,11 +224,17 @@ class FleetPlanner:
                 self.load_s += GAIN * (now - role.asked_at - self.load_s)
             role.asked_at = None
             role.changed_at = now
+            # Latencies from before the change say nothing about the new number.
+            self._ttft.clear()
+            self._tpot.clear()
         role.in_progress = moving
+        role.stuck = min(role.stuck, groups.coming)
         if not groups.coming:
             role.short_since = None
         elif role.short_since is None:
             role.short_since = now
+        elif not role.stuck and now - role.short_since > max(self._settings.lost_s, 3 * self.load_s):
+            role.stuck = groups.coming
 
     # -- decisions
 
@@ -234,11 +242,7 @@ class FleetPlanner:
         self, name: str, role: _Role, groups: RoleGroups, seen: Observation, now: float
     ) -> list[Scale]:
         """Return the change of one role, if any."""
-        stuck = 0
-        if role.short_since is not None and now - role.short_since > max(
-            self._settings.lost_s, 3 * self.load_s
-        ):
-            stuck = groups.coming
+        stuck = role.stuck
         have = groups.serving + groups.coming - stuck
         load, need, calm = self._needs(name, role.range)
         reason = "the expected load"

@@ -1,6 +1,6 @@
 """The load of the last minute, and the load expected some seconds ahead: a rate, a trend, mean sizes.
 
-A count of independent arrivals varies by its square root. A change counts only beyond two deviations, so
+A count of independent arrivals varies by its square root. A change counts only beyond some deviations, so
 noise is neither growth nor a trend.
 """
 
@@ -16,10 +16,12 @@ SLOW_S = 60.0
 """Seconds of the window for the rate, the trend and the mean sizes."""
 FAST_S = 20.0
 """Seconds of the window that notices a sudden growth."""
-MOST_GROWTH = 1.3
-"""Maximum expected rate, in units of the rate in the fast window."""
+MOST_GROWTH = 1.2
+"""Maximum expected rate, in units of the rate in the newer half of the slow window."""
 DEVIATIONS = 2.0
-"""Deviations beyond which a change counts."""
+"""Deviations beyond which a sudden growth counts."""
+TREND_DEVIATIONS = 3.5
+"""Deviations beyond which a trend counts. A wrong trend adds a group for nothing."""
 FEWEST = 20
 """Requests of which a mean size counts."""
 
@@ -83,7 +85,7 @@ class Forecast:
             return 0.0
         noise = math.sqrt(old.arrivals / old.seconds**2 + new.arrivals / new.seconds**2)
         change = _rate(new) - _rate(old)
-        return change / (whole.seconds / 2) if abs(change) > DEVIATIONS * noise else 0.0
+        return change / (whole.seconds / 2) if abs(change) > TREND_DEVIATIONS * noise else 0.0
 
     def expected(self, ahead: float) -> float:
         """Return the arrivals per second expected in ``ahead`` seconds, at least the present ones."""
@@ -93,7 +95,7 @@ class Forecast:
         new = self._last(whole.seconds / 2)
         # The rate of the newer half belongs to the middle of the half.
         later = _rate(new) + trend * (new.seconds / 2 + ahead) if trend else 0.0
-        return max(present, min(later, MOST_GROWTH * _rate(fast)))
+        return max(present, min(later, MOST_GROWTH * _rate(new)))
 
     def sizes(self, cached: float) -> list[tuple[float, float, float]]:
         """Return (prompt, computed, output) mean tokens: of the slow window and, with enough requests, of
