@@ -248,8 +248,9 @@ class ChangingDeployment(Deployment):
                 stats = process.stats()
                 running, waiting, kv = stats.running, stats.waiting, float(stats.kv_usage)
                 values = (stats.steps, stats.prefill_rows, stats.prefill_tokens, stats.decode_rows)
-                both = (*values, stats.prefix_queries, stats.prefix_hits)
-                counts |= {Series(one, name): float(v) for one, v in zip(ENGINE_COUNTERS, both, strict=True)}
+                counts |= {
+                    Series(one, name): float(v) for one, v in zip(ENGINE_COUNTERS, values, strict=True)
+                }
             role = record.role
             engines.append(EngineSeen(name, name, role, role, record.state, up, running, waiting, kv))
         return Snapshot(tuple(engines), counts, len(self.streams) + self.refused - self._ended)

@@ -73,8 +73,8 @@ def draw_day(seed: int, rate: float, shorter: float = 1.0) -> Day:
 
     rate = about(rate)
     long, short = Lengths(1000, 2000), Lengths(200, 500)
-    some, many = Lengths(32, 96), Lengths(120, 280)
-    night = about(0.5 * rate)
+    some, many = Lengths(32, 96), Lengths(200, 400)
+    night = about(0.4 * rate)
     # (seconds, requests per second at the end, prompts, outputs); the rate changes along a line.
     double = about(2 * rate, 0.1)
     turned = about(1.4 * rate)
@@ -113,9 +113,9 @@ class Bench(NamedTuple):
     """Maximum groups of each role."""
     slots: int = 64
     noise: float = 0.05
-    load_s: float = 15.0
+    load_s: float = 30.0
     wire: Wire = Wire(12288, 2e9)
-    settings: PlannerSettings = PlannerSettings()
+    settings: PlannerSettings = PlannerSettings(calm_s=90.0)
     believed: float = 1.0
     """Error of the planner's cost model: the planner believes in steps of this many times the length."""
 
@@ -206,8 +206,11 @@ class _Watch:
 
 
 def divisions_of(total: int) -> list[Groups]:
-    """Return every division of ``total`` groups into prefill and decode groups."""
-    return [Groups(prefill=prefill, decode=total - prefill) for prefill in range(1, total)]
+    """Return the divisions of ``total`` groups into prefill and decode groups, two or more of each role.
+
+    A fixed fleet with one group of a role stands still when the host of the group is lost.
+    """
+    return [Groups(prefill=prefill, decode=total - prefill) for prefill in range(2, total - 1)]
 
 
 def encode(outcomes: list[Outcome]) -> bytes:

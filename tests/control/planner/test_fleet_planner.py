@@ -65,11 +65,10 @@ class Server:
             ended=arrivals,
             prompt_tokens=600 * arrivals,
             output_tokens=200 * arrivals,
-            cached=0.0,
             ttft=ANSWERED,
             tpot=ANSWERED,
             gap=0.0,
-            work=(),
+            work=(Work("prefill", 100, 0, 600 * ANSWERED.count, 0),),
         )._replace(**other)
         for action in self.planner.on(Observed(seen, self.now), self.now):
             self.actions.append((self.now, action))
@@ -129,7 +128,7 @@ def test_without_metrics_nothing_changes() -> None:
     server.now += 10
     server.observe(1000.0, seconds=1010.0)  # an interval over the gap says nothing about now
     assert server.actions == []
-    seen = Observation(10, {"decode": server.groups()}, 1e4, 1e4, 6e6, 2e6, 0, ANSWERED, ANSWERED, 0, ())
+    seen = Observation(10, {"decode": server.groups()}, 1e4, 1e4, 6e6, 2e6, ANSWERED, ANSWERED, 0, ())
     assert server.planner.on(Observed(seen, server.now - 100), server.now) == []
     assert server.run(120, 4.0)[-1] == needed(4.0)
 

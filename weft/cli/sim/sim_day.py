@@ -71,9 +71,9 @@ def day_command(
 ) -> int:
     """Play a day of half an hour: the load doubles, prompts and outputs change places, a host is lost.
 
-    Each seed is one day. The planner of `weft plan` scales prefill and decode groups. Then every fixed
-    division of as many groups as the planner had on average, rounded up, plays the same day. Counts the
-    requests outside their limits.
+    Each seed is one day. The planner of `weft plan` scales prefill and decode groups. Then fixed fleets of
+    as many groups as the planner had on average, rounded up, play the same day: every division with two or
+    more groups of each role. Counts the requests outside their limits.
     """
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError("--json must name a file in an existing folder")
@@ -98,7 +98,7 @@ def _day(bench: Bench, seed: int, rate: float, shorter: float, fixed: bool) -> I
     day = draw_day(seed, rate, shorter)
     planned = bench.play(day, Groups(prefill=2, decode=2), planned=True, seed=seed)
     yield planned
-    for groups in divisions_of(max(math.ceil(planned.size), 2)) if fixed else ():
+    for groups in divisions_of(max(math.ceil(planned.size), 4)) if fixed else ():
         yield bench.play(day, groups, seed=seed)
 
 

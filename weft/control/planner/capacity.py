@@ -153,7 +153,7 @@ class Capacity:
 
     def _prompt_seconds(self, load: Load) -> float:
         """Return the seconds of the steps that compute a mean prompt alone."""
-        start, left, seconds = round(load.prompt - load.computed), max(round(load.computed), 1), 0.0
+        start, left, seconds = max(round(load.prompt - load.computed), 0), max(round(load.computed), 1), 0.0
         while left > 0:
             count = min(left, self._tokens)
             seconds += self._cost.predict(StepShape().with_chunk(start, count))

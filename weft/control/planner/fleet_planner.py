@@ -148,7 +148,6 @@ class FleetPlanner:
         """Seconds until a new group serves, as measured."""
         self.slowness = 1.0
         """Measured seconds of a step, in units of the cost model's seconds."""
-        self._cached = 0.0
 
     def on(self, event: Event, now: float) -> list[Scale]:
         """Apply ``event`` and return the changes to make."""
@@ -188,28 +187,35 @@ class FleetPlanner:
     def _learn(self, seen: Observation) -> None:
         """Add an observation to the forecast, and measure the slowness of steps."""
         self._forecast.add(
-            Arrivals(seen.seconds, seen.arrivals, seen.ended, seen.prompt_tokens, seen.output_tokens)
+            Arrivals(
+                seen.seconds,
+                seen.arrivals,
+                seen.ended,
+                seen.prompt_tokens,
+                seen.output_tokens,
+                seen.ttft.count,
+                sum(one.prefill_tokens for one in seen.work),
+            )
         )
         self._ttft.append(seen.ttft)
         self._tpot.append(seen.tpot)
-        self._cached += GAIN * (seen.cached - self._cached)
         outputs = [one for one in seen.work if one.role in OUTPUT_ROLES]
         rows = sum(one.decode_rows for one in outputs)
         waits = any(seen.roles[role].waiting for role in OUTPUT_ROLES if role in seen.roles)
         # A gap with a wait for a slot is no step. Few rows say little.
         if not seen.gap or rows < FEWEST_ROWS or waits:
             return
-        context = self._forecast.sizes(0.0)[0]
+        load = self._forecast.loads(0.0)[0]
         predicted = 0.0
         for one in outputs:
             count = one.decode_rows / one.steps
             shape = StepShape(
                 decode_rows=round(count),
                 decode_tokens=round(count),
-                decode_pairs=round(count * (context[0] + context[2] / 2)),
+                decode_pairs=round(count * (load.prompt + load.output / 2)),
                 prefill_rows=round(one.prefill_rows / one.steps),
                 prefill_tokens=round(one.prefill_tokens / one.steps),
-                prefill_pairs=round(one.prefill_tokens / one.steps * context[0] / 2),
+                prefill_pairs=round(one.prefill_tokens / one.steps * load.prompt / 2),
             )
             predicted += one.decode_rows / rows * self._capacity.step_seconds(shape)
         measured = min(max(seen.gap / predicted, FASTEST), SLOWEST)
@@ -275,7 +281,7 @@ class FleetPlanner:
         """Return the expected load, the groups for the load, and the groups for the load with a margin."""
         forecast, capacity = self._forecast, self._capacity
         margin = 1 + max(self._settings.margin, forecast.margin)
-        loads = forecast.loads(forecast.expected(self.load_s), self._cached)
+        loads = forecast.loads(forecast.expected(self.load_s))
         groups = [capacity.groups(name, one, allowed.most, self.slowness) for one in loads]
         need = max(groups)
         calm = max(
@@ -288,7 +294,7 @@ class FleetPlanner:
         """Return the groups that queues, memory and latencies ask for, and the reason; 0 for none."""
         settings, capacity = self._settings, self._capacity
         asks: list[tuple[int, str]] = [(0, "")]
-        loads = self._forecast.loads(self._forecast.rate, self._cached)
+        loads = self._forecast.loads(self._forecast.rate)
         # One waiting prompt per group is normal: the next step takes the prompt.
         backlog = groups.waiting - groups.serving
         if backlog > 0 and name in PROMPT_ROLES:

@@ -22,8 +22,8 @@ DEVIATIONS = 2.0
 """Deviations beyond which a sudden growth counts."""
 TREND_DEVIATIONS = 3.5
 """Deviations beyond which a trend counts. A wrong trend adds a group for nothing."""
-FEWEST = 20
-"""Requests of which a mean size counts."""
+FEWEST = 10
+"""Requests of which a mean size in the fast window counts."""
 
 
 class Arrivals(NamedTuple):
@@ -36,6 +36,10 @@ class Arrivals(NamedTuple):
     """Requests that ended; the sizes are sums over these requests."""
     prompt_tokens: float
     output_tokens: float
+    started: float
+    """Requests with a first token."""
+    computed: float
+    """Prompt tokens computed by engines. Known earlier than the sizes of ended requests."""
 
 
 class Forecast:
@@ -97,23 +101,22 @@ class Forecast:
         later = _rate(new) + trend * (new.seconds / 2 + ahead) if trend else 0.0
         return max(present, min(later, MOST_GROWTH * _rate(new)))
 
-    def sizes(self, cached: float) -> list[tuple[float, float, float]]:
-        """Return (prompt, computed, output) mean tokens: of the slow window and, with enough requests, of
-        the fast window. ``cached``: share of prompt tokens found in a prefix cache."""
-        found = [(self._prompt, self._prompt * (1 - cached), self._output)]
-        fast = self._last(FAST_S)
+    def loads(self, rate: float) -> list[Load]:
+        """Return the loads of ``rate`` with the mean sizes of the slow window and, with enough requests, of
+        the fast window."""
+        slow, fast = self._last(SLOW_S), self._last(FAST_S)
+        computed = slow.computed / slow.started if slow.started else self._prompt
+        found = [Load(rate, self._prompt, computed, self._output)]
+        if fast.started >= FEWEST:
+            found.append(found[0]._replace(computed=fast.computed / fast.started))
         if fast.ended >= FEWEST:
             prompt, output = fast.prompt_tokens / fast.ended, fast.output_tokens / fast.ended
-            found.append((prompt, prompt * (1 - cached), output))
+            found.append(found[-1]._replace(prompt=prompt, output=output))
         return found
-
-    def loads(self, rate: float, cached: float) -> list[Load]:
-        """Return the loads of ``rate`` with the sizes of each window."""
-        return [Load(rate, *sizes) for sizes in self.sizes(cached)]
 
     def _last(self, seconds: float) -> Arrivals:
         """Return the sum over the last ``seconds``, in whole intervals, at least one."""
-        total = Arrivals(0.0, 0.0, 0.0, 0.0, 0.0)
+        total = Arrivals(*[0.0] * 7)
         for one in reversed(self._intervals):
             if total.seconds and total.seconds + one.seconds > seconds * 1.01:
                 break

@@ -29,8 +29,6 @@ ENGINE_COUNTERS = (
     "engine_prefill_rows_total",
     "engine_prefill_tokens_total",
     "engine_decode_rows_total",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
 )
 """Counters of one engine."""
 _TTFT, _TPOT = COUNTERS[7:9]
@@ -122,8 +120,6 @@ class Observation(NamedTuple):
     """Prompt tokens of the ended requests."""
     output_tokens: float
     """Output tokens of the ended requests."""
-    cached: float
-    """Share of prompt tokens found in a prefix cache."""
     ttft: Tail
     tpot: Tail
     gap: float
@@ -160,7 +156,6 @@ class Meter:
             ended=total["request_prompt_tokens_count"],
             prompt_tokens=total["request_prompt_tokens_sum"],
             output_tokens=total["request_max_num_generation_tokens_sum"],
-            cached=_cached(grown, snapshot.engines),
             ttft=_tail(grown, _TTFT, self._limits.ttft, self._limits.goal),
             tpot=_tail(grown, _TPOT, self._limits.tpot, self._limits.goal),
             gap=total["inter_token_latency_seconds_sum"] / gaps if gaps else 0.0,
@@ -221,20 +216,10 @@ def _totals(grown: Mapping[Series, float]) -> dict[str, float]:
 def _work(grown: Mapping[Series, float], engines: Iterable[EngineSeen]) -> tuple[Work, ...]:
     work = []
     for engine in engines:
-        counts = [grown.get(Series(name, engine.name), 0.0) for name in ENGINE_COUNTERS[:4]]
+        counts = [grown.get(Series(name, engine.name), 0.0) for name in ENGINE_COUNTERS]
         if counts[0] > 0:
             work.append(Work(engine.role, *counts))
     return tuple(work)
-
-
-def _cached(grown: Mapping[Series, float], engines: Iterable[EngineSeen]) -> float:
-    """Return the share of prompt tokens found in the prefix caches of engines that compute prompts."""
-    queries = hits = 0.0
-    for engine in engines:
-        if engine.role != "decode":
-            queries += grown.get(Series(ENGINE_COUNTERS[4], engine.name), 0.0)
-            hits += grown.get(Series(ENGINE_COUNTERS[5], engine.name), 0.0)
-    return min(hits / queries, 1.0) if queries else 0.0
 
 
 def _tail(grown: Mapping[Series, float], name: str, limit: float, goal: float) -> Tail:
