@@ -27,7 +27,7 @@ from weft.sim.engine import kv_config
 from weft.sim.simulated_transfers import Wire
 from weft.sim.workload import Arrival, Lengths
 
-INTERVAL_S = 10.0
+INTERVAL_S = 5.0
 """Seconds between two observations."""
 LONGEST = 4096
 """Tokens that fit into one sequence."""

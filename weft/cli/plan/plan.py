@@ -90,7 +90,7 @@ logger = log.get_logger(__name__)
 @click.option(
     "--interval",
     type=click.FloatRange(0.5, 30),
-    default=10.0,
+    default=5.0,
     show_default=True,
     help="Seconds between two observations.",
 )

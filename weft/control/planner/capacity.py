@@ -69,6 +69,8 @@ class Capacity:
         self.slots = slots
         self._cost = cost
         self._tokens = tokens
+        self._known: dict[tuple[int, int], float] = {}
+        """Seconds of decode steps: the iteration asks for the same steps again and again."""
         self._z = NormalDist().inv_cdf(limits.goal)
 
     def groups(self, role: str, load: Load, most: int, slowness: float = 1.0) -> int:
@@ -141,15 +143,20 @@ class Capacity:
 
     def _step(self, rows: float, load: Load) -> float:
         """Return the seconds of a step of ``rows`` decode rows, linear between two whole numbers."""
-        context = load.prompt + load.output / 2
+        context = round(load.prompt + load.output / 2)
         low = max(int(rows), 1)
-        below, above = (
-            self._cost.predict(
-                StepShape(decode_rows=count, decode_tokens=count, decode_pairs=round(count * context))
-            )
-            for count in (low, low + 1)
-        )
+        below, above = self._decode_seconds(low, context), self._decode_seconds(low + 1, context)
         return below + (above - below) * (max(rows, 1.0) - low)
+
+    def _decode_seconds(self, count: int, context: int) -> float:
+        """Return the seconds of a step of ``count`` decode rows with ``context`` cached positions each."""
+        key = (count, context)
+        if key not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            shape = StepShape(decode_rows=count, decode_tokens=count, decode_pairs=count * context)
+            self._known[key] = self._cost.predict(shape)
+        return self._known[key]
 
     def _prompt_seconds(self, load: Load) -> float:
         """Return the seconds of the steps that compute a mean prompt alone."""

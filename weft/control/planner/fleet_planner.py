@@ -61,8 +61,8 @@ class Settings(NamedTuple):
     """A backlog of prompts should be gone after this time."""
     lost_s: float = 120.0
     """A group that does not come back within this time counts as lost."""
-    extra_s: float = 900.0
-    """Time for which a group stays that was added because requests missed their limits."""
+    extra_calms: float = 3.0
+    """A group that was added because requests missed their limits stays for this many ``calm_s``."""
     refused_s: float = 60.0
     """Time without a new try after a refusal of the server."""
     margin: float = 0.15
@@ -142,8 +142,8 @@ class FleetPlanner:
         self.ranges = dict(ranges)
         self._roles = {role: _Role(one) for role, one in ranges.items()}
         self._forecast = Forecast()
-        self._ttft: deque[Tail] = deque(maxlen=6)
-        self._tpot: deque[Tail] = deque(maxlen=6)
+        self._ttft: deque[Tail] = deque(maxlen=12)
+        self._tpot: deque[Tail] = deque(maxlen=12)
         self.load_s = settings.load_s
         """Seconds until a new group serves, as measured."""
         self.slowness = 1.0
@@ -169,7 +169,7 @@ class FleetPlanner:
             groups = observation.roles.get(name)
             if groups is None or not groups.base:
                 continue
-            self._follow(role, groups, now)
+            self._follow(name, role, groups, now)
             if self._forecast.known and now >= role.quiet_until:
                 actions += self._decide(name, role, groups, observation, now)
         return actions
@@ -221,7 +221,7 @@ class FleetPlanner:
         measured = min(max(seen.gap / predicted, FASTEST), SLOWEST)
         self.slowness += GAIN * (measured - self.slowness)
 
-    def _follow(self, role: _Role, groups: RoleGroups, now: float) -> None:
+    def _follow(self, name: str, role: _Role, groups: RoleGroups, now: float) -> None:
         """Note the progress of the last change, and groups that stay away."""
         role.base = groups.base
         moving = bool(groups.coming or groups.leaving)
@@ -230,10 +230,11 @@ class FleetPlanner:
                 self.load_s += GAIN * (now - role.asked_at - self.load_s)
             role.asked_at = None
             role.changed_at = now
-            # Latencies from before the change say nothing about the new number.
-            self._ttft.clear()
-            self._tpot.clear()
         role.in_progress = moving
+        if moving or now - role.changed_at < self._settings.settle_s:
+            # Latencies from before the change say nothing about the new number.
+            for tails in self._tails(name):
+                tails.clear()
         role.stuck = min(role.stuck, groups.coming)
         if not groups.coming:
             role.short_since = None
@@ -241,6 +242,11 @@ class FleetPlanner:
             role.short_since = now
         elif not role.stuck and now - role.short_since > max(self._settings.lost_s, 3 * self.load_s):
             role.stuck = groups.coming
+
+    def _tails(self, role: str) -> list[deque[Tail]]:
+        """Return the latencies that the groups of a role make."""
+        tails = [self._ttft] if role in PROMPT_ROLES else []
+        return tails + ([self._tpot] if role in OUTPUT_ROLES else [])
 
     # -- decisions
 
@@ -260,7 +266,10 @@ class FleetPlanner:
             if pressed > max(need, have):
                 need, reason = min(pressed, role.range.most), why
                 if why == "requests outside their limits":
-                    role.extra, role.extra_until = need, now + self._settings.extra_s
+                    role.extra, role.extra_until = (
+                        need,
+                        now + self._settings.extra_calms * self._settings.calm_s,
+                    )
         if now < role.extra_until:
             need = max(need, min(role.extra, role.range.most))
         need = max(need, role.range.least)
@@ -303,9 +312,7 @@ class FleetPlanner:
             asks.append((wanted, f"{groups.waiting} waiting prompts"))
         if groups.kv_use > settings.fullest:
             asks.append((groups.serving + 1, f"KV cache use {groups.kv_use:.0%}"))
-        tails = [self._ttft] if name in PROMPT_ROLES else []
-        tails += [self._tpot] if name in OUTPUT_ROLES else []
-        if any(_misses(tail, capacity.limits.goal) for tail in tails):
+        if any(_misses(tail, capacity.limits.goal) for tail in self._tails(name)):
             asks.append((groups.serving + 1, "requests outside their limits"))
         return max(asks)
 

@@ -18,9 +18,11 @@ FAST_S = 20.0
 """Seconds of the window that notices a sudden growth."""
 MOST_GROWTH = 1.2
 """Maximum expected rate, in units of the rate in the newer half of the slow window."""
-DEVIATIONS = 2.0
+DEVIATIONS = 1.5
 """Deviations beyond which a sudden growth counts."""
-TREND_DEVIATIONS = 3.5
+MARGIN_DEVIATIONS = 2.0
+"""Deviations that the rate may grow by after a group has left."""
+TREND_DEVIATIONS = 2.5
 """Deviations beyond which a trend counts. A wrong trend adds a group for nothing."""
 FEWEST = 10
 """Requests of which a mean size in the fast window counts."""
@@ -76,9 +78,9 @@ class Forecast:
 
     @property
     def margin(self) -> float:
-        """Two deviations of the rate, in units of the rate."""
+        """The noise of the rate, in units of the rate."""
         arrivals = self._last(SLOW_S).arrivals
-        return DEVIATIONS / math.sqrt(arrivals) if arrivals else 0.0
+        return MARGIN_DEVIATIONS / math.sqrt(arrivals) if arrivals else 0.0
 
     def trend(self) -> float:
         """Return the growth in arrivals per second per second; 0 within the noise."""
