@@ -132,14 +132,14 @@ def plan(
     import httpx
 
     log.configure(env.get("WEFT_LOG_LEVEL", "info"), "plan")
+    limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3, goal)
+    capacity = Capacity(load(cost_name), limits, max_num_batched_tokens, max_num_seqs)
+    planner = FleetPlanner(capacity, ranges(most, least), Settings(calm_s=calm))
     key = admin_key or env.get("WEFT_ADMIN_KEY").split(",")[0]
     if not key:
         raise ConfigError(
             "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
         )
-    limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3, goal)
-    capacity = Capacity(load(cost_name), limits, max_num_batched_tokens, max_num_seqs)
-    planner = FleetPlanner(capacity, ranges(most, least), Settings(calm_s=calm))
     base = url.rstrip("/").removesuffix("/v1")
     with httpx.Client(base_url=base) as client, _stopping() as stopped:
         owner = AdminRoutes(client, key)
