@@ -95,7 +95,7 @@ def test_a_snapshot_has_the_numbers_of_the_run() -> None:
     assert seen.prompt_tokens == sum(one.prompt for one in arrivals())
     assert seen.output_tokens == sum(one.output for one in arrivals())
     waits = sorted(one.times[0] - one.arrival.at for one in fleet.streams.values())
-    assert seen.ttft.count == 60
+    assert seen.ttft.number == 60
     assert seen.ttft.at_goal == pytest.approx(waits[56], rel=0.5)
     assert abs(seen.ttft.outside - sum(wait > 0.3 for wait in waits)) < 10
     assert {role: one.serving for role, one in seen.roles.items()} == {"prefill": 2, "decode": 2}

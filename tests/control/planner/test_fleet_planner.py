@@ -68,7 +68,7 @@ class Server:
             ttft=ANSWERED,
             tpot=ANSWERED,
             gap=0.0,
-            work=(Work("prefill", 100, 0, 600 * ANSWERED.count, 0),),
+            work=(Work("prefill", 100, 0, 600 * ANSWERED.number, 0),),
         )._replace(**other)
         for action in self.planner.on(Observed(seen, self.now), self.now):
             self.actions.append((self.now, action))

@@ -21,6 +21,8 @@ TIMEOUT_S = 10.0
 """Seconds to wait for an answer."""
 _PREFIX = "weft:"
 _FIELDS = ("name", "group", "base", "role", "state", "alive")
+_LOAD = ("running", "waiting", "kv_usage")
+"""Null before the engine answers."""
 
 
 class WantedNumbers(Protocol):
@@ -48,9 +50,7 @@ class AdminRoutes:
             return tuple(
                 EngineSeen(
                     *(one[field] for field in _FIELDS),
-                    running=one["running"] or 0,
-                    waiting=one["waiting"] or 0,
-                    kv_usage=one["kv_usage"] or 0.0,
+                    *(one[field] or 0 for field in _LOAD),
                 )
                 for one in answer.json()["engines"]
             )

@@ -193,7 +193,7 @@ class FleetPlanner:
                 seen.ended,
                 seen.prompt_tokens,
                 seen.output_tokens,
-                seen.ttft.count,
+                seen.ttft.number,
                 sum(one.prefill_tokens for one in seen.work),
             )
         )
@@ -348,7 +348,7 @@ class FleetPlanner:
 
 def _misses(tails: deque[Tail], goal: float) -> bool:
     """Return True if more requests miss their limit than the goal allows, beyond the noise."""
-    count = sum(one.count for one in tails)
+    count = sum(one.number for one in tails)
     outside = sum(one.outside for one in tails)
     allowed = (1 - goal) * count
     return count >= 20 and outside > allowed + 3 * math.sqrt(allowed * goal)
@@ -364,7 +364,7 @@ def _latency(predicted: Predicted, role: str) -> str:
 
 
 def _seen(seen: Observation) -> str:
-    share = [one.outside / one.count if one.count else 0.0 for one in (seen.ttft, seen.tpot)]
+    share = [one.outside / one.number if one.number else 0.0 for one in (seen.ttft, seen.tpot)]
     return (
         f"seen TTFT {seen.ttft.at_goal:.2f} s ({share[0]:.0%} outside), "
         f"TPOT {seen.tpot.at_goal * 1e3:.0f} ms ({share[1]:.0%} outside)"

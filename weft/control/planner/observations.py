@@ -90,7 +90,7 @@ class RoleGroups(NamedTuple):
 class Tail(NamedTuple):
     """Latencies of the requests of a window."""
 
-    count: float = 0.0
+    number: float = 0.0
     outside: float = 0.0
     """Number of requests beyond the limit."""
     at_goal: float = 0.0
