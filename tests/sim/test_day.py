@@ -129,7 +129,7 @@ def test_the_capacity_agrees_with_the_simulation(role: str, rate: float) -> None
     assert groups == 1 or min(outcomes.values()) < 0.93
 
 
-def test_a_planner_beats_a_fixed_fleet_of_its_size_on_a_short_day() -> None:
+def test_a_planner_keeps_more_requests_within_their_limits_than_the_groups_it_began_with() -> None:
     """An eighth of a day. The full days are in docs/simulator.md."""
     bench = Bench(COST.scaled(12.0), Limits(6.0, 0.18), load_s=10.0)
     day = draw_day(5, 0.8, shorter=8.0)
