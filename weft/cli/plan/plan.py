@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import click
 
+from weft.cli.client_cert import client_cert, client_cert_option
 from weft.cli.plan.live_server import AdminRoutes, LiveServer, WantedNumbers
 from weft.common import env, log
 from weft.common.errors import ConfigError, EngineDead, WeftError
@@ -106,6 +107,7 @@ logger = log.get_logger(__name__)
     "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
 )
 @click.option("--api-key", help="API key for /metrics. Default: the environment variable WEFT_API_KEY.")
+@client_cert_option
 def plan(
     url: str,
     ttft_ms: float,
@@ -131,6 +133,8 @@ def plan(
     """
     import httpx
 
+    from weft.common.client_tls import verification
+
     log.configure(env.get("WEFT_LOG_LEVEL", "info"), "plan")
     limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3, goal)
     capacity = Capacity(load(cost_name), limits, max_num_batched_tokens, max_num_seqs)
@@ -141,7 +145,10 @@ def plan(
             "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
         )
     base = url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base) as client, _stopping() as stopped:
+    with (
+        httpx.Client(base_url=base, verify=verification(base, client_cert())) as client,
+        _stopping() as stopped,
+    ):
         owner = AdminRoutes(client, key)
         server = LiveServer(client, owner, api_key or env.get("WEFT_API_KEY").split(",")[0])
         check(owner, planner.ranges)
