@@ -11,7 +11,7 @@ from weft.config.budget import with_budget
 from weft.config.sections.all import SchedulerSection
 from weft.control.planner.capacity import Capacity, Limits, Load
 from weft.control.planner.observations import Meter
-from weft.front.monitoring.metrics import LATENCY_BOUNDS
+from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.sim.changing import TPOT_BOUNDS, TTFT_BOUNDS, ChangingDeployment, Settings
 from weft.sim.day import Bench, draw_day
 from weft.sim.deployment import Deployment, Groups

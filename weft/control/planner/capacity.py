@@ -100,7 +100,7 @@ class Capacity:
 
     def _unified(self, load: Load, groups: int, slowness: float) -> Predicted:
         # Prompts share steps with decode rows, so the constant of a step counts once, in the decode part.
-        prompt = slowness * (self._prompt_seconds(load) - self._cost.coefficient("step"))
+        prompt = slowness * (self._prompt_seconds(load) - self._cost.predict(StepShape()))
         share = load.rate * prompt / groups
         rows = self._rows(load, groups, slowness, share)
         if rows is None:
