@@ -8,7 +8,7 @@ long as the fleet stays within the limit of groups.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -141,7 +141,7 @@ class Bench(NamedTuple):
         cost = self.cost.scaled(self.believed)
         capacity = Capacity(cost, self.limits, section.max_num_batched_tokens, self.slots)
         roles = {role for _, role in groups.names()}
-        ranges = {role: Range(1, self.most) for role in ("prefill", "decode", "unified") if role in roles}
+        ranges = {str(role): Range(1, self.most) for role in roles if role != "encode"}
         return FleetPlanner(capacity, ranges, self.settings)
 
 
@@ -179,8 +179,8 @@ class _Watch:
     def lose_host(self, repair: float) -> None:
         """Lose the first serving group of the role with the most groups."""
         serving = [(name, one.role) for name, one in self._fleet.records.items() if one.state == "running"]
-        count: Callable[[str], int] = [role for _, role in serving].count
-        name, _ = max(serving, key=lambda one: count(one[1]))
+        count = Counter(role for _, role in serving)
+        name, _ = max(serving, key=lambda one: count[one[1]])
         self._log.append(f"{self._fleet.now:6.0f}  the host of {name} is lost for {repair:.0f} s")
         self._fleet.lose(name, repair)
 
